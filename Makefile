@@ -1,0 +1,32 @@
+PYTHON ?= python3.11
+BIN := .venv/bin
+
+.PHONY: quickstart test test-long soak proto lint
+
+quickstart: .venv/installed
+	$(BIN)/atoll quickstart
+
+# Static checks, then every test that takes less than ten minutes in all.
+test: .venv/installed lint
+	$(BIN)/pytest -q -m "not long"
+
+# Learning runs, other environments.
+test-long: .venv/installed
+	$(BIN)/pytest -q -m long
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Generated code is committed; tests/unit/test_proto.py checks that this changes nothing.
+proto: .venv/installed
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. \
+		--mypy_grpc_out=. --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+		proto/services/wire/v1/*.proto
+
+.venv/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[cpu,dev]'
+	touch $@

@@ -1,0 +1,113 @@
+"""What the rollout service asks of an engine. `local` and SGLang stand behind it."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.wire.types import (
+    Catalog,
+    FinishReason,
+    Float32,
+    GroupId,
+    Int32,
+    PauseMode,
+    Sampling,
+    StreamManifest,
+    Version,
+    VersionSpan,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupRequest:
+    """Generate samples `indices` of one group; they share the prompt's prefill."""
+
+    group: GroupId
+    prompt_ids: Int32  # [T]
+    indices: tuple[int, ...]
+    attempts: tuple[int, ...]  # one per index
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """One finished (or aborted) sample as the engine produced it."""
+
+    group: GroupId
+    index: int
+    attempt: int
+    token_ids: Int32  # [T] the response; includes the stop token
+    logprobs: Float32  # [T] of the sampling distribution
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    text: str  # without the stop token or stop string
+    started: float  # Unix seconds
+    finished: float  # Unix seconds
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    vocab_size: int
+    max_length: int
+    slots: int
+    dtype: str
+    running: int
+    queued: int
+    tokens_generated: int
+
+
+class Engine(Protocol):
+    """One replica's engine. All methods may be called from one asyncio loop; none blocks it."""
+
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def version(self) -> Version: ...
+
+    def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[list[Completion]]:
+        """Yields completions as they finish, those of one decode step together.
+
+        Closing the iterator early (deadline, cancelled call) aborts what is left of it.
+        """
+        ...
+
+    async def abort(self, id_prefix: str) -> int:
+        """Ends every request whose "run/epoch/prompt/index/attempt/turn" starts with the prefix.
+
+        Their partial output is yielded by `generate` with finish reason ABORT. Returns how many.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when no token is being produced any more. Idempotent."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    def catalog(self) -> Catalog:
+        """Where each canonical tensor lives in this replica (tensor-parallel rank 0 for now)."""
+        ...
+
+    async def receive(self, version: Version, streams: Sequence[StreamManifest], plans: Mapping[str, NDArray[np.void]]) -> int:
+        """Copies a version into the staging buffer while generation goes on; checks every checksum.
+
+        Returns bytes received. Raises WeightPushError where a slice is missing or wrong.
+        """
+        ...
+
+    async def commit(self, version: Version) -> float:
+        """Makes the staged version live between two tokens. Returns seconds that generation stood still."""
+        ...
+
+    async def rollback(self, version: Version) -> None:
+        """Forgets the staged version."""
+        ...
+
+    async def checksums(self) -> dict[str, int]:
+        """xxh3-64 of each canonical tensor's live bytes in the serving dtype, row-major."""
+        ...
+
+    async def close(self) -> None: ...

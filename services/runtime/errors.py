@@ -1,0 +1,33 @@
+"""Errors that cross a service boundary. An error says what, got, expected, and what to do."""
+
+import grpc
+
+
+class AtollError(Exception):
+    """Base of everything that Atoll raises on purpose."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+class UserError(AtollError, ValueError):
+    """Something that the user can mend: config, data, model folder."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class StaleFenceError(AtollError):
+    """The caller's lease epoch is lower than one seen before: another coordinator took over."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ServiceUnavailableError(AtollError):
+    """The peer did not answer within the deadline, or the connection broke. Retry is safe."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class WeightPushError(AtollError):
+    """A slice is missing or its checksum differs; nothing was committed."""
+
+    code = grpc.StatusCode.DATA_LOSS

@@ -1,0 +1,310 @@
+"""The nouns of the dataflow, as every service sees them.
+
+Worked example, used throughout: run "toy", epoch 0, dataset row 7, prompt `12+34=`.
+Its group has two samples, toy/0/7/0 and toy/0/7/1. Sample 1 answered `46.` at policy
+version 3 in one turn, so its tree is one node:
+
+    Sample(id=SampleId(GroupId("toy", 0, 7), 1), attempt=0,
+           nodes=(Node(parent=-1, token_ids=[8, 10, 2], loss_mask=[1, 1, 1],
+                       logprobs=[-0.1, -0.7, -0.0],
+                       spans=(VersionSpan(Version("a3f0", 3), 0, 3),)),),
+           finish_reason=FinishReason.STOP, text="46", rewards=(TurnReward(0, 1.0, {"exact_match": 1.0}),), ...)
+
+Letters in shapes: T tokens, S segments.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+UInt64 = NDArray[np.uint64]
+Float32 = NDArray[np.float32]
+Bool = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A policy version: `number` counts publishes. Restoring a checkpoint opens a new lineage."""
+
+    lineage: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}:{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a node were produced by `version`."""
+
+    version: Version
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupId:
+    """`prompt` is the row's number over all training sources; `epoch` how often it was drawn before."""
+
+    run: str
+    epoch: int
+    prompt: int
+
+    def __str__(self) -> str:
+        return f"{self.run}/{self.epoch}/{self.prompt}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SampleId:
+    """Stable over restarts and re-dispatch; a request id adds "/attempt/turn"."""
+
+    group: GroupId
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.group}/{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> "SampleId":
+        run, epoch, prompt, index = text.rsplit("/", 3)
+        return cls(GroupId(run, int(epoch), int(prompt)), int(index))
+
+
+class FinishReason(Enum):
+    STOP = "stop"  # a stop token or stop string; the stop token is part of the response
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class PauseMode(IntEnum):
+    WAIT = 1  # finish what runs, hold what is queued
+    IN_PLACE = 2  # stop between two tokens, keep the sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. Logprobs on the wire are those of this distribution."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    seed: int = 0  # of the counter-based stream per (seed, sample, position)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A rendered and tokenized dataset row."""
+
+    id: GroupId
+    token_ids: Int32  # [T]
+    text: str
+    ground_truth: str
+    data_source: str
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """One delta of tokens in a trajectory's tree. `parent` -1 hangs off the group's prompt."""
+
+    parent: int
+    token_ids: Int32  # [T]
+    loss_mask: Bool  # [T] True where the policy produced the token
+    logprobs: Float32  # [T] of the sampling distribution; 0 where loss_mask is False
+    spans: tuple[VersionSpan, ...]  # cover every token whose loss_mask is True
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReward:
+    """A reward given at the last token of `node`."""
+
+    node: int
+    value: float
+    components: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    replica: str
+    incarnation: str
+    started: float  # Unix seconds
+    finished: float  # Unix seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """A trajectory: a tree of token deltas below the group's prompt, and its rewards."""
+
+    id: SampleId
+    attempt: int
+    nodes: tuple[Node, ...]
+    finish_reason: FinishReason
+    text: str  # what graders read: the response without its stop token
+    provenance: Provenance
+    rewards: tuple[TurnReward, ...] = ()
+
+    @property
+    def score(self) -> float:
+        return sum(reward.value for reward in self.rewards)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(node.token_ids) for node in self.nodes)
+
+    def versions(self) -> set[Version]:
+        """The versions that produced its loss-masked tokens."""
+        return {span.version for node in self.nodes for span in node.spans if span.end > span.start}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """All samples of one prompt, in the order of their index."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Ragged token segments that form trees; never padded.
+
+    Segment s owns tokens [offsets[s], offsets[s+1]) and attends to itself (causally) and to all
+    tokens of its ancestors. A group of two samples that share a prompt is three segments:
+    parents [-1, 0, 0]. Segments of one group stay on one data-parallel rank.
+    """
+
+    token_ids: Int32  # [T]
+    offsets: Int64  # [S+1]
+    parents: Int32  # [S] -1 for a root; a parent comes before its children
+    groups: Int32  # [S] ascending
+
+    @cached_property
+    def positions(self) -> Int32:
+        """[T] position of each token in its own sequence: ancestors' tokens count."""
+        starts = np.zeros(len(self.parents), np.int64)
+        lengths = np.diff(self.offsets)
+        for s, parent in enumerate(self.parents):  # parents come first
+            if parent >= 0:
+                starts[s] = starts[parent] + lengths[parent]
+        flat = np.arange(len(self.token_ids)) - np.repeat(self.offsets[:-1] - starts, lengths)
+        return flat.astype(np.int32)
+
+    @cached_property
+    def predecessors(self) -> Int64:
+        """[T] flat index of the token that predicts each token; -1 for the first token of a root."""
+        before = np.arange(len(self.token_ids), dtype=np.int64) - 1
+        first = self.offsets[:-1][np.diff(self.offsets) > 0]
+        parents = self.parents[np.diff(self.offsets) > 0]
+        before[first] = np.where(parents >= 0, self.offsets[parents + 1] - 1, -1)
+        return before
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What one update consumes. The loss is sum over tokens of loss_weights * token loss: the
+    normalisation (over the whole minibatch, all ranks) is already in the weights, so it does not
+    matter how the batch is cut."""
+
+    segments: Segments
+    loss_weights: Float32  # [T] 0 for prompt, tool and template tokens
+    advantages: Float32  # [T]
+    rollout_logprobs: Float32  # [T] 0 where loss_weights is 0
+    old_logprobs: Float32 | None  # [T]; None: detached from the same forward pass
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """Names one update; a repeated call with the same key answers from its record."""
+
+    lineage: str
+    step: int
+    minibatch: int
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreItem:
+    """One response to grade."""
+
+    id: SampleId
+    prompt: str
+    response: str
+    ground_truth: str
+    data_source: str
+    finish_reason: FinishReason
+    response_length: int  # tokens
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    id: SampleId
+    value: float
+    components: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class GradingError:
+    """A reward that could not be computed, and why; never a silent 0."""
+
+    id: SampleId
+    grader: str
+    cause: str
+    retryable: bool
+
+
+Verdict = Graded | GradingError
+
+# Two-dimensional pieces of canonical (Hugging Face named) tensors, and where a process keeps them.
+# A one-dimensional tensor of n elements is n rows of one column. `offset` and `stride` count elements
+# in the process's own flat buffer number `buffer`; `stride` is the distance between two rows there.
+BOX = np.dtype(
+    [
+        ("tensor", np.int32),  # index into Catalog.tensors
+        ("row", np.int64),  # first row
+        ("rows", np.int64),
+        ("column", np.int64),  # first column
+        ("columns", np.int64),
+        ("buffer", np.int32),
+        ("offset", np.int64),
+        ("stride", np.int64),
+    ]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Catalog:
+    """Where one process keeps its part of the model."""
+
+    tensors: tuple[str, ...]  # canonical names
+    boxes: NDArray[np.void]  # [N] of BOX
+
+
+@dataclass(frozen=True, eq=False)
+class StreamManifest:
+    """What one trainer rank wrote for all replicas of one class, and how to read it."""
+
+    source: int  # trainer rank
+    location: str  # name of the shared-memory segment
+    offset: int  # first byte of the class's stream in the segment
+    plan_id: str
+    checksums: UInt64  # [N] xxh3-64 of each transfer's bytes, in plan order
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceEntry:
+    """A registered service; `incarnation` is new at every start."""
+
+    role: str
+    name: str
+    incarnation: str
+    address: str
