@@ -22,7 +22,8 @@ lint: .venv/installed
 
 # Generated code is committed; tests/unit/test_proto.py checks that this changes nothing.
 proto: .venv/installed
-	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. \
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. \
+		--mypy_out=. --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 		--mypy_grpc_out=. --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 		proto/services/wire/v1/*.proto
 

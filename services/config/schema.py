@@ -3,7 +3,15 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 
@@ -135,7 +143,9 @@ class AlgorithmSection(Section):
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     num_minibatches: PositiveInt = 1
     num_epochs: PositiveInt = 1
-    drop_equal_groups: bool = False  # DAPO's dynamic sampling: replace groups whose samples all score the same
+    drop_equal_groups: bool = (
+        False  # DAPO's dynamic sampling: replace groups whose samples all score the same
+    )
 
 
 class WarmupSection(Section):
@@ -187,12 +197,14 @@ class RunConfig(Section):
     def _combinations(self) -> "RunConfig":
         samples = self.coordinator.prompts_per_step * self.coordinator.samples_per_prompt
         if self.run.mode == "train_only" and self.data.replay is None:
-            raise ValueError('run.mode = "train_only" starts no rollout service: set data.replay to a dump folder')
+            raise ValueError(
+                'run.mode = "train_only" starts no rollout service: set data.replay to a dump folder'
+            )
         if self.data.replay is None and not self.data.train:
             raise ValueError("no training data: add a [[data.train]] table with a path")
         if self.coordinator.samples_per_prompt == 1 and self.algorithm.advantage == "grpo":
             raise ValueError(
-                "algorithm.advantage = \"grpo\" compares the samples of a prompt: "
+                'algorithm.advantage = "grpo" compares the samples of a prompt: '
                 "set coordinator.samples_per_prompt to 2 or more"
             )
         if samples < self.algorithm.num_minibatches:

@@ -8,7 +8,8 @@ version 3 in one turn, so its tree is one node:
            nodes=(Node(parent=-1, token_ids=[8, 10, 2], loss_mask=[1, 1, 1],
                        logprobs=[-0.1, -0.7, -0.0],
                        spans=(VersionSpan(Version("a3f0", 3), 0, 3),)),),
-           finish_reason=FinishReason.STOP, text="46", rewards=(TurnReward(0, 1.0, {"exact_match": 1.0}),), ...)
+           finish_reason=FinishReason.STOP, text="46",
+           rewards=(TurnReward(0, 1.0, {"exact_match": 1.0}),), provenance=...)
 
 Letters in shapes: T tokens, S segments.
 """
@@ -232,6 +233,16 @@ class StepKey:
 
 
 @dataclass(frozen=True, slots=True)
+class LossSettings:
+    """`kind` is a key of LOSSES in services/trainer/loss.py."""
+
+    kind: str
+    clip_low: float
+    clip_high: float
+    temperature: float  # of the rollout's sampling: logprobs on both sides are of that distribution
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreItem:
     """One response to grade."""
 
@@ -263,6 +274,18 @@ class GradingError:
 
 
 Verdict = Graded | GradingError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupRequest:
+    """Generate samples `indices` of one group; they share the prompt's prefill."""
+
+    group: GroupId
+    prompt_ids: Int32  # [T]
+    indices: tuple[int, ...]
+    attempts: tuple[int, ...]  # one per index
+    sampling: Sampling
+
 
 # Two-dimensional pieces of canonical (Hugging Face named) tensors, and where a process keeps them.
 # A one-dimensional tensor of n elements is n rows of one column. `offset` and `stride` count elements

@@ -12,24 +12,13 @@ from services.wire.types import (
     FinishReason,
     Float32,
     GroupId,
+    GroupRequest,
     Int32,
     PauseMode,
-    Sampling,
     StreamManifest,
     Version,
     VersionSpan,
 )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupRequest:
-    """Generate samples `indices` of one group; they share the prompt's prefill."""
-
-    group: GroupId
-    prompt_ids: Int32  # [T]
-    indices: tuple[int, ...]
-    attempts: tuple[int, ...]  # one per index
-    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +80,9 @@ class Engine(Protocol):
         """Where each canonical tensor lives in this replica (tensor-parallel rank 0 for now)."""
         ...
 
-    async def receive(self, version: Version, streams: Sequence[StreamManifest], plans: Mapping[str, NDArray[np.void]]) -> int:
+    async def receive(
+        self, version: Version, streams: Sequence[StreamManifest], plans: Mapping[str, NDArray[np.void]]
+    ) -> int:
         """Copies a version into the staging buffer while generation goes on; checks every checksum.
 
         Returns bytes received. Raises WeightPushError where a slice is missing or wrong.

@@ -3,161 +3,113 @@
 isort:skip_file
 """
 
-import abc
-import collections.abc
-import grpc
-import grpc.aio
-import services.wire.v1.coordinator_pb2
-import typing
+from collections import abc as _abc
+from grpc import aio as _aio
+from services.wire.v1 import coordinator_pb2 as _coordinator_pb2
+import abc as _abc_1
+import grpc as _grpc
+import sys
+import typing as _typing
 
-_T = typing.TypeVar("_T")
+if sys.version_info >= (3, 11):
+    from typing import Self as _Self
+else:
+    from typing_extensions import Self as _Self
 
-class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta): ...
+_T = _typing.TypeVar("_T")
 
-class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
+class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
+GRPC_GENERATED_VERSION: str
+GRPC_VERSION: str
+
 class CoordinatorStub:
-    def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
-    Register: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.RegisterRequest,
-        services.wire.v1.coordinator_pb2.RegisterReply,
-    ]
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> CoordinatorAsyncStub: ...
+    Register: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterRequest, _coordinator_pb2.RegisterReply]
     """Services announce themselves and keep a lease; one that lapses leaves the run."""
+    Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]
+    Deregister: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterRequest, _coordinator_pb2.DeregisterReply]
+    Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
+    PauseRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunReply]
+    ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunReply]
+    StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunReply]
+    Checkpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRequest, _coordinator_pb2.CheckpointReply]
 
-    Heartbeat: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.HeartbeatRequest,
-        services.wire.v1.coordinator_pb2.HeartbeatReply,
-    ]
-
-    Deregister: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.DeregisterRequest,
-        services.wire.v1.coordinator_pb2.DeregisterReply,
-    ]
-
-    Status: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.StatusRequest,
-        services.wire.v1.coordinator_pb2.StatusReply,
-    ]
-
-    PauseRun: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.PauseRunRequest,
-        services.wire.v1.coordinator_pb2.PauseRunReply,
-    ]
-
-    ResumeRun: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.ResumeRunRequest,
-        services.wire.v1.coordinator_pb2.ResumeRunReply,
-    ]
-
-    StopRun: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.StopRunRequest,
-        services.wire.v1.coordinator_pb2.StopRunReply,
-    ]
-
-    Checkpoint: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.CheckpointRequest,
-        services.wire.v1.coordinator_pb2.CheckpointReply,
-    ]
-
-class CoordinatorAsyncStub:
-    Register: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.RegisterRequest,
-        services.wire.v1.coordinator_pb2.RegisterReply,
-    ]
+@_typing.type_check_only
+class CoordinatorAsyncStub(CoordinatorStub):
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Register: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterRequest, _coordinator_pb2.RegisterReply]  # type: ignore[assignment]
     """Services announce themselves and keep a lease; one that lapses leaves the run."""
+    Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]  # type: ignore[assignment]
+    Deregister: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterRequest, _coordinator_pb2.DeregisterReply]  # type: ignore[assignment]
+    Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
+    PauseRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunReply]  # type: ignore[assignment]
+    ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunReply]  # type: ignore[assignment]
+    StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunReply]  # type: ignore[assignment]
+    Checkpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRequest, _coordinator_pb2.CheckpointReply]  # type: ignore[assignment]
 
-    Heartbeat: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.HeartbeatRequest,
-        services.wire.v1.coordinator_pb2.HeartbeatReply,
-    ]
-
-    Deregister: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.DeregisterRequest,
-        services.wire.v1.coordinator_pb2.DeregisterReply,
-    ]
-
-    Status: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.StatusRequest,
-        services.wire.v1.coordinator_pb2.StatusReply,
-    ]
-
-    PauseRun: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.PauseRunRequest,
-        services.wire.v1.coordinator_pb2.PauseRunReply,
-    ]
-
-    ResumeRun: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.ResumeRunRequest,
-        services.wire.v1.coordinator_pb2.ResumeRunReply,
-    ]
-
-    StopRun: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.StopRunRequest,
-        services.wire.v1.coordinator_pb2.StopRunReply,
-    ]
-
-    Checkpoint: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.coordinator_pb2.CheckpointRequest,
-        services.wire.v1.coordinator_pb2.CheckpointReply,
-    ]
-
-class CoordinatorServicer(metaclass=abc.ABCMeta):
-    @abc.abstractmethod
+class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
     def Register(
         self,
-        request: services.wire.v1.coordinator_pb2.RegisterRequest,
+        request: _coordinator_pb2.RegisterRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.coordinator_pb2.RegisterReply, collections.abc.Awaitable[services.wire.v1.coordinator_pb2.RegisterReply]]:
+    ) -> _typing.Union[_coordinator_pb2.RegisterReply, _abc.Awaitable[_coordinator_pb2.RegisterReply]]:
         """Services announce themselves and keep a lease; one that lapses leaves the run."""
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def Heartbeat(
         self,
-        request: services.wire.v1.coordinator_pb2.HeartbeatRequest,
+        request: _coordinator_pb2.HeartbeatRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.coordinator_pb2.HeartbeatReply, collections.abc.Awaitable[services.wire.v1.coordinator_pb2.HeartbeatReply]]: ...
+    ) -> _typing.Union[_coordinator_pb2.HeartbeatReply, _abc.Awaitable[_coordinator_pb2.HeartbeatReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def Deregister(
         self,
-        request: services.wire.v1.coordinator_pb2.DeregisterRequest,
+        request: _coordinator_pb2.DeregisterRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.coordinator_pb2.DeregisterReply, collections.abc.Awaitable[services.wire.v1.coordinator_pb2.DeregisterReply]]: ...
+    ) -> _typing.Union[_coordinator_pb2.DeregisterReply, _abc.Awaitable[_coordinator_pb2.DeregisterReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def Status(
         self,
-        request: services.wire.v1.coordinator_pb2.StatusRequest,
+        request: _coordinator_pb2.StatusRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.coordinator_pb2.StatusReply, collections.abc.Awaitable[services.wire.v1.coordinator_pb2.StatusReply]]: ...
+    ) -> _typing.Union[_coordinator_pb2.StatusReply, _abc.Awaitable[_coordinator_pb2.StatusReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def PauseRun(
         self,
-        request: services.wire.v1.coordinator_pb2.PauseRunRequest,
+        request: _coordinator_pb2.PauseRunRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.coordinator_pb2.PauseRunReply, collections.abc.Awaitable[services.wire.v1.coordinator_pb2.PauseRunReply]]: ...
+    ) -> _typing.Union[_coordinator_pb2.PauseRunReply, _abc.Awaitable[_coordinator_pb2.PauseRunReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def ResumeRun(
         self,
-        request: services.wire.v1.coordinator_pb2.ResumeRunRequest,
+        request: _coordinator_pb2.ResumeRunRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.coordinator_pb2.ResumeRunReply, collections.abc.Awaitable[services.wire.v1.coordinator_pb2.ResumeRunReply]]: ...
+    ) -> _typing.Union[_coordinator_pb2.ResumeRunReply, _abc.Awaitable[_coordinator_pb2.ResumeRunReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def StopRun(
         self,
-        request: services.wire.v1.coordinator_pb2.StopRunRequest,
+        request: _coordinator_pb2.StopRunRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.coordinator_pb2.StopRunReply, collections.abc.Awaitable[services.wire.v1.coordinator_pb2.StopRunReply]]: ...
+    ) -> _typing.Union[_coordinator_pb2.StopRunReply, _abc.Awaitable[_coordinator_pb2.StopRunReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def Checkpoint(
         self,
-        request: services.wire.v1.coordinator_pb2.CheckpointRequest,
+        request: _coordinator_pb2.CheckpointRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.coordinator_pb2.CheckpointReply, collections.abc.Awaitable[services.wire.v1.coordinator_pb2.CheckpointReply]]: ...
+    ) -> _typing.Union[_coordinator_pb2.CheckpointReply, _abc.Awaitable[_coordinator_pb2.CheckpointReply]]: ...
 
-def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,59 +3,59 @@
 isort:skip_file
 """
 
-import abc
-import collections.abc
-import grpc
-import grpc.aio
-import services.wire.v1.reward_pb2
-import typing
+from collections import abc as _abc
+from grpc import aio as _aio
+from services.wire.v1 import reward_pb2 as _reward_pb2
+import abc as _abc_1
+import grpc as _grpc
+import sys
+import typing as _typing
 
-_T = typing.TypeVar("_T")
+if sys.version_info >= (3, 11):
+    from typing import Self as _Self
+else:
+    from typing_extensions import Self as _Self
 
-class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta): ...
+_T = _typing.TypeVar("_T")
 
-class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
+class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
+GRPC_GENERATED_VERSION: str
+GRPC_VERSION: str
+
 class RewardStub:
-    def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
-    Score: grpc.UnaryStreamMultiCallable[
-        services.wire.v1.reward_pb2.ScoreRequest,
-        services.wire.v1.reward_pb2.ScoreReply,
-    ]
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RewardAsyncStub: ...
+    Score: _grpc.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreReply]
     """Streams one verdict per item, as they are ready."""
+    Describe: _grpc.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeReply]
 
-    Describe: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.reward_pb2.DescribeRequest,
-        services.wire.v1.reward_pb2.DescribeReply,
-    ]
-
-class RewardAsyncStub:
-    Score: grpc.aio.UnaryStreamMultiCallable[
-        services.wire.v1.reward_pb2.ScoreRequest,
-        services.wire.v1.reward_pb2.ScoreReply,
-    ]
+@_typing.type_check_only
+class RewardAsyncStub(RewardStub):
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Score: _aio.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreReply]  # type: ignore[assignment]
     """Streams one verdict per item, as they are ready."""
+    Describe: _aio.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeReply]  # type: ignore[assignment]
 
-    Describe: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.reward_pb2.DescribeRequest,
-        services.wire.v1.reward_pb2.DescribeReply,
-    ]
-
-class RewardServicer(metaclass=abc.ABCMeta):
-    @abc.abstractmethod
+class RewardServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
     def Score(
         self,
-        request: services.wire.v1.reward_pb2.ScoreRequest,
+        request: _reward_pb2.ScoreRequest,
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[services.wire.v1.reward_pb2.ScoreReply], collections.abc.AsyncIterator[services.wire.v1.reward_pb2.ScoreReply]]:
+    ) -> _typing.Union[_abc.Iterator[_reward_pb2.ScoreReply], _abc.AsyncIterator[_reward_pb2.ScoreReply]]:
         """Streams one verdict per item, as they are ready."""
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def Describe(
         self,
-        request: services.wire.v1.reward_pb2.DescribeRequest,
+        request: _reward_pb2.DescribeRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.reward_pb2.DescribeReply, collections.abc.Awaitable[services.wire.v1.reward_pb2.DescribeReply]]: ...
+    ) -> _typing.Union[_reward_pb2.DescribeReply, _abc.Awaitable[_reward_pb2.DescribeReply]]: ...
 
-def add_RewardServicer_to_server(servicer: RewardServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+def add_RewardServicer_to_server(servicer: RewardServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

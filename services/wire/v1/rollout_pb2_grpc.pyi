@@ -3,199 +3,143 @@
 isort:skip_file
 """
 
-import abc
-import collections.abc
-import grpc
-import grpc.aio
-import services.wire.v1.rollout_pb2
-import typing
+from collections import abc as _abc
+from grpc import aio as _aio
+from services.wire.v1 import rollout_pb2 as _rollout_pb2
+import abc as _abc_1
+import grpc as _grpc
+import sys
+import typing as _typing
 
-_T = typing.TypeVar("_T")
+if sys.version_info >= (3, 11):
+    from typing import Self as _Self
+else:
+    from typing_extensions import Self as _Self
 
-class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta): ...
+_T = _typing.TypeVar("_T")
 
-class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
+class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
+GRPC_GENERATED_VERSION: str
+GRPC_VERSION: str
+
 class RolloutStub:
-    def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
-    Generate: grpc.UnaryStreamMultiCallable[
-        services.wire.v1.rollout_pb2.GenerateRequest,
-        services.wire.v1.rollout_pb2.GenerateReply,
-    ]
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RolloutAsyncStub: ...
+    Generate: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateReply]
     """Streams samples as they finish. Idempotent: a request id that is running or
     finished is joined, never generated a second time.
     """
-
-    Abort: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.AbortRequest,
-        services.wire.v1.rollout_pb2.AbortReply,
-    ]
+    Abort: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortReply]
     """Ends every request whose id starts with the prefix; their Generate streams return
     the partial output with finish reason ABORT.
     """
-
-    Pause: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.PauseRequest,
-        services.wire.v1.rollout_pb2.PauseReply,
-    ]
-
-    Resume: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.ResumeRequest,
-        services.wire.v1.rollout_pb2.ResumeReply,
-    ]
-
-    ReceiveWeights: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.ReceiveWeightsRequest,
-        services.wire.v1.rollout_pb2.ReceiveWeightsReply,
-    ]
+    Pause: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PauseRequest, _rollout_pb2.PauseReply]
+    Resume: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ResumeRequest, _rollout_pb2.ResumeReply]
+    ReceiveWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsReply]
     """The weight session: stage, then commit or roll back."""
-
-    CommitWeights: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.CommitWeightsRequest,
-        services.wire.v1.rollout_pb2.CommitWeightsReply,
-    ]
-
-    RollbackWeights: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.RollbackWeightsRequest,
-        services.wire.v1.rollout_pb2.RollbackWeightsReply,
-    ]
-
-    Checksums: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.ChecksumsRequest,
-        services.wire.v1.rollout_pb2.ChecksumsReply,
-    ]
+    CommitWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsReply]
+    RollbackWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RollbackWeightsRequest, _rollout_pb2.RollbackWeightsReply]
+    Checksums: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ChecksumsRequest, _rollout_pb2.ChecksumsReply]
     """Checksums of the live parameters, recomputed now."""
+    Info: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RolloutInfoRequest, _rollout_pb2.RolloutInfoReply]
 
-    Info: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.RolloutInfoRequest,
-        services.wire.v1.rollout_pb2.RolloutInfoReply,
-    ]
-
-class RolloutAsyncStub:
-    Generate: grpc.aio.UnaryStreamMultiCallable[
-        services.wire.v1.rollout_pb2.GenerateRequest,
-        services.wire.v1.rollout_pb2.GenerateReply,
-    ]
+@_typing.type_check_only
+class RolloutAsyncStub(RolloutStub):
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateReply]  # type: ignore[assignment]
     """Streams samples as they finish. Idempotent: a request id that is running or
     finished is joined, never generated a second time.
     """
-
-    Abort: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.AbortRequest,
-        services.wire.v1.rollout_pb2.AbortReply,
-    ]
+    Abort: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortReply]  # type: ignore[assignment]
     """Ends every request whose id starts with the prefix; their Generate streams return
     the partial output with finish reason ABORT.
     """
-
-    Pause: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.PauseRequest,
-        services.wire.v1.rollout_pb2.PauseReply,
-    ]
-
-    Resume: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.ResumeRequest,
-        services.wire.v1.rollout_pb2.ResumeReply,
-    ]
-
-    ReceiveWeights: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.ReceiveWeightsRequest,
-        services.wire.v1.rollout_pb2.ReceiveWeightsReply,
-    ]
+    Pause: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseRequest, _rollout_pb2.PauseReply]  # type: ignore[assignment]
+    Resume: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ResumeRequest, _rollout_pb2.ResumeReply]  # type: ignore[assignment]
+    ReceiveWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsReply]  # type: ignore[assignment]
     """The weight session: stage, then commit or roll back."""
-
-    CommitWeights: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.CommitWeightsRequest,
-        services.wire.v1.rollout_pb2.CommitWeightsReply,
-    ]
-
-    RollbackWeights: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.RollbackWeightsRequest,
-        services.wire.v1.rollout_pb2.RollbackWeightsReply,
-    ]
-
-    Checksums: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.ChecksumsRequest,
-        services.wire.v1.rollout_pb2.ChecksumsReply,
-    ]
+    CommitWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsReply]  # type: ignore[assignment]
+    RollbackWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RollbackWeightsRequest, _rollout_pb2.RollbackWeightsReply]  # type: ignore[assignment]
+    Checksums: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ChecksumsRequest, _rollout_pb2.ChecksumsReply]  # type: ignore[assignment]
     """Checksums of the live parameters, recomputed now."""
+    Info: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RolloutInfoRequest, _rollout_pb2.RolloutInfoReply]  # type: ignore[assignment]
 
-    Info: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.rollout_pb2.RolloutInfoRequest,
-        services.wire.v1.rollout_pb2.RolloutInfoReply,
-    ]
-
-class RolloutServicer(metaclass=abc.ABCMeta):
-    @abc.abstractmethod
+class RolloutServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
     def Generate(
         self,
-        request: services.wire.v1.rollout_pb2.GenerateRequest,
+        request: _rollout_pb2.GenerateRequest,
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[services.wire.v1.rollout_pb2.GenerateReply], collections.abc.AsyncIterator[services.wire.v1.rollout_pb2.GenerateReply]]:
+    ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateReply], _abc.AsyncIterator[_rollout_pb2.GenerateReply]]:
         """Streams samples as they finish. Idempotent: a request id that is running or
         finished is joined, never generated a second time.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def Abort(
         self,
-        request: services.wire.v1.rollout_pb2.AbortRequest,
+        request: _rollout_pb2.AbortRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.rollout_pb2.AbortReply, collections.abc.Awaitable[services.wire.v1.rollout_pb2.AbortReply]]:
+    ) -> _typing.Union[_rollout_pb2.AbortReply, _abc.Awaitable[_rollout_pb2.AbortReply]]:
         """Ends every request whose id starts with the prefix; their Generate streams return
         the partial output with finish reason ABORT.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def Pause(
         self,
-        request: services.wire.v1.rollout_pb2.PauseRequest,
+        request: _rollout_pb2.PauseRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.rollout_pb2.PauseReply, collections.abc.Awaitable[services.wire.v1.rollout_pb2.PauseReply]]: ...
+    ) -> _typing.Union[_rollout_pb2.PauseReply, _abc.Awaitable[_rollout_pb2.PauseReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def Resume(
         self,
-        request: services.wire.v1.rollout_pb2.ResumeRequest,
+        request: _rollout_pb2.ResumeRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.rollout_pb2.ResumeReply, collections.abc.Awaitable[services.wire.v1.rollout_pb2.ResumeReply]]: ...
+    ) -> _typing.Union[_rollout_pb2.ResumeReply, _abc.Awaitable[_rollout_pb2.ResumeReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def ReceiveWeights(
         self,
-        request: services.wire.v1.rollout_pb2.ReceiveWeightsRequest,
+        request: _rollout_pb2.ReceiveWeightsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.rollout_pb2.ReceiveWeightsReply, collections.abc.Awaitable[services.wire.v1.rollout_pb2.ReceiveWeightsReply]]:
+    ) -> _typing.Union[_rollout_pb2.ReceiveWeightsReply, _abc.Awaitable[_rollout_pb2.ReceiveWeightsReply]]:
         """The weight session: stage, then commit or roll back."""
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def CommitWeights(
         self,
-        request: services.wire.v1.rollout_pb2.CommitWeightsRequest,
+        request: _rollout_pb2.CommitWeightsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.rollout_pb2.CommitWeightsReply, collections.abc.Awaitable[services.wire.v1.rollout_pb2.CommitWeightsReply]]: ...
+    ) -> _typing.Union[_rollout_pb2.CommitWeightsReply, _abc.Awaitable[_rollout_pb2.CommitWeightsReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def RollbackWeights(
         self,
-        request: services.wire.v1.rollout_pb2.RollbackWeightsRequest,
+        request: _rollout_pb2.RollbackWeightsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.rollout_pb2.RollbackWeightsReply, collections.abc.Awaitable[services.wire.v1.rollout_pb2.RollbackWeightsReply]]: ...
+    ) -> _typing.Union[_rollout_pb2.RollbackWeightsReply, _abc.Awaitable[_rollout_pb2.RollbackWeightsReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def Checksums(
         self,
-        request: services.wire.v1.rollout_pb2.ChecksumsRequest,
+        request: _rollout_pb2.ChecksumsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.rollout_pb2.ChecksumsReply, collections.abc.Awaitable[services.wire.v1.rollout_pb2.ChecksumsReply]]:
+    ) -> _typing.Union[_rollout_pb2.ChecksumsReply, _abc.Awaitable[_rollout_pb2.ChecksumsReply]]:
         """Checksums of the live parameters, recomputed now."""
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def Info(
         self,
-        request: services.wire.v1.rollout_pb2.RolloutInfoRequest,
+        request: _rollout_pb2.RolloutInfoRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.rollout_pb2.RolloutInfoReply, collections.abc.Awaitable[services.wire.v1.rollout_pb2.RolloutInfoReply]]: ...
+    ) -> _typing.Union[_rollout_pb2.RolloutInfoReply, _abc.Awaitable[_rollout_pb2.RolloutInfoReply]]: ...
 
-def add_RolloutServicer_to_server(servicer: RolloutServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+def add_RolloutServicer_to_server(servicer: RolloutServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

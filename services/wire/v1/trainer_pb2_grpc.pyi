@@ -3,167 +3,119 @@
 isort:skip_file
 """
 
-import abc
-import collections.abc
-import grpc
-import grpc.aio
-import services.wire.v1.trainer_pb2
-import typing
+from collections import abc as _abc
+from grpc import aio as _aio
+from services.wire.v1 import trainer_pb2 as _trainer_pb2
+import abc as _abc_1
+import grpc as _grpc
+import sys
+import typing as _typing
 
-_T = typing.TypeVar("_T")
+if sys.version_info >= (3, 11):
+    from typing import Self as _Self
+else:
+    from typing_extensions import Self as _Self
 
-class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta): ...
+_T = _typing.TypeVar("_T")
 
-class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
+class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
+GRPC_GENERATED_VERSION: str
+GRPC_VERSION: str
+
 class TrainerStub:
-    def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
-    Info: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.TrainerInfoRequest,
-        services.wire.v1.trainer_pb2.TrainerInfoReply,
-    ]
-
-    ComputeLogprobs: grpc.StreamStreamMultiCallable[
-        services.wire.v1.trainer_pb2.ComputeLogprobsRequest,
-        services.wire.v1.trainer_pb2.ComputeLogprobsReply,
-    ]
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> TrainerAsyncStub: ...
+    Info: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainerInfoRequest, _trainer_pb2.TrainerInfoReply]
+    ComputeLogprobs: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsReply]
     """Each chunk holds whole groups; replies keep the order of the tokens."""
-
-    ForwardBackward: grpc.StreamUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.ForwardBackwardRequest,
-        services.wire.v1.trainer_pb2.ForwardBackwardReply,
-    ]
+    ForwardBackward: _grpc.StreamUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardReply]
     """Accumulates gradients. Idempotent by StepKey."""
-
-    OptimStep: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.OptimStepRequest,
-        services.wire.v1.trainer_pb2.OptimStepReply,
-    ]
+    OptimStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepReply]
     """Applies the accumulated gradients. Idempotent by StepKey."""
+    PublishWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsReply]
+    SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]
+    LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointReply]
+    ExportHF: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportHFRequest, _trainer_pb2.ExportHFReply]
 
-    PublishWeights: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.PublishWeightsRequest,
-        services.wire.v1.trainer_pb2.PublishWeightsReply,
-    ]
-
-    SaveCheckpoint: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.SaveCheckpointRequest,
-        services.wire.v1.trainer_pb2.SaveCheckpointReply,
-    ]
-
-    LoadCheckpoint: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.LoadCheckpointRequest,
-        services.wire.v1.trainer_pb2.LoadCheckpointReply,
-    ]
-
-    ExportHF: grpc.UnaryUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.ExportHFRequest,
-        services.wire.v1.trainer_pb2.ExportHFReply,
-    ]
-
-class TrainerAsyncStub:
-    Info: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.TrainerInfoRequest,
-        services.wire.v1.trainer_pb2.TrainerInfoReply,
-    ]
-
-    ComputeLogprobs: grpc.aio.StreamStreamMultiCallable[
-        services.wire.v1.trainer_pb2.ComputeLogprobsRequest,
-        services.wire.v1.trainer_pb2.ComputeLogprobsReply,
-    ]
+@_typing.type_check_only
+class TrainerAsyncStub(TrainerStub):
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Info: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainerInfoRequest, _trainer_pb2.TrainerInfoReply]  # type: ignore[assignment]
+    ComputeLogprobs: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsReply]  # type: ignore[assignment]
     """Each chunk holds whole groups; replies keep the order of the tokens."""
-
-    ForwardBackward: grpc.aio.StreamUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.ForwardBackwardRequest,
-        services.wire.v1.trainer_pb2.ForwardBackwardReply,
-    ]
+    ForwardBackward: _aio.StreamUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardReply]  # type: ignore[assignment]
     """Accumulates gradients. Idempotent by StepKey."""
-
-    OptimStep: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.OptimStepRequest,
-        services.wire.v1.trainer_pb2.OptimStepReply,
-    ]
+    OptimStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepReply]  # type: ignore[assignment]
     """Applies the accumulated gradients. Idempotent by StepKey."""
+    PublishWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsReply]  # type: ignore[assignment]
+    SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]  # type: ignore[assignment]
+    LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointReply]  # type: ignore[assignment]
+    ExportHF: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportHFRequest, _trainer_pb2.ExportHFReply]  # type: ignore[assignment]
 
-    PublishWeights: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.PublishWeightsRequest,
-        services.wire.v1.trainer_pb2.PublishWeightsReply,
-    ]
-
-    SaveCheckpoint: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.SaveCheckpointRequest,
-        services.wire.v1.trainer_pb2.SaveCheckpointReply,
-    ]
-
-    LoadCheckpoint: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.LoadCheckpointRequest,
-        services.wire.v1.trainer_pb2.LoadCheckpointReply,
-    ]
-
-    ExportHF: grpc.aio.UnaryUnaryMultiCallable[
-        services.wire.v1.trainer_pb2.ExportHFRequest,
-        services.wire.v1.trainer_pb2.ExportHFReply,
-    ]
-
-class TrainerServicer(metaclass=abc.ABCMeta):
-    @abc.abstractmethod
+class TrainerServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
     def Info(
         self,
-        request: services.wire.v1.trainer_pb2.TrainerInfoRequest,
+        request: _trainer_pb2.TrainerInfoRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.trainer_pb2.TrainerInfoReply, collections.abc.Awaitable[services.wire.v1.trainer_pb2.TrainerInfoReply]]: ...
+    ) -> _typing.Union[_trainer_pb2.TrainerInfoReply, _abc.Awaitable[_trainer_pb2.TrainerInfoReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def ComputeLogprobs(
         self,
-        request_iterator: _MaybeAsyncIterator[services.wire.v1.trainer_pb2.ComputeLogprobsRequest],
+        request_iterator: _MaybeAsyncIterator[_trainer_pb2.ComputeLogprobsRequest],
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[services.wire.v1.trainer_pb2.ComputeLogprobsReply], collections.abc.AsyncIterator[services.wire.v1.trainer_pb2.ComputeLogprobsReply]]:
+    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ComputeLogprobsReply], _abc.AsyncIterator[_trainer_pb2.ComputeLogprobsReply]]:
         """Each chunk holds whole groups; replies keep the order of the tokens."""
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def ForwardBackward(
         self,
-        request_iterator: _MaybeAsyncIterator[services.wire.v1.trainer_pb2.ForwardBackwardRequest],
+        request_iterator: _MaybeAsyncIterator[_trainer_pb2.ForwardBackwardRequest],
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.trainer_pb2.ForwardBackwardReply, collections.abc.Awaitable[services.wire.v1.trainer_pb2.ForwardBackwardReply]]:
+    ) -> _typing.Union[_trainer_pb2.ForwardBackwardReply, _abc.Awaitable[_trainer_pb2.ForwardBackwardReply]]:
         """Accumulates gradients. Idempotent by StepKey."""
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def OptimStep(
         self,
-        request: services.wire.v1.trainer_pb2.OptimStepRequest,
+        request: _trainer_pb2.OptimStepRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.trainer_pb2.OptimStepReply, collections.abc.Awaitable[services.wire.v1.trainer_pb2.OptimStepReply]]:
+    ) -> _typing.Union[_trainer_pb2.OptimStepReply, _abc.Awaitable[_trainer_pb2.OptimStepReply]]:
         """Applies the accumulated gradients. Idempotent by StepKey."""
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def PublishWeights(
         self,
-        request: services.wire.v1.trainer_pb2.PublishWeightsRequest,
+        request: _trainer_pb2.PublishWeightsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.trainer_pb2.PublishWeightsReply, collections.abc.Awaitable[services.wire.v1.trainer_pb2.PublishWeightsReply]]: ...
+    ) -> _typing.Union[_trainer_pb2.PublishWeightsReply, _abc.Awaitable[_trainer_pb2.PublishWeightsReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def SaveCheckpoint(
         self,
-        request: services.wire.v1.trainer_pb2.SaveCheckpointRequest,
+        request: _trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.trainer_pb2.SaveCheckpointReply, collections.abc.Awaitable[services.wire.v1.trainer_pb2.SaveCheckpointReply]]: ...
+    ) -> _typing.Union[_trainer_pb2.SaveCheckpointReply, _abc.Awaitable[_trainer_pb2.SaveCheckpointReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def LoadCheckpoint(
         self,
-        request: services.wire.v1.trainer_pb2.LoadCheckpointRequest,
+        request: _trainer_pb2.LoadCheckpointRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.trainer_pb2.LoadCheckpointReply, collections.abc.Awaitable[services.wire.v1.trainer_pb2.LoadCheckpointReply]]: ...
+    ) -> _typing.Union[_trainer_pb2.LoadCheckpointReply, _abc.Awaitable[_trainer_pb2.LoadCheckpointReply]]: ...
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def ExportHF(
         self,
-        request: services.wire.v1.trainer_pb2.ExportHFRequest,
+        request: _trainer_pb2.ExportHFRequest,
         context: _ServicerContext,
-    ) -> typing.Union[services.wire.v1.trainer_pb2.ExportHFReply, collections.abc.Awaitable[services.wire.v1.trainer_pb2.ExportHFReply]]: ...
+    ) -> _typing.Union[_trainer_pb2.ExportHFReply, _abc.Awaitable[_trainer_pb2.ExportHFReply]]: ...
 
-def add_TrainerServicer_to_server(servicer: TrainerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+def add_TrainerServicer_to_server(servicer: TrainerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,101 @@
+"""TOML in, overrides applied, a frozen RunConfig out. The only reader of os.environ."""
+
+import difflib
+import json
+import os
+import tomllib
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from services.config.schema import RunConfig
+
+
+class ConfigError(ValueError):
+    """The config cannot be used; the message names the key and what to do."""
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a TOML file and applies overrides of the form "a.b=value" (TOML values; bare words are strings).
+
+    Raises ConfigError that names every wrong key, with the nearest known one.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file; examples lie in examples/*.toml") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(tree, override)
+    return _validate(tree, str(path))
+
+
+def read_resolved(path: Path) -> RunConfig:
+    """Reads the JSON that `write_resolved` wrote beside the run."""
+    return _validate(json.loads(path.read_text()), str(path))
+
+
+def write_resolved(config: RunConfig, path: Path) -> None:
+    path.write_text(config.model_dump_json(indent=2) + "\n")
+
+
+def access_token() -> str | None:
+    """The bearer token that every service of this installation shares; None on loopback-only set-ups."""
+    return os.environ.get("ATOLL_TOKEN")
+
+
+def _apply(tree: dict[str, typing.Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {override}: expected a.b=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *tables, leaf = key.strip().split(".")
+    for table in tables:
+        tree = tree.setdefault(table, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {override}: {table} is not a table")
+    tree[leaf] = value
+
+
+def _validate(tree: dict[str, typing.Any], source: str) -> RunConfig:
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [
+            _explain(problem["type"], problem["loc"], problem["msg"], problem.get("input"))
+            for problem in error.errors()
+        ]
+        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
+
+
+def _explain(kind: str, location: tuple[int | str, ...], message: str, got: object) -> str:
+    key = ".".join(map(str, location))
+    if kind == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+        return f"{key}: unknown key; {hint}"
+    if kind == "missing":
+        return f"{key}: required and missing"
+    if kind == "value_error":
+        return message.removeprefix("Value error, ")
+    return f"{key}: {message}, got {got!r}"
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    section: type[BaseModel] = RunConfig
+    for step in location:
+        if isinstance(step, int):
+            continue  # an element of a list of tables
+        candidates = [
+            section.model_fields[step].annotation,
+            *typing.get_args(section.model_fields[step].annotation),
+        ]
+        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return sorted(section.model_fields)

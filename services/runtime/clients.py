@@ -1,0 +1,398 @@
+"""Typed async clients of the four services; the one place where calls are made.
+
+Every call has a deadline and carries the caller's fence and token. `_translate` turns transport
+errors into our exceptions. Calls that are safe to repeat are retried while the peer is unavailable.
+"""
+
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from services.runtime import errors
+from services.wire import codec
+from services.wire.types import (
+    Batch,
+    Catalog,
+    Float32,
+    GroupRequest,
+    LossSettings,
+    PauseMode,
+    Sample,
+    Sampling,
+    ScoreItem,
+    Segments,
+    ServiceEntry,
+    StepKey,
+    Verdict,
+    Version,
+)
+from services.wire.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    reward_pb2,
+    reward_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+)
+
+MAX_MESSAGE_BYTES = 64 << 20
+FENCE_KEY = "atoll-fence"
+ERROR_KEY = "atoll-error"  # trailing metadata: the class in runtime/errors.py
+
+_ERRORS = {
+    cls.__name__: cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, errors.AtollError)
+}
+
+# Generate joins what runs or has finished, and every trainer call is keyed, so all may be repeated.
+_RETRY = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [{}],
+                "retryPolicy": {
+                    "maxAttempts": 4,
+                    "initialBackoff": "0.05s",
+                    "maxBackoff": "1s",
+                    "backoffMultiplier": 3,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls: the coordinator's lease epoch (None: not a coordinator) and the shared token."""
+
+    fence: int | None = None
+    token: str | None = None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        fence = () if self.fence is None else ((FENCE_KEY, str(self.fence)),)
+        token = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+        return fence + token
+
+
+class _Client:
+    def __init__(self, address: str, caller: Caller, timeout_s: float) -> None:
+        self.address = address
+        self._metadata = caller.metadata
+        self._timeout_s = timeout_s
+        self._channel = grpc.aio.insecure_channel(
+            address,
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.service_config", _RETRY),
+            ],
+        )
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    @contextmanager
+    def _translate(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise self._exception(method, error) from error
+
+    def _exception(self, method: str, error: grpc.aio.AioRpcError) -> errors.AtollError:
+        where = f"{type(self).__name__.removesuffix('Client')}.{method} at {self.address}"
+        name = next((value for key, value in error.trailing_metadata() if key == ERROR_KEY), None)
+        if isinstance(name, str) and name in _ERRORS:
+            return _ERRORS[name](f"{where}: {error.details()}")
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            reason = (
+                f"no answer within {self._timeout_s:g} s"
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                else "the connection failed; the service may have died: see its log"
+            )
+            return errors.ServiceUnavailableError(f"{where}: {reason} ({error.details()})")
+        return errors.AtollError(f"{where}: {error.code().name}: {error.details()}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutInfo:
+    name: str
+    incarnation: str
+    version: Version
+    vocab_size: int
+    max_length: int
+    slots: int
+    dtype: str
+    catalog: Catalog
+    running: int
+    queued: int
+    tokens_generated: int
+
+
+class RolloutClient(_Client):
+    def __init__(self, address: str, caller: Caller, timeout_s: float = 600.0) -> None:
+        super().__init__(address, caller, timeout_s)
+        self._stub: rollout_pb2_grpc.RolloutAsyncStub = rollout_pb2_grpc.RolloutStub(self._channel)
+
+    async def generate(
+        self, model: str, sampling: Sampling, groups: Sequence[GroupRequest]
+    ) -> AsyncIterator[list[Sample]]:
+        """Samples as they finish, those of one message together; of any of the groups."""
+        request = rollout_pb2.GenerateRequest(
+            model=model,
+            sampling=codec.encode_sampling(sampling),
+            groups=[
+                rollout_pb2.GroupRequest(
+                    group=codec.encode_group_id(group.group),
+                    prompt_ids=group.prompt_ids.astype("<i4", copy=False).tobytes(),
+                    index=group.indices,
+                    attempt=group.attempts,
+                )
+                for group in groups
+            ],
+        )
+        with self._translate("Generate"):
+            call = self._stub.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
+            async for reply in call:
+                yield [sample for samples in reply.samples for sample in codec.decode_samples(samples)]
+
+    async def abort(self, id_prefix: str) -> int:
+        with self._translate("Abort"):
+            reply = await self._stub.Abort(
+                rollout_pb2.AbortRequest(id_prefix=id_prefix),
+                timeout=self._timeout_s,
+                metadata=self._metadata,
+            )
+        return reply.aborted
+
+    async def pause(self, mode: PauseMode) -> None:
+        request = rollout_pb2.PauseRequest(mode=rollout_pb2.PauseMode.ValueType(mode.value))
+        with self._translate("Pause"):
+            await self._stub.Pause(request, timeout=self._timeout_s, metadata=self._metadata)
+
+    async def resume(self) -> None:
+        with self._translate("Resume"):
+            await self._stub.Resume(
+                rollout_pb2.ResumeRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+
+    async def info(self) -> RolloutInfo:
+        with self._translate("Info"):
+            reply = await self._stub.Info(
+                rollout_pb2.RolloutInfoRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+        return RolloutInfo(
+            name=reply.name,
+            incarnation=reply.incarnation,
+            version=codec.decode_version(reply.version),
+            vocab_size=reply.vocab_size,
+            max_length=reply.max_length,
+            slots=reply.slots,
+            dtype=reply.dtype,
+            catalog=codec.decode_catalog(reply.boxes),
+            running=reply.running,
+            queued=reply.queued,
+            tokens_generated=reply.tokens_generated,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainerInfo:
+    model: str
+    world_size: int
+    tensor_parallel: int
+    data_parallel: int
+    num_parameters: int
+    vocab_size: int
+    tokenizer_digest: str
+    shards: tuple[Catalog, ...]  # per rank
+
+
+class TrainerClient(_Client):
+    """`role` is the model's part in the algorithm: "actor" here; critic and reference come beside it."""
+
+    def __init__(self, address: str, caller: Caller, timeout_s: float = 600.0, role: str = "actor") -> None:
+        super().__init__(address, caller, timeout_s)
+        self._role = role
+        self._stub: trainer_pb2_grpc.TrainerAsyncStub = trainer_pb2_grpc.TrainerStub(self._channel)
+
+    async def info(self) -> TrainerInfo:
+        with self._translate("Info"):
+            reply = await self._stub.Info(
+                trainer_pb2.TrainerInfoRequest(role=self._role),
+                timeout=self._timeout_s,
+                metadata=self._metadata,
+            )
+        return TrainerInfo(
+            model=reply.model,
+            world_size=reply.world_size,
+            tensor_parallel=reply.tensor_parallel,
+            data_parallel=reply.data_parallel,
+            num_parameters=reply.num_parameters,
+            vocab_size=reply.vocab_size,
+            tokenizer_digest=reply.tokenizer_digest,
+            shards=tuple(codec.decode_catalog(boxes) for boxes in reply.shards),
+        )
+
+    async def compute_logprobs(self, segments: Segments, temperature: float) -> Float32:
+        """float32 [T]: log-probability of each token given those before it; 0 for a root's first."""
+        requests = [
+            trainer_pb2.ComputeLogprobsRequest(
+                role=self._role, temperature=temperature, segments=codec.encode_segments(part)
+            )
+            for part, _ in codec.split_by_groups(segments, codec.MAX_CHUNK_BYTES // 4)
+        ]
+        with self._translate("ComputeLogprobs"):
+            call = self._stub.ComputeLogprobs(
+                iter(requests), timeout=self._timeout_s, metadata=self._metadata
+            )
+            parts = [codec.decode_tensor(reply.logprobs).astype(np.float32) async for reply in call]
+        return np.concatenate(parts)
+
+    async def forward_backward(self, key: StepKey, loss: LossSettings, batch: Batch) -> Mapping[str, float]:
+        """Accumulates gradients of sum(loss_weights * token loss); returns metrics."""
+        chunks = list(codec.encode_forward_backward(key, loss, batch))
+        with self._translate("ForwardBackward"):
+            reply = await self._stub.ForwardBackward(
+                iter(chunks), timeout=self._timeout_s, metadata=self._metadata
+            )
+        return dict(reply.metrics)
+
+    async def optim_step(self, key: StepKey, learning_rate: float) -> Mapping[str, float]:
+        request = trainer_pb2.OptimStepRequest(key=codec.encode_step_key(key), learning_rate=learning_rate)
+        with self._translate("OptimStep"):
+            reply = await self._stub.OptimStep(request, timeout=self._timeout_s, metadata=self._metadata)
+        return dict(reply.metrics)
+
+    async def save_checkpoint(self, path: Path) -> int:
+        """Writes a folder that must not exist yet; returns its bytes."""
+        request = trainer_pb2.SaveCheckpointRequest(role=self._role, path=str(path))
+        with self._translate("SaveCheckpoint"):
+            reply = await self._stub.SaveCheckpoint(request, timeout=self._timeout_s, metadata=self._metadata)
+        return reply.num_bytes
+
+    async def load_checkpoint(self, path: Path) -> None:
+        request = trainer_pb2.LoadCheckpointRequest(role=self._role, path=str(path))
+        with self._translate("LoadCheckpoint"):
+            await self._stub.LoadCheckpoint(request, timeout=self._timeout_s, metadata=self._metadata)
+
+    async def export_hf(self, path: Path) -> int:
+        request = trainer_pb2.ExportHFRequest(role=self._role, path=str(path))
+        with self._translate("ExportHF"):
+            reply = await self._stub.ExportHF(request, timeout=self._timeout_s, metadata=self._metadata)
+        return reply.num_bytes
+
+
+class RewardClient(_Client):
+    def __init__(self, address: str, caller: Caller, timeout_s: float = 60.0) -> None:
+        super().__init__(address, caller, timeout_s)
+        self._stub: reward_pb2_grpc.RewardAsyncStub = reward_pb2_grpc.RewardStub(self._channel)
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
+        """One verdict per item, in the order of their completion."""
+        request = reward_pb2.ScoreRequest(items=[codec.encode_score_item(item) for item in items])
+        with self._translate("Score"):
+            call = self._stub.Score(request, timeout=self._timeout_s, metadata=self._metadata)
+            return [codec.decode_verdict(verdict) async for reply in call for verdict in reply.verdicts]
+
+    async def describe(self) -> tuple[str, ...]:
+        """Names of the graders that it runs."""
+        with self._translate("Describe"):
+            reply = await self._stub.Describe(
+                reward_pb2.DescribeRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+        return tuple(reply.graders)
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    run: str
+    state: str
+    step: int
+    num_steps: int
+    version: int
+    error: str
+    services: tuple[ServiceEntry, ...]
+    metrics: Mapping[str, float]
+
+
+class CoordinatorClient(_Client):
+    def __init__(self, address: str, caller: Caller, timeout_s: float = 10.0) -> None:
+        super().__init__(address, caller, timeout_s)
+        self._stub: coordinator_pb2_grpc.CoordinatorAsyncStub = coordinator_pb2_grpc.CoordinatorStub(
+            self._channel
+        )
+
+    async def register(self, entry: ServiceEntry) -> float:
+        """Returns the seconds that the lease lasts."""
+        request = coordinator_pb2.RegisterRequest(service=codec.encode_service(entry))
+        with self._translate("Register"):
+            reply = await self._stub.Register(request, timeout=self._timeout_s, metadata=self._metadata)
+        return reply.lease_s
+
+    async def heartbeat(self, entry: ServiceEntry) -> bool:
+        """False: the coordinator does not know this service; register again."""
+        request = coordinator_pb2.HeartbeatRequest(service=codec.encode_service(entry))
+        with self._translate("Heartbeat"):
+            reply = await self._stub.Heartbeat(request, timeout=self._timeout_s, metadata=self._metadata)
+        return reply.known
+
+    async def deregister(self, entry: ServiceEntry) -> None:
+        request = coordinator_pb2.DeregisterRequest(service=codec.encode_service(entry))
+        with self._translate("Deregister"):
+            await self._stub.Deregister(request, timeout=self._timeout_s, metadata=self._metadata)
+
+    async def status(self) -> RunStatus:
+        with self._translate("Status"):
+            reply = await self._stub.Status(
+                coordinator_pb2.StatusRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+        return RunStatus(
+            run=reply.run,
+            state=reply.state,
+            step=reply.step,
+            num_steps=reply.num_steps,
+            version=reply.version,
+            error=reply.error,
+            services=tuple(codec.decode_service(service) for service in reply.services),
+            metrics=dict(reply.metrics),
+        )
+
+    async def pause_run(self) -> None:
+        """The run stops between two steps."""
+        with self._translate("PauseRun"):
+            await self._stub.PauseRun(
+                coordinator_pb2.PauseRunRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+
+    async def resume_run(self) -> None:
+        with self._translate("ResumeRun"):
+            await self._stub.ResumeRun(
+                coordinator_pb2.ResumeRunRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+
+    async def stop_run(self) -> None:
+        """The run ends after the step in progress, as if it had been the last."""
+        with self._translate("StopRun"):
+            await self._stub.StopRun(
+                coordinator_pb2.StopRunRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+
+    async def checkpoint(self, timeout_s: float = 600.0) -> str:
+        """Saves after the step in progress; returns the checkpoint's path."""
+        with self._translate("Checkpoint"):
+            reply = await self._stub.Checkpoint(
+                coordinator_pb2.CheckpointRequest(), timeout=timeout_s, metadata=self._metadata
+            )
+        return reply.path

@@ -1,0 +1,408 @@
+"""Domain types <-> messages of package atoll.v1. Pure; one encode and one decode per type."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.wire.types import (
+    BOX,
+    Batch,
+    Catalog,
+    FinishReason,
+    Float32,
+    Graded,
+    GradingError,
+    GroupId,
+    LossSettings,
+    Node,
+    Provenance,
+    Sample,
+    SampleId,
+    Sampling,
+    ScoreItem,
+    Segments,
+    ServiceEntry,
+    StepKey,
+    StreamManifest,
+    TurnReward,
+    Verdict,
+    Version,
+    VersionSpan,
+)
+from services.wire.v1 import coordinator_pb2, reward_pb2, trainer_pb2, types_pb2
+
+MAX_CHUNK_BYTES = 2 << 20  # of one streamed message; whole groups, so a single huge group may exceed it
+
+_REASON_TO_WIRE = {
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: types_pb2.FINISH_REASON_ABORT,
+}
+_REASON_FROM_WIRE = {wire: reason for reason, wire in _REASON_TO_WIRE.items()}
+
+
+def encode_tensor(array: NDArray[np.generic]) -> types_pb2.Tensor:
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return types_pb2.Tensor(dtype=array.dtype.name, shape=array.shape, data=little.tobytes())
+
+
+def decode_tensor(message: types_pb2.Tensor) -> NDArray[np.generic]:
+    """A read-only view of the message's bytes. Raises ValueError where size and shape disagree."""
+    dtype = np.dtype(message.dtype).newbyteorder("<")
+    return np.frombuffer(message.data, dtype).reshape(tuple(message.shape))
+
+
+def encode_version(version: Version) -> types_pb2.Version:
+    return types_pb2.Version(lineage=version.lineage, number=version.number)
+
+
+def decode_version(message: types_pb2.Version) -> Version:
+    return Version(message.lineage, message.number)
+
+
+def encode_group_id(group: GroupId) -> types_pb2.GroupId:
+    return types_pb2.GroupId(run=group.run, epoch=group.epoch, prompt=group.prompt)
+
+
+def decode_group_id(message: types_pb2.GroupId) -> GroupId:
+    return GroupId(message.run, message.epoch, message.prompt)
+
+
+def encode_sampling(sampling: Sampling) -> types_pb2.Sampling:
+    return types_pb2.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_new_tokens=sampling.max_new_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        stop=sampling.stop,
+        seed=sampling.seed,
+    )
+
+
+def decode_sampling(message: types_pb2.Sampling) -> Sampling:
+    return Sampling(
+        max_new_tokens=message.max_new_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        stop_token_ids=tuple(message.stop_token_ids),
+        stop=tuple(message.stop),
+        seed=message.seed,
+    )
+
+
+def encode_samples(samples: Sequence[Sample]) -> types_pb2.Samples:
+    """Samples of one group in columns."""
+    nodes = [node for sample in samples for node in sample.nodes]
+    return types_pb2.Samples(
+        group=encode_group_id(samples[0].id.group),
+        index=[sample.id.index for sample in samples],
+        attempt=[sample.attempt for sample in samples],
+        finish_reason=[_REASON_TO_WIRE[sample.finish_reason] for sample in samples],
+        text=[sample.text for sample in samples],
+        provenance=[
+            types_pb2.Provenance(
+                replica=p.replica, incarnation=p.incarnation, started=p.started, finished=p.finished
+            )
+            for p in (sample.provenance for sample in samples)
+        ],
+        node_offsets=_offsets(len(sample.nodes) for sample in samples),
+        node_parent=[node.parent for node in nodes],
+        token_offsets=_offsets(len(node.token_ids) for node in nodes),
+        token_ids=b"".join(node.token_ids.astype("<i4", copy=False).tobytes() for node in nodes),
+        loss_mask=b"".join(node.loss_mask.tobytes() for node in nodes),
+        logprobs=b"".join(node.logprobs.astype("<f4", copy=False).tobytes() for node in nodes),
+        span_offsets=_offsets(len(node.spans) for node in nodes),
+        spans=[
+            types_pb2.VersionSpan(version=encode_version(span.version), start=span.start, end=span.end)
+            for node in nodes
+            for span in node.spans
+        ],
+        rewards=[
+            types_pb2.Rewards(
+                reward=[
+                    types_pb2.TurnReward(node=r.node, value=r.value, components=r.components)
+                    for r in sample.rewards
+                ]
+            )
+            for sample in samples
+        ],
+    )
+
+
+def decode_samples(message: types_pb2.Samples) -> list[Sample]:
+    group = decode_group_id(message.group)
+    token_ids = np.frombuffer(message.token_ids, "<i4")
+    loss_mask = np.frombuffer(message.loss_mask, np.bool_)
+    logprobs = np.frombuffer(message.logprobs, "<f4")
+    tokens, spans = list(message.token_offsets), list(message.span_offsets)
+    if not len(token_ids) == len(loss_mask) == len(logprobs) == tokens[-1]:
+        raise ValueError(
+            f"samples of {group}: {len(token_ids)} token ids, {len(loss_mask)} mask entries and "
+            f"{len(logprobs)} logprobs where the offsets say {tokens[-1]}"
+        )
+    version_spans = [
+        VersionSpan(decode_version(span.version), span.start, span.end) for span in message.spans
+    ]
+    nodes = [
+        Node(
+            parent=parent,
+            token_ids=token_ids[start:end],
+            loss_mask=loss_mask[start:end],
+            logprobs=logprobs[start:end],
+            spans=tuple(version_spans[first:last]),
+        )
+        for parent, start, end, first, last in zip(
+            message.node_parent, tokens[:-1], tokens[1:], spans[:-1], spans[1:], strict=True
+        )
+    ]
+    node_offsets = list(message.node_offsets)
+    return [
+        Sample(
+            id=SampleId(group, index),
+            attempt=attempt,
+            nodes=tuple(nodes[first:last]),
+            finish_reason=_REASON_FROM_WIRE[reason],
+            text=text,
+            provenance=Provenance(p.replica, p.incarnation, p.started, p.finished),
+            rewards=tuple(TurnReward(r.node, r.value, dict(r.components)) for r in rewards.reward),
+        )
+        for index, attempt, first, last, reason, text, p, rewards in zip(
+            message.index,
+            message.attempt,
+            node_offsets[:-1],
+            node_offsets[1:],
+            message.finish_reason,
+            message.text,
+            message.provenance,
+            message.rewards,
+            strict=True,
+        )
+    ]
+
+
+def _offsets(lengths: Iterable[int]) -> list[int]:
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    return offsets
+
+
+def encode_segments(segments: Segments) -> types_pb2.Segments:
+    return types_pb2.Segments(
+        token_ids=encode_tensor(segments.token_ids),
+        offsets=encode_tensor(segments.offsets),
+        parents=encode_tensor(segments.parents),
+        groups=encode_tensor(segments.groups),
+    )
+
+
+def decode_segments(message: types_pb2.Segments) -> Segments:
+    return Segments(
+        token_ids=decode_tensor(message.token_ids).astype(np.int32, copy=False),
+        offsets=decode_tensor(message.offsets).astype(np.int64, copy=False),
+        parents=decode_tensor(message.parents).astype(np.int32, copy=False),
+        groups=decode_tensor(message.groups).astype(np.int32, copy=False),
+    )
+
+
+def split_by_groups(segments: Segments, max_tokens: int) -> Iterator[tuple[Segments, slice]]:
+    """Whole groups of at most `max_tokens` tokens (more only where one group is larger), and their
+    slice of the flat token arrays. Parents count from the first segment of each part."""
+    starts = np.flatnonzero(np.diff(segments.groups, prepend=segments.groups[:1] - 1))
+    bounds = [*starts.tolist(), len(segments.groups)]
+    first = 0
+    for i in range(1, len(bounds)):
+        last_of_all = i == len(bounds) - 1
+        if not last_of_all and segments.offsets[bounds[i + 1]] - segments.offsets[first] <= max_tokens:
+            continue
+        end = bounds[i]
+        tokens = slice(int(segments.offsets[first]), int(segments.offsets[end]))
+        parents = segments.parents[first:end]
+        yield (
+            Segments(
+                token_ids=segments.token_ids[tokens],
+                offsets=segments.offsets[first : end + 1] - segments.offsets[first],
+                parents=np.where(parents >= 0, parents - first, -1).astype(np.int32),
+                groups=segments.groups[first:end],
+            ),
+            tokens,
+        )
+        first = end
+
+
+def join_segments(parts: Sequence[Segments]) -> Segments:
+    """The inverse of `split_by_groups`."""
+    firsts = np.cumsum([0, *(len(part.parents) for part in parts)])
+    tokens = np.cumsum([0, *(len(part.token_ids) for part in parts)])
+    return Segments(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        offsets=np.concatenate(
+            [
+                np.zeros(1, np.int64),
+                *(part.offsets[1:] + at for part, at in zip(parts, tokens[:-1], strict=True)),
+            ]
+        ),
+        parents=np.concatenate(
+            [
+                np.where(part.parents >= 0, part.parents + first, -1).astype(np.int32)
+                for part, first in zip(parts, firsts[:-1], strict=True)
+            ]
+        ),
+        groups=np.concatenate([part.groups for part in parts]),
+    )
+
+
+def encode_forward_backward(
+    key: StepKey, loss: LossSettings, batch: Batch
+) -> Iterator[trainer_pb2.ForwardBackwardRequest]:
+    """Chunks of whole groups; key and loss ride on each."""
+    settings = trainer_pb2.LossConfig(
+        kind=loss.kind, clip_low=loss.clip_low, clip_high=loss.clip_high, temperature=loss.temperature
+    )
+    for segments, tokens in split_by_groups(batch.segments, MAX_CHUNK_BYTES // 20):
+        yield trainer_pb2.ForwardBackwardRequest(
+            key=encode_step_key(key),
+            loss=settings,
+            segments=encode_segments(segments),
+            loss_weights=encode_tensor(batch.loss_weights[tokens]),
+            advantages=encode_tensor(batch.advantages[tokens]),
+            rollout_logprobs=encode_tensor(batch.rollout_logprobs[tokens]),
+            old_logprobs=None if batch.old_logprobs is None else encode_tensor(batch.old_logprobs[tokens]),
+        )
+
+
+def decode_forward_backward(chunks: Sequence[trainer_pb2.ForwardBackwardRequest]) -> Batch:
+    def joined(tensors: Iterable[types_pb2.Tensor]) -> Float32:
+        return np.concatenate([decode_tensor(tensor).astype(np.float32, copy=False) for tensor in tensors])
+
+    return Batch(
+        segments=join_segments([decode_segments(chunk.segments) for chunk in chunks]),
+        loss_weights=joined(chunk.loss_weights for chunk in chunks),
+        advantages=joined(chunk.advantages for chunk in chunks),
+        rollout_logprobs=joined(chunk.rollout_logprobs for chunk in chunks),
+        old_logprobs=(
+            joined(chunk.old_logprobs for chunk in chunks) if chunks[0].HasField("old_logprobs") else None
+        ),
+    )
+
+
+def decode_loss(message: trainer_pb2.LossConfig) -> LossSettings:
+    return LossSettings(message.kind, message.clip_low, message.clip_high, message.temperature)
+
+
+def encode_step_key(key: StepKey) -> trainer_pb2.StepKey:
+    return trainer_pb2.StepKey(lineage=key.lineage, step=key.step, minibatch=key.minibatch, role=key.role)
+
+
+def decode_step_key(message: trainer_pb2.StepKey) -> StepKey:
+    return StepKey(message.lineage, message.step, message.minibatch, message.role)
+
+
+def encode_boxes(tensors: Sequence[str], rows: NDArray[np.void]) -> types_pb2.Boxes:
+    """A structured array of integers as int64 columns, in the order of its fields."""
+    assert rows.dtype.names is not None
+    columns = np.stack([rows[name].astype(np.int64) for name in rows.dtype.names], axis=-1)
+    return types_pb2.Boxes(tensors=tensors, rows=encode_tensor(columns))
+
+
+def decode_boxes(
+    message: types_pb2.Boxes, dtype: np.dtype[np.void]
+) -> tuple[tuple[str, ...], NDArray[np.void]]:
+    assert dtype.names is not None
+    columns = decode_tensor(message.rows)
+    rows = np.empty(len(columns), dtype)
+    for i, name in enumerate(dtype.names):
+        rows[name] = columns[:, i]
+    return tuple(message.tensors), rows
+
+
+def encode_catalog(catalog: Catalog) -> types_pb2.Boxes:
+    return encode_boxes(catalog.tensors, catalog.boxes)
+
+
+def decode_catalog(message: types_pb2.Boxes) -> Catalog:
+    return Catalog(*decode_boxes(message, BOX))
+
+
+def encode_stream(stream: StreamManifest) -> types_pb2.StreamManifest:
+    return types_pb2.StreamManifest(
+        source=stream.source,
+        location=stream.location,
+        offset=stream.offset,
+        plan_id=stream.plan_id,
+        checksums=encode_tensor(stream.checksums),
+    )
+
+
+def decode_stream(message: types_pb2.StreamManifest) -> StreamManifest:
+    return StreamManifest(
+        source=message.source,
+        location=message.location,
+        offset=message.offset,
+        plan_id=message.plan_id,
+        checksums=decode_tensor(message.checksums).astype(np.uint64, copy=False),
+    )
+
+
+def encode_score_item(item: ScoreItem) -> reward_pb2.ScoreItem:
+    return reward_pb2.ScoreItem(
+        id=str(item.id),
+        prompt=item.prompt,
+        response=item.response,
+        ground_truth=item.ground_truth,
+        data_source=item.data_source,
+        finish_reason=item.finish_reason.value,
+        response_length=item.response_length,
+        extra=item.extra,
+    )
+
+
+def decode_score_item(message: reward_pb2.ScoreItem) -> ScoreItem:
+    return ScoreItem(
+        id=SampleId.parse(message.id),
+        prompt=message.prompt,
+        response=message.response,
+        ground_truth=message.ground_truth,
+        data_source=message.data_source,
+        finish_reason=FinishReason(message.finish_reason),
+        response_length=message.response_length,
+        extra=dict(message.extra),
+    )
+
+
+def encode_verdict(verdict: Verdict) -> reward_pb2.Verdict:
+    if isinstance(verdict, Graded):
+        return reward_pb2.Verdict(
+            id=str(verdict.id),
+            graded=reward_pb2.Graded(value=verdict.value, components=verdict.components),
+        )
+    return reward_pb2.Verdict(
+        id=str(verdict.id),
+        error=reward_pb2.GradingError(
+            grader=verdict.grader, cause=verdict.cause, retryable=verdict.retryable
+        ),
+    )
+
+
+def decode_verdict(message: reward_pb2.Verdict) -> Verdict:
+    sample = SampleId.parse(message.id)
+    if message.HasField("graded"):
+        return Graded(sample, message.graded.value, dict(message.graded.components))
+    if message.HasField("error"):
+        return GradingError(sample, message.error.grader, message.error.cause, message.error.retryable)
+    return GradingError(
+        sample, grader="", cause="the service sent a verdict without outcome", retryable=False
+    )
+
+
+def encode_service(entry: ServiceEntry) -> coordinator_pb2.Service:
+    return coordinator_pb2.Service(
+        role=entry.role, name=entry.name, incarnation=entry.incarnation, address=entry.address
+    )
+
+
+def decode_service(message: coordinator_pb2.Service) -> ServiceEntry:
+    return ServiceEntry(message.role, message.name, message.incarnation, message.address)
