@@ -112,7 +112,7 @@ class _Client:
 
     def _exception(self, method: str, error: grpc.aio.AioRpcError) -> errors.AtollError:
         where = f"{type(self).__name__.removesuffix('Client')}.{method} at {self.address}"
-        name = next((value for key, value in error.trailing_metadata() if key == ERROR_KEY), None)
+        name = grpc.aio.Metadata.from_tuple(tuple(error.trailing_metadata())).get(ERROR_KEY)
         if isinstance(name, str) and name in _ERRORS:
             return _ERRORS[name](f"{where}: {error.details()}")
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
@@ -325,6 +325,7 @@ class RunStatus:
     error: str
     services: tuple[ServiceEntry, ...]
     metrics: Mapping[str, float]
+    revision: int  # changes with state, step and services
 
 
 class CoordinatorClient(_Client):
@@ -353,11 +354,11 @@ class CoordinatorClient(_Client):
         with self._translate("Deregister"):
             await self._stub.Deregister(request, timeout=self._timeout_s, metadata=self._metadata)
 
-    async def status(self) -> RunStatus:
+    async def status(self, seen: int = 0) -> RunStatus:
+        """Answers once the revision is not `seen` any more, at the latest shortly before the deadline."""
+        request = coordinator_pb2.StatusRequest(seen=seen)
         with self._translate("Status"):
-            reply = await self._stub.Status(
-                coordinator_pb2.StatusRequest(), timeout=self._timeout_s, metadata=self._metadata
-            )
+            reply = await self._stub.Status(request, timeout=self._timeout_s, metadata=self._metadata)
         return RunStatus(
             run=reply.run,
             state=reply.state,
@@ -367,6 +368,7 @@ class CoordinatorClient(_Client):
             error=reply.error,
             services=tuple(codec.decode_service(service) for service in reply.services),
             metrics=dict(reply.metrics),
+            revision=reply.revision,
         )
 
     async def pause_run(self) -> None:

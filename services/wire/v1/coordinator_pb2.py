@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"services/wire/v1/coordinator.proto\x12\x08\x61toll.v1\"K\n\x07Service\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"5\n\x0fRegisterRequest\x12\"\n\x07service\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Service\" \n\rRegisterReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"6\n\x10HeartbeatRequest\x12\"\n\x07service\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Service\"\x1f\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\"7\n\x11\x44\x65registerRequest\x12\"\n\x07service\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Service\"\x11\n\x0f\x44\x65registerReply\"\x0f\n\rStatusRequest\"\xf4\x01\n\x0bStatusReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x11\n\tnum_steps\x18\x04 \x01(\x03\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12#\n\x08services\x18\x07 \x03(\x0b\x32\x11.atoll.v1.Service\x12\x33\n\x07metrics\x18\x08 \x03(\x0b\x32\".atoll.v1.StatusReply.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x11\n\x0fPauseRunRequest\"\x0f\n\rPauseRunReply\"\x12\n\x10ResumeRunRequest\"\x10\n\x0eResumeRunReply\"\x10\n\x0eStopRunRequest\"\x0e\n\x0cStopRunReply\"\x13\n\x11\x43heckpointRequest\"\x1f\n\x0f\x43heckpointReply\x12\x0c\n\x04path\x18\x01 \x01(\t2\x96\x04\n\x0b\x43oordinator\x12>\n\x08Register\x12\x19.atoll.v1.RegisterRequest\x1a\x17.atoll.v1.RegisterReply\x12\x41\n\tHeartbeat\x12\x1a.atoll.v1.HeartbeatRequest\x1a\x18.atoll.v1.HeartbeatReply\x12\x44\n\nDeregister\x12\x1b.atoll.v1.DeregisterRequest\x1a\x19.atoll.v1.DeregisterReply\x12\x38\n\x06Status\x12\x17.atoll.v1.StatusRequest\x1a\x15.atoll.v1.StatusReply\x12>\n\x08PauseRun\x12\x19.atoll.v1.PauseRunRequest\x1a\x17.atoll.v1.PauseRunReply\x12\x41\n\tResumeRun\x12\x1a.atoll.v1.ResumeRunRequest\x1a\x18.atoll.v1.ResumeRunReply\x12;\n\x07StopRun\x12\x18.atoll.v1.StopRunRequest\x1a\x16.atoll.v1.StopRunReply\x12\x44\n\nCheckpoint\x12\x1b.atoll.v1.CheckpointRequest\x1a\x19.atoll.v1.CheckpointReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"services/wire/v1/coordinator.proto\x12\x08\x61toll.v1\"K\n\x07Service\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"5\n\x0fRegisterRequest\x12\"\n\x07service\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Service\" \n\rRegisterReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"6\n\x10HeartbeatRequest\x12\"\n\x07service\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Service\"\x1f\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\"7\n\x11\x44\x65registerRequest\x12\"\n\x07service\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Service\"\x11\n\x0f\x44\x65registerReply\"\x1d\n\rStatusRequest\x12\x0c\n\x04seen\x18\x01 \x01(\x03\"\x86\x02\n\x0bStatusReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x11\n\tnum_steps\x18\x04 \x01(\x03\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12#\n\x08services\x18\x07 \x03(\x0b\x32\x11.atoll.v1.Service\x12\x33\n\x07metrics\x18\x08 \x03(\x0b\x32\".atoll.v1.StatusReply.MetricsEntry\x12\x10\n\x08revision\x18\t \x01(\x03\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x11\n\x0fPauseRunRequest\"\x0f\n\rPauseRunReply\"\x12\n\x10ResumeRunRequest\"\x10\n\x0eResumeRunReply\"\x10\n\x0eStopRunRequest\"\x0e\n\x0cStopRunReply\"\x13\n\x11\x43heckpointRequest\"\x1f\n\x0f\x43heckpointReply\x12\x0c\n\x04path\x18\x01 \x01(\t2\x96\x04\n\x0b\x43oordinator\x12>\n\x08Register\x12\x19.atoll.v1.RegisterRequest\x1a\x17.atoll.v1.RegisterReply\x12\x41\n\tHeartbeat\x12\x1a.atoll.v1.HeartbeatRequest\x1a\x18.atoll.v1.HeartbeatReply\x12\x44\n\nDeregister\x12\x1b.atoll.v1.DeregisterRequest\x1a\x19.atoll.v1.DeregisterReply\x12\x38\n\x06Status\x12\x17.atoll.v1.StatusRequest\x1a\x15.atoll.v1.StatusReply\x12>\n\x08PauseRun\x12\x19.atoll.v1.PauseRunRequest\x1a\x17.atoll.v1.PauseRunReply\x12\x41\n\tResumeRun\x12\x1a.atoll.v1.ResumeRunRequest\x1a\x18.atoll.v1.ResumeRunReply\x12;\n\x07StopRun\x12\x18.atoll.v1.StopRunRequest\x1a\x16.atoll.v1.StopRunReply\x12\x44\n\nCheckpoint\x12\x1b.atoll.v1.CheckpointRequest\x1a\x19.atoll.v1.CheckpointReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,27 +48,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DEREGISTERREPLY']._serialized_start=360
   _globals['_DEREGISTERREPLY']._serialized_end=377
   _globals['_STATUSREQUEST']._serialized_start=379
-  _globals['_STATUSREQUEST']._serialized_end=394
-  _globals['_STATUSREPLY']._serialized_start=397
-  _globals['_STATUSREPLY']._serialized_end=641
-  _globals['_STATUSREPLY_METRICSENTRY']._serialized_start=595
-  _globals['_STATUSREPLY_METRICSENTRY']._serialized_end=641
-  _globals['_PAUSERUNREQUEST']._serialized_start=643
-  _globals['_PAUSERUNREQUEST']._serialized_end=660
-  _globals['_PAUSERUNREPLY']._serialized_start=662
-  _globals['_PAUSERUNREPLY']._serialized_end=677
-  _globals['_RESUMERUNREQUEST']._serialized_start=679
-  _globals['_RESUMERUNREQUEST']._serialized_end=697
-  _globals['_RESUMERUNREPLY']._serialized_start=699
-  _globals['_RESUMERUNREPLY']._serialized_end=715
-  _globals['_STOPRUNREQUEST']._serialized_start=717
-  _globals['_STOPRUNREQUEST']._serialized_end=733
-  _globals['_STOPRUNREPLY']._serialized_start=735
-  _globals['_STOPRUNREPLY']._serialized_end=749
-  _globals['_CHECKPOINTREQUEST']._serialized_start=751
-  _globals['_CHECKPOINTREQUEST']._serialized_end=770
-  _globals['_CHECKPOINTREPLY']._serialized_start=772
-  _globals['_CHECKPOINTREPLY']._serialized_end=803
-  _globals['_COORDINATOR']._serialized_start=806
-  _globals['_COORDINATOR']._serialized_end=1340
+  _globals['_STATUSREQUEST']._serialized_end=408
+  _globals['_STATUSREPLY']._serialized_start=411
+  _globals['_STATUSREPLY']._serialized_end=673
+  _globals['_STATUSREPLY_METRICSENTRY']._serialized_start=627
+  _globals['_STATUSREPLY_METRICSENTRY']._serialized_end=673
+  _globals['_PAUSERUNREQUEST']._serialized_start=675
+  _globals['_PAUSERUNREQUEST']._serialized_end=692
+  _globals['_PAUSERUNREPLY']._serialized_start=694
+  _globals['_PAUSERUNREPLY']._serialized_end=709
+  _globals['_RESUMERUNREQUEST']._serialized_start=711
+  _globals['_RESUMERUNREQUEST']._serialized_end=729
+  _globals['_RESUMERUNREPLY']._serialized_start=731
+  _globals['_RESUMERUNREPLY']._serialized_end=747
+  _globals['_STOPRUNREQUEST']._serialized_start=749
+  _globals['_STOPRUNREQUEST']._serialized_end=765
+  _globals['_STOPRUNREPLY']._serialized_start=767
+  _globals['_STOPRUNREPLY']._serialized_end=781
+  _globals['_CHECKPOINTREQUEST']._serialized_start=783
+  _globals['_CHECKPOINTREQUEST']._serialized_end=802
+  _globals['_CHECKPOINTREPLY']._serialized_start=804
+  _globals['_CHECKPOINTREPLY']._serialized_end=835
+  _globals['_COORDINATOR']._serialized_start=838
+  _globals['_COORDINATOR']._serialized_end=1372
 # @@protoc_insertion_point(module_scope)

@@ -168,12 +168,17 @@ Global___DeregisterReply: _TypeAlias = DeregisterReply  # noqa: Y015
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    SEEN_FIELD_NUMBER: _builtins.int
+    seen: _builtins.int
+    """revision of the caller's last reply; 0: answer at once"""
     def __init__(
         self,
+        *,
+        seen: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seen", b"seen"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,6 +216,7 @@ class StatusReply(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     SERVICES_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     state: _builtins.str
     """"starting", "warming up", "training", "validating", "paused", "finished", "failed" """
@@ -218,6 +224,8 @@ class StatusReply(_message.Message):
     num_steps: _builtins.int
     version: _builtins.int
     error: _builtins.str
+    revision: _builtins.int
+    """from 1; grows with every change of state, step or services"""
     @_builtins.property
     def services(self) -> _containers.RepeatedCompositeFieldContainer[Global___Service]: ...
     @_builtins.property
@@ -235,10 +243,11 @@ class StatusReply(_message.Message):
         error: _builtins.str = ...,
         services: _abc.Iterable[Global___Service] | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "metrics", b"metrics", "num_steps", b"num_steps", "run", b"run", "services", b"services", "state", b"state", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "metrics", b"metrics", "num_steps", b"num_steps", "revision", b"revision", "run", b"run", "services", b"services", "state", b"state", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,7 @@ class CoordinatorStub:
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]
     Deregister: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterRequest, _coordinator_pb2.DeregisterReply]
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
+    """Answers as soon as there is something that the caller has not seen; else shortly before the deadline."""
     PauseRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunReply]
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunReply]
     StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunReply]
@@ -49,6 +50,7 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]  # type: ignore[assignment]
     Deregister: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterRequest, _coordinator_pb2.DeregisterReply]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
+    """Answers as soon as there is something that the caller has not seen; else shortly before the deadline."""
     PauseRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunReply]  # type: ignore[assignment]
     ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunReply]  # type: ignore[assignment]
     StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunReply]  # type: ignore[assignment]
@@ -82,7 +84,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _coordinator_pb2.StatusRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.StatusReply, _abc.Awaitable[_coordinator_pb2.StatusReply]]: ...
+    ) -> _typing.Union[_coordinator_pb2.StatusReply, _abc.Awaitable[_coordinator_pb2.StatusReply]]:
+        """Answers as soon as there is something that the caller has not seen; else shortly before the deadline."""
 
     @_abc_1.abstractmethod
     def PauseRun(
