@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import grpc
 import grpc.aio
@@ -112,7 +113,7 @@ class _Client:
 
     def _exception(self, method: str, error: grpc.aio.AioRpcError) -> errors.AtollError:
         where = f"{type(self).__name__.removesuffix('Client')}.{method} at {self.address}"
-        name = grpc.aio.Metadata.from_tuple(tuple(error.trailing_metadata())).get(ERROR_KEY)
+        name = cast(grpc.aio.Metadata, error.trailing_metadata()).get(ERROR_KEY)
         if isinstance(name, str) and name in _ERRORS:
             return _ERRORS[name](f"{where}: {error.details()}")
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):

@@ -1,0 +1,67 @@
+"""Small real models and a tokenizer, made locally once per session."""
+
+from pathlib import Path
+
+import pytest
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A character-level tokenizer over digits, `+`, `=` and letters: ids below 64."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    characters = "0123456789+-*/=()., #abcdefghijklmnopqrstuvwxyz"
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {c: 3 + i for i, c in enumerate(characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<pad>", "<eos>", "<unk>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}'
+    )
+
+
+def write_model(folder: Path, family: str, **overrides: object) -> Path:
+    """A random `family` ("qwen2" or "qwen3") model in Hugging Face's format, fp32, with tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings: dict[str, object] = dict(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    if family == "qwen3":
+        settings["head_dim"] = 16
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(settings | overrides)))
+    # the default initialisation leaves biases at 0 and norms at 1: move them, so that a dropped one shows
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen2_tied"), "qwen2", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen3"), "qwen3")

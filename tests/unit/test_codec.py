@@ -1,0 +1,179 @@
+"""Every domain type survives the wire unchanged."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.wire import codec
+from services.wire.types import (
+    BOX,
+    Batch,
+    Catalog,
+    FinishReason,
+    Graded,
+    GradingError,
+    GroupId,
+    LossSettings,
+    Node,
+    Provenance,
+    Sample,
+    SampleId,
+    Sampling,
+    ScoreItem,
+    Segments,
+    StepKey,
+    StreamManifest,
+    TurnReward,
+    Version,
+    VersionSpan,
+)
+from services.wire.v1 import trainer_pb2, types_pb2
+
+GROUP = GroupId("toy/run", 2, 7)
+
+
+def node(parent: int, ids: list[int], spans: tuple[VersionSpan, ...]) -> Node:
+    return Node(
+        parent=parent,
+        token_ids=np.array(ids, np.int32),
+        loss_mask=np.array([True] * len(ids), np.bool_),
+        logprobs=-np.arange(len(ids), dtype=np.float32),
+        spans=spans,
+    )
+
+
+def test_samples_round_trip() -> None:
+    spans = (VersionSpan(Version("a3f0", 3), 0, 1), VersionSpan(Version("a3f0", 4), 1, 2))
+    origin = Provenance("rollout-0", "9f", 10.0, 11.5)
+    samples = [
+        Sample(SampleId(GROUP, 1), 0, (node(-1, [8, 10], spans),), FinishReason.STOP, "46", origin),
+        Sample(
+            SampleId(GROUP, 4),
+            2,
+            (node(-1, [], ()), node(0, [5, 6, 7], spans)),
+            FinishReason.ABORT,
+            "",
+            origin,
+            (TurnReward(1, 0.5, {"exact_match": 1.0, "format": 0.0}),),
+        ),
+    ]
+    wire = types_pb2.Samples.FromString(codec.encode_samples(samples).SerializeToString())
+    back = codec.decode_samples(wire)
+    for sent, got in zip(samples, back, strict=True):
+        for field in ("id", "attempt", "finish_reason", "text", "provenance", "rewards"):
+            assert getattr(sent, field) == getattr(got, field), field
+        for a, b in zip(sent.nodes, got.nodes, strict=True):
+            assert (a.parent, a.spans) == (b.parent, b.spans)
+            for array in ("token_ids", "loss_mask", "logprobs"):
+                np.testing.assert_array_equal(getattr(a, array), getattr(b, array))
+
+
+def test_samples_with_missing_tokens_are_refused() -> None:
+    origin = Provenance("rollout-0", "9f", 10.0, 11.5)
+    sample = Sample(SampleId(GROUP, 1), 0, (node(-1, [8, 10], ()),), FinishReason.STOP, "46", origin)
+    wire = codec.encode_samples([sample])
+    wire.token_ids = wire.token_ids[:4]
+    with pytest.raises(
+        ValueError, match="1 token ids, 2 mask entries and 2 logprobs where the offsets say 2"
+    ):
+        codec.decode_samples(wire)
+
+
+TREE = Segments(  # two groups: a prompt of 2 with responses of 1 and 3; a single segment of 2
+    token_ids=np.array([1, 2, 3, 4, 5, 6, 7, 8], np.int32),
+    offsets=np.array([0, 2, 3, 6, 8], np.int64),
+    parents=np.array([-1, 0, 0, -1], np.int32),
+    groups=np.array([4, 4, 4, 9], np.int32),
+)
+
+
+def test_positions_and_predecessors_by_hand() -> None:
+    np.testing.assert_array_equal(TREE.positions, [0, 1, 2, 2, 3, 4, 0, 1])
+    np.testing.assert_array_equal(TREE.predecessors, [-1, 0, 1, 1, 3, 4, -1, 6])
+
+
+def test_predecessor_skips_an_empty_segment_and_starts_at_the_parent() -> None:
+    tree = Segments(
+        np.array([1, 2], np.int32),
+        np.array([0, 1, 1, 2], np.int64),
+        np.array([-1, 0, 0], np.int32),
+        np.zeros(3, np.int32),
+    )
+    np.testing.assert_array_equal(tree.predecessors, [-1, 0])
+
+
+@pytest.mark.parametrize(("max_tokens", "parts"), [(1, 2), (7, 2), (8, 1)])
+def test_split_keeps_groups_whole(max_tokens: int, parts: int) -> None:
+    split = list(codec.split_by_groups(TREE, max_tokens))
+    assert len(split) == parts
+    joined = codec.join_segments([part for part, _ in split])
+    for array in ("token_ids", "offsets", "parents", "groups"):
+        np.testing.assert_array_equal(getattr(joined, array), getattr(TREE, array))
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 60))
+def test_no_part_is_larger_than_asked_unless_one_group_is(lengths: list[int], max_tokens: int) -> None:
+    segments = Segments(
+        np.arange(sum(lengths), dtype=np.int32),
+        np.cumsum([0, *lengths]).astype(np.int64),
+        np.full(len(lengths), -1, np.int32),
+        np.arange(len(lengths), dtype=np.int32),
+    )
+    parts = list(codec.split_by_groups(segments, max_tokens))
+    assert all(len(p.token_ids) <= max_tokens or len(p.groups) == 1 for p, _ in parts)
+    np.testing.assert_array_equal(np.concatenate([p.token_ids for p, _ in parts]), segments.token_ids)
+    assert [segments.token_ids[tokens].tolist() for _, tokens in parts] == [
+        p.token_ids.tolist() for p, _ in parts
+    ]
+
+
+@pytest.mark.parametrize("old", [None, np.linspace(-2, 0, 8, dtype=np.float32)])
+def test_forward_backward_round_trip(old: np.ndarray | None) -> None:
+    weights, advantages, rollout = (np.random.default_rng(i).random(8, np.float32) for i in range(3))
+    batch = Batch(TREE, weights, advantages, rollout, old)
+    key, loss = StepKey("a3f0", 5, 1, "actor"), LossSettings("ppo_clip", 0.2, 0.28, 0.7)
+    chunks = [
+        trainer_pb2.ForwardBackwardRequest.FromString(chunk.SerializeToString())
+        for chunk in codec.encode_forward_backward(key, loss, batch)
+    ]
+    assert codec.decode_step_key(chunks[0].key) == key
+    assert codec.decode_loss(chunks[0].loss) == loss
+    back = codec.decode_forward_backward(chunks)
+    np.testing.assert_array_equal(back.loss_weights, weights)
+    np.testing.assert_array_equal(back.advantages, advantages)
+    np.testing.assert_array_equal(back.rollout_logprobs, rollout)
+    if old is None:
+        assert back.old_logprobs is None
+    else:
+        assert back.old_logprobs is not None
+        np.testing.assert_array_equal(back.old_logprobs, old)
+
+
+def test_small_types_round_trip() -> None:
+    sampling = Sampling(8, 0.7, 0.9, 5, (1, 2), ("\n\n", "#"), 3)
+    assert codec.decode_sampling(codec.encode_sampling(sampling)) == sampling
+    item = ScoreItem(SampleId(GROUP, 3), "1+1=", "2", "2", "toy", FinishReason.LENGTH, 4, {"index": "7"})
+    assert codec.decode_score_item(codec.encode_score_item(item)) == item
+    for verdict in (
+        Graded(item.id, 1.0, {"a": 1.0}),
+        GradingError(item.id, "math", "ZeroDivisionError", True),
+    ):
+        assert codec.decode_verdict(codec.encode_verdict(verdict)) == verdict
+
+
+def test_catalog_and_stream_round_trip() -> None:
+    boxes = np.array([(0, 0, 4, 0, 2, 1, 6, 2), (1, 4, 1, 0, 9, 0, 0, 9)], BOX)
+    back = codec.decode_catalog(codec.encode_catalog(Catalog(("q", "k"), boxes)))
+    assert back.tensors == ("q", "k")
+    np.testing.assert_array_equal(back.boxes, boxes)
+    sums = np.array([2**64 - 1, 7], np.uint64)
+    stream = codec.decode_stream(codec.encode_stream(StreamManifest(3, "atoll-x", 4096, "p", sums)))
+    assert (stream.source, stream.location, stream.offset, stream.plan_id) == (3, "atoll-x", 4096, "p")
+    np.testing.assert_array_equal(stream.checksums, sums)
+
+
+def test_sample_id_text_keeps_slashes_in_the_run() -> None:
+    sample = SampleId(GROUP, 3)
+    assert str(sample) == "toy/run/2/7/3"
+    assert SampleId.parse(str(sample)) == sample
