@@ -13,9 +13,11 @@ from services.wire.types import (
     Float32,
     Graded,
     GradingError,
+    Group,
     GroupId,
     LossSettings,
     Node,
+    Prompt,
     Provenance,
     Sample,
     SampleId,
@@ -180,6 +182,44 @@ def decode_samples(message: types_pb2.Samples) -> list[Sample]:
             message.rewards,
             strict=True,
         )
+    ]
+
+
+def encode_prompt(prompt: Prompt) -> types_pb2.Prompt:
+    return types_pb2.Prompt(
+        id=encode_group_id(prompt.id),
+        token_ids=prompt.token_ids.astype("<i4", copy=False).tobytes(),
+        text=prompt.text,
+        ground_truth=prompt.ground_truth,
+        data_source=prompt.data_source,
+        extra=prompt.extra,
+    )
+
+
+def decode_prompt(message: types_pb2.Prompt) -> Prompt:
+    return Prompt(
+        id=decode_group_id(message.id),
+        token_ids=np.frombuffer(message.token_ids, "<i4"),
+        text=message.text,
+        ground_truth=message.ground_truth,
+        data_source=message.data_source,
+        extra=dict(message.extra),
+    )
+
+
+def encode_dump(step: int, groups: Sequence[Group]) -> types_pb2.Dump:
+    return types_pb2.Dump(
+        step=step,
+        groups=[
+            types_pb2.Group(prompt=encode_prompt(group.prompt), samples=encode_samples(group.samples))
+            for group in groups
+        ],
+    )
+
+
+def decode_dump(message: types_pb2.Dump) -> tuple[int, list[Group]]:
+    return message.step, [
+        Group(decode_prompt(group.prompt), tuple(decode_samples(group.samples))) for group in message.groups
     ]
 
 
