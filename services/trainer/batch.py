@@ -1,0 +1,185 @@
+"""Cuts a batch into micro-batches and spreads them over data-parallel ranks. Pure numpy.
+
+A tree (a root segment and everything below it) is never split, so a shared prompt is computed once.
+All functions are deterministic: every rank derives the same plan from the same batch.
+
+Letters in shapes: T tokens, S segments.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.runtime.errors import UserError
+from services.wire.types import Batch, Bool, Int64, Segments
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Some segments, renumbered, and where their tokens lie in the segments that they came from."""
+
+    segments: Segments
+    source: Int64  # [T]
+
+
+def check_segments(segments: Segments, vocab_size: int, max_length: int) -> None:
+    """Raises UserError where the model cannot compute `segments`."""
+    offsets, parents, tokens = segments.offsets, segments.parents, segments.token_ids
+    well_formed = (
+        len(offsets) == len(parents) + 1 == len(segments.groups) + 1
+        and len(parents) > 0
+        and offsets[0] == 0
+        and offsets[-1] == len(tokens)
+        and bool((np.diff(offsets) > 0).all())
+        and bool((parents < np.arange(len(parents))).all())
+        and bool((parents >= -1).all())
+        and bool((np.diff(segments.groups) >= 0).all())
+    )
+    if not well_formed:
+        raise UserError(
+            f"malformed segments: {len(tokens)} tokens, {len(parents)} parents, {len(offsets)} offsets; "
+            "expected at least one segment, none empty, offsets from 0 to the number of tokens, "
+            "parents before their children, groups ascending"
+        )
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        worst = int(tokens[np.argmax((tokens < 0) | (tokens >= vocab_size))])
+        raise UserError(
+            f"token id {worst} is outside the model's vocabulary of {vocab_size}: "
+            "the tokenizer and the model do not belong together"
+        )
+    longest = int(segments.positions.max()) + 1
+    if longest > max_length:
+        raise UserError(
+            f"a sequence has {longest} tokens, the model takes at most {max_length}: "
+            "lower data.max_prompt_tokens or rollout.sampling.max_new_tokens"
+        )
+
+
+def check_batch(batch: Batch) -> None:
+    """Raises UserError where the per-token arrays do not fit `batch.segments`."""
+    num_tokens = len(batch.segments.token_ids)
+    arrays = [batch.loss_weights, batch.advantages, batch.rollout_logprobs]
+    arrays += [] if batch.old_logprobs is None else [batch.old_logprobs]
+    lengths = [len(array) for array in arrays]
+    if any(length != num_tokens for length in lengths):
+        raise UserError(f"the batch has {num_tokens} tokens, but per-token arrays of lengths {lengths}")
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise UserError("the batch holds NaN or infinite weights, advantages or logprobs: see its rewards")
+    if batch.loss_weights[batch.segments.predecessors < 0].any():
+        raise UserError("the first token of a root has a loss weight, but nothing before it predicts it")
+
+
+def plan_microbatches(segments: Segments, max_tokens: int, num_ranks: int) -> list[list[Int64]]:
+    """Segment numbers, ascending, of every micro-batch of every rank.
+
+    Groups go to ranks balanced by token count; within a rank, trees go to micro-batches of at most
+    `max_tokens` tokens, first fit in decreasing size; a larger tree is alone in its own. Ranks may get
+    different numbers of micro-batches, even none: no collective between data-parallel ranks runs inside
+    one, gradients are summed once after all of them.
+    """
+    lengths = np.diff(segments.offsets)
+    roots = _roots(segments)
+    _, group_of_S = np.unique(segments.groups, return_inverse=True)
+    group_tokens = np.bincount(group_of_S, lengths).astype(np.int64)
+    tree_tokens = np.bincount(roots, lengths, minlength=len(roots)).astype(np.int64)
+    plan: list[list[Int64]] = []
+    for groups in karmarkar_karp(group_tokens.tolist(), num_ranks):
+        trees = np.unique(roots[np.isin(group_of_S, groups)])
+        bins = _first_fit(trees.tolist(), tree_tokens[trees].tolist(), max_tokens)
+        plan.append([np.flatnonzero(np.isin(roots, trees)) for trees in bins])
+    return plan
+
+
+def _roots(segments: Segments) -> Int64:
+    """[S] the root above each segment."""
+    roots = np.arange(len(segments.parents), dtype=np.int64)
+    for s, parent in enumerate(segments.parents.tolist()):  # parents come first
+        if parent >= 0:
+            roots[s] = roots[parent]
+    return roots
+
+
+def _first_fit(items: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for size, item in sorted(zip(sizes, items, strict=True), key=lambda pair: (-pair[0], pair[1])):
+        fitting = next((i for i, room in enumerate(free) if room >= size), None)
+        if fitting is None:
+            bins.append([item])
+            free.append(capacity - size)
+        else:
+            bins[fitting].append(item)
+            free[fitting] -= size
+    return bins
+
+
+def karmarkar_karp(costs: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Splits item numbers into `num_parts` lists of nearly equal total cost.
+
+    Largest differencing method (Karmarkar & Karp 1982): the two partitions whose sums differ most are
+    merged, the heaviest part of one with the lightest of the other.
+    """
+    Parts = list[tuple[int, list[int]]]  # (sum, items) of each part, ascending
+    heap: list[tuple[int, int, Parts]] = []  # (minus the spread, first item, partition)
+    for item, cost in enumerate(costs):
+        heap.append((-cost, item, [*((0, []) for _ in range(num_parts - 1)), (cost, [item])]))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, first, left), (_, _, right) = heapq.heappop(heap), heapq.heappop(heap)
+        merged = sorted(
+            (a + b, items + more) for (a, items), (b, more) in zip(left, reversed(right), strict=True)
+        )
+        heapq.heappush(heap, (merged[0][0] - merged[-1][0], first, merged))
+    return [sorted(items) for _, items in heap[0][2]]
+
+
+def select(segments: Segments, chosen: Int64) -> Selection:
+    """The `chosen` segments (ascending, whole trees) as segments of their own."""
+    source, offsets = _gather(segments.offsets, chosen)
+    number = np.full(len(segments.parents) + 1, -1, np.int32)  # the last one answers parent -1
+    number[chosen] = np.arange(len(chosen))
+    return Selection(
+        Segments(
+            token_ids=segments.token_ids[source],
+            offsets=offsets,
+            parents=number[segments.parents[chosen]],
+            groups=segments.groups[chosen],
+        ),
+        source,
+    )
+
+
+def flatten_trees(segments: Segments) -> tuple[Selection, Bool]:
+    """One segment for each path from a root to a leaf, for a backend that cannot share a prefix.
+
+    The flags ([T]) tell each token's first copy: only this one carries the token's loss weight.
+    """
+    is_leaf = np.ones(len(segments.parents), bool)
+    is_leaf[segments.parents[segments.parents >= 0]] = False
+    path: list[int] = []  # segments, path after path
+    lengths: list[int] = []  # tokens of each path
+    for leaf in np.flatnonzero(is_leaf).tolist():
+        nodes = [leaf]
+        while (parent := int(segments.parents[nodes[-1]])) >= 0:
+            nodes.append(parent)
+        path += reversed(nodes)
+        lengths.append(int(segments.offsets[[n + 1 for n in nodes]].sum() - segments.offsets[nodes].sum()))
+    source, bounds = _gather(segments.offsets, np.array(path))
+    first_of_path = np.zeros(len(path), bool)
+    first_of_path[np.unique(path, return_index=True)[1]] = True
+    flat = Segments(
+        token_ids=segments.token_ids[source],
+        offsets=np.cumsum([0, *lengths], dtype=np.int64),
+        parents=np.full(len(lengths), -1, np.int32),
+        groups=segments.groups[is_leaf],
+    )
+    return Selection(flat, source), np.repeat(first_of_path, np.diff(bounds))
+
+
+def _gather(offsets: Int64, chosen: Int64) -> tuple[Int64, Int64]:
+    """Flat token numbers of the `chosen` segments one after another, and their own offsets."""
+    lengths = np.diff(offsets)[chosen]
+    own = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    return np.repeat(offsets[chosen] - own[:-1], lengths) + np.arange(own[-1]), own

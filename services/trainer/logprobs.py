@@ -1,0 +1,99 @@
+"""Log-probabilities and entropy of target tokens, straight from hidden states.
+
+The logits of all positions never exist at once: rows go through in chunks, and the backward pass
+computes each chunk's logits again. The vocabulary may be split over a tensor-parallel group.
+
+Letters in shapes: N target tokens, n rows of one chunk, H hidden size, V vocabulary rows of this rank.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+
+CHUNK_LOGITS = 1 << 24  # logits that exist at once: 64 MiB in fp32
+
+
+def token_logprobs(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    temperature: float,
+    tensor_parallel: ProcessGroup,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of `targets_N` under softmax(hidden_NH @ weight_VH.T / temperature), and its entropy.
+
+    `weight_VH` holds this rank's rows, an equal share in rank order; `hidden_NH` is the same on every
+    rank. Returns two tensors [N] in nats, at least fp32; the entropy carries no gradient.
+    """
+    logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight_VH, targets_N, temperature, tensor_parallel, max(1, chunk_logits // len(weight_VH))
+    )
+    return logprobs_N, entropy_N
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        group: ProcessGroup,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        own_N = targets_N - group.rank() * len(weight_VH)  # row of the target in this rank's share
+        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+        logprobs_N, entropy_N, logsumexp_N = hidden_NH.new_empty(3, len(targets_N), dtype=dtype)
+        for start in range(0, len(targets_N), rows):
+            n = slice(start, start + rows)
+            logits_nV = _logits(hidden_NH[n], weight_VH, temperature)
+            peak_n = logits_nV.amax(-1)
+            _reduce(peak_n, group, ReduceOp.MAX)
+            logits_nV -= peak_n[:, None]
+            exp_nV = logits_nV.exp()
+            is_here_n = (own_N[n] >= 0) & (own_N[n] < len(weight_VH))
+            target_n = logits_nV.gather(-1, own_N[n].clamp(0, len(weight_VH) - 1)[:, None])[:, 0]
+            sums_3n = torch.stack([exp_nV.sum(-1), (exp_nV * logits_nV).sum(-1), target_n * is_here_n])
+            _reduce(sums_3n, group, ReduceOp.SUM)
+            norm_n, weighted_n, target_n = sums_3n
+            logprobs_N[n] = target_n - norm_n.log()
+            entropy_N[n] = norm_n.log() - weighted_n / norm_n
+            logsumexp_N[n] = peak_n + norm_n.log()
+        ctx.save_for_backward(hidden_NH, weight_VH, own_N, logsumexp_N)
+        ctx.temperature, ctx.group, ctx.rows = temperature, group, rows
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """d logprob / d logits = (one-hot of the target - softmax) / temperature."""
+        hidden_NH, weight_VH, own_N, logsumexp_N = ctx.saved_tensors
+        grad_N = grads[0] / ctx.temperature
+        grad_hidden_NH = torch.empty_like(hidden_NH)
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=grad_N.dtype)
+        for start in range(0, len(own_N), ctx.rows):
+            n = slice(start, start + ctx.rows)
+            logits_nV = _logits(hidden_NH[n], weight_VH, ctx.temperature)
+            grad_nV = (logits_nV - logsumexp_N[n, None]).exp_().mul_(-grad_N[n, None])
+            is_here_n = (own_N[n] >= 0) & (own_N[n] < len(weight_VH))
+            column_n = own_N[n].clamp(0, len(weight_VH) - 1)[:, None]
+            grad_nV.scatter_add_(-1, column_n, (grad_N[n] * is_here_n)[:, None])
+            grad_nV = grad_nV.to(weight_VH.dtype)
+            grad_hidden_NH[n] = grad_nV @ weight_VH
+            grad_weight_VH += grad_nV.T @ hidden_NH[n]
+        _reduce(grad_hidden_NH, ctx.group, ReduceOp.SUM)  # every rank saw only its rows of the vocabulary
+        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None
+
+
+def _logits(hidden_nH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
+    logits_nV = hidden_nH @ weight_VH.T
+    return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32)) / temperature
+
+
+def _reduce(tensor: Tensor, group: ProcessGroup, op: Any) -> None:
+    if group.size() > 1:
+        all_reduce(tensor, op=op, group=group)

@@ -1,0 +1,144 @@
+"""Cutting batches: nothing lost, nothing split, nothing counted twice."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.runtime.errors import UserError
+from services.trainer.batch import (
+    check_batch,
+    check_segments,
+    flatten_trees,
+    karmarkar_karp,
+    plan_microbatches,
+    select,
+)
+from services.wire.types import Batch, Segments
+
+
+def make_segments(token_ids: list[list[int]], parents: list[int], groups: list[int]) -> Segments:
+    return Segments(
+        token_ids=np.array([t for tokens in token_ids for t in tokens], np.int32),
+        offsets=np.cumsum([0, *map(len, token_ids)], dtype=np.int64),
+        parents=np.array(parents, np.int32),
+        groups=np.array(groups, np.int32),
+    )
+
+
+# group 0: a prompt with two samples, the first of which branches once more; group 1: one row
+TREE = make_segments(
+    [[5, 6], [10, 11], [12], [13, 14], [20], [30, 31, 32]],
+    parents=[-1, 0, 1, 1, 0, -1],
+    groups=[0, 0, 0, 0, 0, 1],
+)
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> Segments:
+    parents, groups, tokens = [], [], []
+    for group in range(draw(st.integers(1, 6))):
+        first = len(parents)
+        for i in range(draw(st.integers(1, 5))):
+            parents.append(-1 if i == 0 else draw(st.integers(first, len(parents) - 1)))
+            groups.append(group)
+            tokens.append(draw(st.lists(st.integers(0, 9), min_size=1, max_size=6)))
+    return make_segments(tokens, parents, groups)
+
+
+@given(forests(), st.integers(1, 30), st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+def test_plan_keeps_every_tree_whole_and_within_the_budget(
+    forest: Segments, max_tokens: int, num_ranks: int
+) -> None:
+    plan = plan_microbatches(forest, max_tokens, num_ranks)
+    assert len(plan) == num_ranks
+    chosen = np.concatenate([np.zeros(0, int), *(cut for cuts in plan for cut in cuts)])
+    assert sorted(chosen) == list(range(len(forest.parents)))
+    lengths = np.diff(forest.offsets)
+    rank_of_group: dict[int, int] = {}
+    for rank, cuts in enumerate(plan):
+        for cut in cuts:
+            inside = set(cut.tolist())
+            assert all(p in inside for p in forest.parents[cut] if p >= 0)
+            num_trees = (forest.parents[cut] < 0).sum()
+            assert lengths[cut].sum() <= max_tokens or num_trees == 1
+            for group in forest.groups[cut].tolist():
+                assert rank_of_group.setdefault(group, rank) == rank
+
+
+def test_larger_tree_gets_its_own_microbatch() -> None:
+    segments = make_segments([[1] * 7, [1] * 3, [1] * 4], [-1, -1, -1], [0, 1, 2])
+    assert [cut.tolist() for cut in plan_microbatches(segments, 7, 1)[0]] == [[0], [1, 2]]
+    assert [cut.tolist() for cut in plan_microbatches(segments, 6, 1)[0]] == [[0], [2], [1]]
+
+
+def test_karmarkar_karp_on_the_textbook_example() -> None:
+    # 4 5 6 7 8 by largest differencing into two: {8, 6} and {7, 5, 4} (Korf 1998)
+    parts = karmarkar_karp([4, 5, 6, 7, 8], 2)
+    assert sorted(sum([4, 5, 6, 7, 8][i] for i in part) for part in parts) == [14, 16]
+    assert karmarkar_karp([3], 3) == [[], [], [0]]
+
+
+def test_ranks_are_balanced_by_tokens() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(10, 1000, 64)
+    segments = make_segments([[1] * n for n in lengths.tolist()], [-1] * 64, list(range(64)))
+    plan = plan_microbatches(segments, 2000, 4)
+    loads = [sum(int(lengths[cut].sum()) for cut in cuts) for cuts in plan]
+    assert max(loads) - min(loads) <= 0.01 * sum(loads) / 4
+
+
+def test_select_renumbers_parents() -> None:
+    part = select(TREE, np.array([5]))
+    assert part.source.tolist() == [8, 9, 10]
+    assert part.segments.parents.tolist() == [-1]
+    part = select(TREE, np.array([0, 1, 2, 3, 4]))
+    assert part.segments.token_ids.tolist() == [5, 6, 10, 11, 12, 13, 14, 20]
+    assert part.segments.parents.tolist() == [-1, 0, 1, 1, 0]
+    assert part.segments.predecessors.tolist() == TREE.predecessors[:8].tolist()
+
+
+def test_flatten_repeats_prefixes_and_marks_first_copies() -> None:
+    flat, first = flatten_trees(TREE)
+    sequences = np.split(flat.segments.token_ids, flat.segments.offsets[1:-1])
+    assert [s.tolist() for s in sequences] == [
+        [5, 6, 10, 11, 12],
+        [5, 6, 10, 11, 13, 14],
+        [5, 6, 20],
+        [30, 31, 32],
+    ]
+    assert flat.segments.groups.tolist() == [0, 0, 0, 1]
+    assert np.array_equal(TREE.token_ids[flat.source], flat.segments.token_ids)
+    assert np.array_equal(TREE.positions[flat.source], flat.segments.positions)
+    assert first.astype(int).tolist() == [1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1]
+
+
+@given(forests())
+@settings(max_examples=50, deadline=None)
+def test_flatten_counts_every_token_once(forest: Segments) -> None:
+    flat, first = flatten_trees(forest)
+    assert sorted(flat.source[first]) == list(range(len(forest.token_ids)))
+
+
+def test_bad_segments_are_refused_with_what_is_wrong() -> None:
+    check_segments(TREE, vocab_size=64, max_length=6)
+    with pytest.raises(UserError, match="has 6 tokens, the model takes at most 5"):
+        check_segments(TREE, vocab_size=64, max_length=5)
+    with pytest.raises(UserError, match="token id 31 is outside the model's vocabulary of 31"):
+        check_segments(TREE, vocab_size=31, max_length=6)
+    with pytest.raises(UserError, match="malformed"):
+        check_segments(make_segments([[1], [2]], [-1, 1], [0, 0]), vocab_size=64, max_length=6)
+
+
+def test_bad_batches_are_refused_with_what_is_wrong() -> None:
+    row = make_segments([[1, 2, 3]], [-1], [0])
+    zeros = np.zeros(3, np.float32)
+    weights = np.array([0, 1, 1], np.float32)
+    check_batch(Batch(row, weights, zeros, zeros, None))
+    with pytest.raises(UserError, match=r"3 tokens, but per-token arrays of lengths \[2, 3, 3\]"):
+        check_batch(Batch(row, weights[:2], zeros, zeros, None))
+    with pytest.raises(UserError, match="NaN"):
+        check_batch(Batch(row, weights, zeros * np.nan, zeros, None))
+    with pytest.raises(UserError, match="first token of a root"):
+        check_batch(Batch(row, weights[::-1], zeros, zeros, None))
