@@ -24,12 +24,15 @@ from services.wire.types import (
     GroupRequest,
     LossSettings,
     PauseMode,
+    Plan,
+    Published,
     Sample,
     Sampling,
     ScoreItem,
     Segments,
     ServiceEntry,
     StepKey,
+    StreamManifest,
     Verdict,
     Version,
 )
@@ -188,6 +191,40 @@ class RolloutClient(_Client):
                 rollout_pb2.ResumeRequest(), timeout=self._timeout_s, metadata=self._metadata
             )
 
+    async def receive_weights(
+        self, version: Version, streams: Sequence[StreamManifest], plan: Plan | None
+    ) -> int:
+        """Stages a part of `version`, or all of it; `plan` goes with the first push. Returns bytes copied."""
+        request = rollout_pb2.ReceiveWeightsRequest(
+            version=codec.encode_version(version),
+            streams=[codec.encode_stream(stream) for stream in streams],
+            plan=None if plan is None else codec.encode_plan(plan),
+        )
+        with self._translate("ReceiveWeights"):
+            reply = await self._stub.ReceiveWeights(request, timeout=self._timeout_s, metadata=self._metadata)
+        return reply.num_bytes
+
+    async def commit_weights(self, version: Version) -> float:
+        """Makes the staged version live; returns the seconds that generation stood still."""
+        request = rollout_pb2.CommitWeightsRequest(version=codec.encode_version(version))
+        with self._translate("CommitWeights"):
+            reply = await self._stub.CommitWeights(request, timeout=self._timeout_s, metadata=self._metadata)
+        return reply.stall_s
+
+    async def rollback_weights(self, version: Version) -> None:
+        request = rollout_pb2.RollbackWeightsRequest(version=codec.encode_version(version))
+        with self._translate("RollbackWeights"):
+            await self._stub.RollbackWeights(request, timeout=self._timeout_s, metadata=self._metadata)
+
+    async def checksums(self) -> tuple[Version, dict[str, int]]:
+        """The live version, and xxh3-64 of each canonical tensor's bytes in the serving dtype."""
+        with self._translate("Checksums"):
+            reply = await self._stub.Checksums(
+                rollout_pb2.ChecksumsRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+        sums = codec.decode_tensor(reply.checksums).tolist()
+        return codec.decode_version(reply.version), dict(zip(reply.tensors, sums, strict=True))
+
     async def info(self) -> RolloutInfo:
         with self._translate("Info"):
             reply = await self._stub.Info(
@@ -275,6 +312,24 @@ class TrainerClient(_Client):
         with self._translate("OptimStep"):
             reply = await self._stub.OptimStep(request, timeout=self._timeout_s, metadata=self._metadata)
         return dict(reply.metrics)
+
+    async def publish_weights(
+        self, version: Version, dtype: str, plan_ids: Sequence[str], new_plans: Sequence[Plan], part: int
+    ) -> Published:
+        """Writes part `part` of the current weights, cast to `dtype`, for each plan."""
+        request = trainer_pb2.PublishWeightsRequest(
+            role=self._role,
+            version=codec.encode_version(version),
+            dtype=dtype,
+            plan_ids=plan_ids,
+            plans=[codec.encode_plan(plan) for plan in new_plans],
+            part=part,
+        )
+        with self._translate("PublishWeights"):
+            reply = await self._stub.PublishWeights(request, timeout=self._timeout_s, metadata=self._metadata)
+        return Published(
+            tuple(codec.decode_stream(stream) for stream in reply.streams), reply.num_bytes, reply.last
+        )
 
     async def save_checkpoint(self, path: Path) -> int:
         """Writes a folder that must not exist yet; returns its bytes."""

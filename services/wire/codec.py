@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from services.wire.types import (
     BOX,
+    TRANSFER,
     Batch,
     Catalog,
     FinishReason,
@@ -17,6 +18,7 @@ from services.wire.types import (
     GroupId,
     LossSettings,
     Node,
+    Plan,
     Prompt,
     Provenance,
     Sample,
@@ -367,12 +369,21 @@ def decode_catalog(message: types_pb2.Boxes) -> Catalog:
     return Catalog(*decode_boxes(message, BOX))
 
 
+def encode_plan(plan: Plan) -> types_pb2.Plan:
+    return types_pb2.Plan(id=plan.id, transfers=encode_boxes(plan.tensors, plan.transfers))
+
+
+def decode_plan(message: types_pb2.Plan) -> Plan:
+    return Plan(message.id, *decode_boxes(message.transfers, TRANSFER))
+
+
 def encode_stream(stream: StreamManifest) -> types_pb2.StreamManifest:
     return types_pb2.StreamManifest(
         source=stream.source,
         location=stream.location,
         offset=stream.offset,
         plan_id=stream.plan_id,
+        first=stream.first,
         checksums=encode_tensor(stream.checksums),
     )
 
@@ -383,6 +394,7 @@ def decode_stream(message: types_pb2.StreamManifest) -> StreamManifest:
         location=message.location,
         offset=message.offset,
         plan_id=message.plan_id,
+        first=message.first,
         checksums=decode_tensor(message.checksums).astype(np.uint64, copy=False),
     )
 

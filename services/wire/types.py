@@ -312,15 +312,56 @@ class Catalog:
     boxes: NDArray[np.void]  # [N] of BOX
 
 
+# One box of a tensor on its way from the trainer rank `source` to rank `target` of a replica. In between
+# it lies row-major and dense at element `stream` of what the source writes for the replica class.
+TRANSFER = np.dtype(
+    [
+        ("source", np.int32),
+        ("target", np.int32),
+        ("tensor", np.int32),  # index into Plan.tensors
+        ("row", np.int64),
+        ("rows", np.int64),
+        ("column", np.int64),
+        ("columns", np.int64),
+        ("source_buffer", np.int32),
+        ("source_offset", np.int64),
+        ("source_stride", np.int64),
+        ("target_buffer", np.int32),
+        ("target_offset", np.int64),
+        ("target_stride", np.int64),
+        ("stream", np.int64),
+    ]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How the trainer's shards reach the replicas of one class (those with equal catalogs)."""
+
+    id: str  # digest of its content
+    tensors: tuple[str, ...]  # canonical names
+    transfers: NDArray[np.void]  # [N] of TRANSFER, ordered by source, then stream
+
+
 @dataclass(frozen=True, eq=False)
 class StreamManifest:
-    """What one trainer rank wrote for all replicas of one class, and how to read it."""
+    """What one trainer rank wrote for all replicas of one class: a run of its transfers."""
 
     source: int  # trainer rank
-    location: str  # name of the shared-memory segment
-    offset: int  # first byte of the class's stream in the segment
+    location: str  # path by which other processes map the shared memory
+    offset: int  # byte of the memory where the rank's stream for the class begins
     plan_id: str
+    first: int  # number, among the rank's transfers, of the first one written
     checksums: UInt64  # [N] xxh3-64 of each transfer's bytes, in plan order
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Published:
+    """One part of a version, as one trainer rank (or, merged, all of them) wrote it."""
+
+    streams: tuple[StreamManifest, ...]
+    num_bytes: int  # written for this part; 0 where the bytes equal those of the last publish
+    last: bool  # there is no further part
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,8 +168,9 @@ def test_catalog_and_stream_round_trip() -> None:
     assert back.tensors == ("q", "k")
     np.testing.assert_array_equal(back.boxes, boxes)
     sums = np.array([2**64 - 1, 7], np.uint64)
-    stream = codec.decode_stream(codec.encode_stream(StreamManifest(3, "atoll-x", 4096, "p", sums)))
-    assert (stream.source, stream.location, stream.offset, stream.plan_id) == (3, "atoll-x", 4096, "p")
+    stream = codec.decode_stream(codec.encode_stream(StreamManifest(3, "atoll-x", 4096, "p", 5, sums)))
+    assert (stream.source, stream.location, stream.offset) == (3, "atoll-x", 4096)
+    assert (stream.plan_id, stream.first) == ("p", 5)
     np.testing.assert_array_equal(stream.checksums, sums)
 
 

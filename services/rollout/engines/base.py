@@ -1,11 +1,8 @@
 """What the rollout service asks of an engine. `local` and SGLang stand behind it."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from services.wire.types import (
     Catalog,
@@ -15,6 +12,7 @@ from services.wire.types import (
     GroupRequest,
     Int32,
     PauseMode,
+    Plan,
     StreamManifest,
     Version,
     VersionSpan,
@@ -80,12 +78,11 @@ class Engine(Protocol):
         """Where each canonical tensor lives in this replica (tensor-parallel rank 0 for now)."""
         ...
 
-    async def receive(
-        self, version: Version, streams: Sequence[StreamManifest], plans: Mapping[str, NDArray[np.void]]
-    ) -> int:
-        """Copies a version into the staging buffer while generation goes on; checks every checksum.
+    async def receive(self, version: Version, streams: Sequence[StreamManifest], plan: Plan | None) -> int:
+        """Copies a part of a version into the staging buffer while generation goes on; checks every checksum.
 
-        Returns bytes received. Raises WeightPushError where a slice is missing or wrong.
+        `plan` comes with the first push. Returns bytes received. Raises WeightPushError where a slice
+        is missing or wrong.
         """
         ...
 

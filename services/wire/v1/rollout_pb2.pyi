@@ -233,19 +233,27 @@ class ReceiveWeightsRequest(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def version(self) -> _types_pb2.Version: ...
     @_builtins.property
-    def streams(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StreamManifest]: ...
+    def streams(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StreamManifest]:
+        """a part of the version, or all of it"""
+
+    @_builtins.property
+    def plan(self) -> _types_pb2.Plan:
+        """absent: sent before"""
+
     def __init__(
         self,
         *,
         version: _types_pb2.Version | None = ...,
         streams: _abc.Iterable[_types_pb2.StreamManifest] | None = ...,
+        plan: _types_pb2.Plan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["streams", b"streams", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "streams", b"streams", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -345,106 +345,77 @@ Global___OptimStepReply: _TypeAlias = OptimStepReply  # noqa: Y015
 
 @_typing.final
 class PublishWeightsRequest(_message.Message):
+    """Writes one part of the current weights for each plan; parts are asked for in order from 0, so that
+    replicas receive one while the trainer writes the next.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    ROLE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
-    CLASSES_FIELD_NUMBER: _builtins.int
+    PLAN_IDS_FIELD_NUMBER: _builtins.int
+    PLANS_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
     dtype: _builtins.str
     """the engines' serving dtype"""
+    part: _builtins.int
     @_builtins.property
     def version(self) -> _types_pb2.Version: ...
     @_builtins.property
-    def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaClass]: ...
+    def plan_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """one per replica class"""
+
+    @_builtins.property
+    def plans(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Plan]:
+        """those that the trainer has not been sent before"""
+
     def __init__(
         self,
         *,
+        role: _builtins.str = ...,
         version: _types_pb2.Version | None = ...,
         dtype: _builtins.str = ...,
-        classes: _abc.Iterable[Global___ReplicaClass] | None = ...,
+        plan_ids: _abc.Iterable[_builtins.str] | None = ...,
+        plans: _abc.Iterable[_types_pb2.Plan] | None = ...,
+        part: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "dtype", b"dtype", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "part", b"part", "plan_ids", b"plan_ids", "plans", b"plans", "role", b"role", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishWeightsRequest: _TypeAlias = PublishWeightsRequest  # noqa: Y015
 
 @_typing.final
-class ReplicaClass(_message.Message):
-    """Replicas that keep their weights in the same shapes share one plan."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PLAN_ID_FIELD_NUMBER: _builtins.int
-    BOXES_FIELD_NUMBER: _builtins.int
-    plan_id: _builtins.str
-    @_builtins.property
-    def boxes(self) -> _types_pb2.Boxes: ...
-    def __init__(
-        self,
-        *,
-        plan_id: _builtins.str = ...,
-        boxes: _types_pb2.Boxes | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "plan_id", b"plan_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReplicaClass: _TypeAlias = ReplicaClass  # noqa: Y015
-
-@_typing.final
 class PublishWeightsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    CLASSES_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    UNCHANGED_FIELD_NUMBER: _builtins.int
-    num_bytes: _builtins.int
-    unchanged: _builtins.bool
-    """no byte differs from the last publish: nothing was written"""
-    @_builtins.property
-    def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassManifest]: ...
-    def __init__(
-        self,
-        *,
-        classes: _abc.Iterable[Global___ClassManifest] | None = ...,
-        num_bytes: _builtins.int = ...,
-        unchanged: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "num_bytes", b"num_bytes", "unchanged", b"unchanged"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PublishWeightsReply: _TypeAlias = PublishWeightsReply  # noqa: Y015
-
-@_typing.final
-class ClassManifest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PLAN_ID_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
-    plan_id: _builtins.str
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    """written for this part"""
+    last: _builtins.bool
+    """there is no further part"""
     @_builtins.property
     def streams(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StreamManifest]: ...
     def __init__(
         self,
         *,
-        plan_id: _builtins.str = ...,
         streams: _abc.Iterable[_types_pb2.StreamManifest] | None = ...,
+        num_bytes: _builtins.int = ...,
+        last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan_id", b"plan_id", "streams", b"streams"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "num_bytes", b"num_bytes", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ClassManifest: _TypeAlias = ClassManifest  # noqa: Y015
+Global___PublishWeightsReply: _TypeAlias = PublishWeightsReply  # noqa: Y015
 
 @_typing.final
 class SaveCheckpointRequest(_message.Message):

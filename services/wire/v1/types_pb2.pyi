@@ -518,7 +518,7 @@ Global___Segments: _TypeAlias = Segments  # noqa: Y015
 
 @_typing.final
 class Boxes(_message.Message):
-    """Two-dimensional boxes of named tensors; see services/weights/plan.py for the columns."""
+    """Two-dimensional boxes of named tensors; the columns are BOX in services/wire/types.py."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -547,32 +547,57 @@ class Boxes(_message.Message):
 Global___Boxes: _TypeAlias = Boxes  # noqa: Y015
 
 @_typing.final
+class Plan(_message.Message):
+    """How the trainer's shards reach the replicas of one class."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """digest of its content"""
+    @_builtins.property
+    def transfers(self) -> Global___Boxes:
+        """the columns are TRANSFER in services/wire/types.py"""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        transfers: Global___Boxes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["transfers", b"transfers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "transfers", b"transfers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
 class StreamManifest(_message.Message):
-    """What one trainer rank wrote for the replicas of one class."""
+    """What one trainer rank wrote for all replicas of one class: a run of its transfers, in plan order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SOURCE_FIELD_NUMBER: _builtins.int
     LOCATION_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
-    TRANSFERS_FIELD_NUMBER: _builtins.int
     PLAN_ID_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     source: _builtins.int
     """trainer rank"""
     location: _builtins.str
-    """name of the shared-memory segment"""
+    """path by which other processes map the shared memory"""
     offset: _builtins.int
-    """first byte of this class's stream in the segment"""
+    """byte of the memory where the rank's stream for the class begins"""
     plan_id: _builtins.str
-    """a receiver that holds this plan needs no transfers again"""
-    @_builtins.property
-    def transfers(self) -> Global___Boxes:
-        """sent once per plan; see plan_id"""
-
+    first: _builtins.int
+    """number, among the rank's transfers, of the first one written"""
     @_builtins.property
     def checksums(self) -> Global___Tensor:
-        """uint64 [N], xxh3-64 of every transfer's bytes"""
+        """uint64 [N], xxh3-64 of each transfer's bytes"""
 
     def __init__(
         self,
@@ -580,13 +605,13 @@ class StreamManifest(_message.Message):
         source: _builtins.int = ...,
         location: _builtins.str = ...,
         offset: _builtins.int = ...,
-        transfers: Global___Boxes | None = ...,
         plan_id: _builtins.str = ...,
+        first: _builtins.int = ...,
         checksums: Global___Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "transfers", b"transfers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "location", b"location", "offset", b"offset", "plan_id", b"plan_id", "source", b"source", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "first", b"first", "location", b"location", "offset", b"offset", "plan_id", b"plan_id", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
