@@ -1,0 +1,107 @@
+"""Runs unmodified megatron-core on a CPU: it asks torch.cuda for devices, streams and random states.
+
+The patches are for the whole process; the rewriting of `device="cuda"` arguments is PyTorch's
+function mode, which belongs to one thread: the thread that computes enters it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class _Nothing:
+    """Stands in for a stream or an event: every method does nothing."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+    def __enter__(self) -> "_Nothing":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _get_rng_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+    torch.default_generator.set_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+TORCH_CUDA: Mapping[str, object] = {
+    "current_device": lambda: CPU,
+    "synchronize": lambda device=None: None,
+    "empty_cache": lambda: None,
+    "current_stream": lambda device=None: _Nothing(),
+    "default_stream": lambda device=None: _Nothing(),
+    "stream": lambda stream: nullcontext(),
+    "Stream": _Nothing,
+    "Event": _Nothing,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+    "manual_seed": _manual_seed,
+}
+MEGATRON_RANDOM: Mapping[str, object] = {
+    "_get_cuda_rng_state": _get_rng_state,
+    "_set_cuda_rng_state": _set_rng_state,
+}
+
+# Megatron's optimizer and gradient clipping compare these names.
+_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.float16: "torch.cuda.HalfTensor",
+}
+
+
+class _OnCpu(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return _TYPE_NAMES[args[0].dtype]
+        if kwargs and ("device" in kwargs or "pin_memory" in kwargs):
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            if str(kwargs.get("device")).startswith("cuda"):
+                kwargs["device"] = CPU
+        return func(*args, **(kwargs or {}))
+
+
+def _patch(module: ModuleType, replacements: Mapping[str, object]) -> None:
+    for name, replacement in replacements.items():
+        setattr(module, name, replacement)
+
+
+def apply() -> AbstractContextManager[object]:
+    """Call before any Megatron object is built; enter the result in the thread that computes.
+
+    Patching twice changes nothing. Where CUDA is available nothing is patched at all.
+    """
+    if torch.cuda.is_available():
+        return nullcontext()
+    from megatron.core.tensor_parallel import random
+
+    _patch(torch.cuda, TORCH_CUDA)
+    _patch(random, MEGATRON_RANDOM)
+    return _OnCpu()

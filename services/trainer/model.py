@@ -1,0 +1,179 @@
+"""Builds a Megatron GPT model from a Hugging Face folder. Nothing here runs per step but `forward`.
+
+Letters in shapes: T tokens of a packed micro-batch, H hidden size, D size of a head, V vocabulary of
+this tensor-parallel rank.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from services.runtime.errors import UserError
+from services.trainer.attention import AttentionPlan, TreeAttention
+from services.trainer.hf import load_weights
+from services.trainer.spec import ModelSpec, check_tensor_parallel, read_spec
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """The constructor's arguments are those that Megatron passes.
+
+    The tag tells Megatron to sum this weight's gradient over tensor-parallel ranks where each of them
+    normalises its own part of the sequence.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """GPTModel over packed trees of segments; stops before the output layer.
+
+    Log-probabilities are computed from hidden states at the needed positions only, so that the
+    [T, vocabulary] logits never exist whole.
+    """
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+        """Hidden states [T, H] after the final norm, equal on all tensor-parallel ranks."""
+        embedded_T1H = self.embedding(input_ids=tokens_T.unsqueeze(0), position_ids=None)
+        angles_TD = torch.outer(positions_T.float(), self.rotary_pos_emb.inv_freq).repeat(1, 2)
+        hidden_T1H = self.decoder(
+            hidden_states=embedded_T1H,
+            attention_mask=None,
+            rotary_pos_emb=angles_TD[:, None, None, :],
+            packed_seq_params=plan,
+        )
+        return hidden_T1H.squeeze(1)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    model: PolicyModel
+    spec: ModelSpec
+    folder: Path  # where the weights came from; exports take the tokenizer from here
+
+
+def initialize_parallel(tensor: int, data: int) -> None:
+    """Joins the process groups that torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT describe."""
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    if dist.get_world_size() != tensor * data:
+        raise UserError(
+            f"trainer.parallel needs tensor x data = {tensor} x {data} ranks, got WORLD_SIZE = "
+            f"{dist.get_world_size()}: start as many ranks as the product"
+        )
+    if on_gpu:
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+    )
+
+
+def build(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
+    """Reads the folder into this rank's shard. Call after `cpu_compat.apply` and `initialize_parallel`.
+
+    Raises UserError where the folder is no model, or the tensor-parallel size does not divide it.
+    """
+    spec = read_spec(folder)
+    check_tensor_parallel(spec, parallel_state.get_tensor_model_parallel_world_size())
+    model = PolicyModel(
+        config=_transformer_config(spec, dtype),
+        transformer_layer_spec=_block(spec),
+        vocab_size=spec.vocab_size,
+        max_sequence_length=spec.max_positions,
+        share_embeddings_and_output_weights=spec.tied,
+        position_embedding_type="rope",
+        rotary_base=spec.rope_theta,
+    )
+    load_weights(model, spec, folder)
+    return Policy(model, spec, folder)
+
+
+def output_weight(model: PolicyModel) -> Tensor:
+    """The vocabulary-parallel output weight [V, H], also where it is the embedding.
+
+    Whoever multiplies hidden states with it sums their gradient over the tensor-parallel ranks: each
+    rank's covers only its own part of the vocabulary.
+    """
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
+    return model.output_layer.weight  # type: ignore[no-any-return]
+
+
+def _transformer_config(spec: ModelSpec, dtype: torch.dtype) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.intermediate_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        layernorm_epsilon=spec.norm_eps,
+        normalization="RMSNorm",
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        perform_initialization=False,  # every parameter is read from the folder
+        # these need CUDA kernels
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        bias_dropout_fusion=False,
+    )
+
+
+def _block(spec: ModelSpec) -> TransformerBlockSubmodules:
+    """Megatron's own layers, with our norm and core attention."""
+    head_norm = RMSNorm if spec.qk_norm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=TreeAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    layer = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=ModuleSpec(
+            module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=RMSNorm,
+        mlp=ModuleSpec(
+            module=MLP,
+            submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+        ),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return TransformerBlockSubmodules(
+        layer_specs=[ModuleSpec(module=TransformerLayer, submodules=layer)] * spec.num_layers,
+        layer_norm=RMSNorm,
+    )
