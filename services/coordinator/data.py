@@ -1,0 +1,199 @@
+"""Where prompts come from: weighted datasets, shuffled per epoch, resumable at any draw."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import numpy as np
+
+from services.config.schema import SourceConfig
+from services.coordinator.rendering import Messages, Renderer
+from services.coordinator.rows import read_rows, read_supervised_rows, row_error
+from services.runtime.errors import UserError
+from services.wire.types import GroupId, Int32, Int64, Prompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A place in the endless sequence of draws: `drawn` is the state, the rest says of which sequence."""
+
+    seed: int
+    shuffle: bool
+    rows: tuple[int, ...]  # of each source, without over-long ones
+    drawn: tuple[int, ...]  # from each source since the run began
+
+    @classmethod
+    def parse(cls, tree: Mapping[str, Any]) -> "Cursor":
+        """From what `dataclasses.asdict` became in a JSON file."""
+        return cls(tree["seed"], tree["shuffle"], tuple(tree["rows"]), tuple(tree["drawn"]))
+
+
+class Mixture:
+    """The order in which the rows of several sources are drawn.
+
+    Each draw goes to the source that is furthest behind its share, so shares hold at every moment and
+    not only on average. A source's draws walk a permutation of its rows, another one each epoch, that
+    depends on (seed, source, epoch) alone: the counts of the cursor restore it.
+    """
+
+    def __init__(self, rows: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
+        self.cursor = Cursor(seed, shuffle, tuple(rows), tuple(0 for _ in rows))
+        self._shares = [weight / sum(weights) for weight in weights]
+        self._orders: dict[int, tuple[int, Int64]] = {}  # of each source: epoch, permutation
+
+    def draw(self, n: int) -> list[tuple[int, int, int]]:
+        """The next n draws as (source, epoch, row)."""
+        draws = []
+        drawn = list(self.cursor.drawn)
+        for total in range(sum(drawn) + 1, sum(drawn) + n + 1):
+            behind = [share * total - count for share, count in zip(self._shares, drawn, strict=True)]
+            source = behind.index(max(behind))
+            epoch, position = divmod(drawn[source], self.cursor.rows[source])
+            draws.append((source, epoch, int(self._order(source, epoch)[position])))
+            drawn[source] += 1
+        self.cursor = replace(self.cursor, drawn=tuple(drawn))
+        return draws
+
+    def load(self, cursor: Cursor) -> None:
+        """Continues where `cursor` stood. Raises UserError where it belongs to another sequence."""
+        expected = replace(self.cursor, drawn=cursor.drawn)
+        if cursor != expected or len(cursor.drawn) != len(expected.rows):
+            raise UserError(
+                f"cannot resume the data: the checkpoint was made with {cursor}, this run has {expected}; "
+                "restore run.seed, data.shuffle and the training datasets, or start a new run"
+            )
+        self.cursor = cursor
+
+    def _order(self, source: int, epoch: int) -> Int64:
+        cached_epoch, order = self._orders.get(source, (-1, np.empty(0, np.int64)))
+        if cached_epoch != epoch:
+            order = np.arange(self.cursor.rows[source])
+            if self.cursor.shuffle:
+                order = np.random.default_rng([self.cursor.seed, source, epoch]).permutation(order)
+            self._orders[source] = epoch, order
+        return order
+
+
+class PromptSource:
+    """Training prompts. Everything is rendered, tokenized and checked once, here; a draw is cheap.
+
+    A prompt's number counts the rows of all sources in their order, over-long ones included, so it
+    names a row of a file for good. Its epoch is how often that row was drawn before.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[SourceConfig],
+        renderer: Renderer,
+        *,
+        run: str,
+        seed: int,
+        shuffle: bool,
+        max_prompt_tokens: int,
+        overlong: Literal["filter", "refuse"],
+    ) -> None:
+        """Raises UserError that names file, row and field of the first bad row."""
+        self._run = run
+        self._sources: list[list[Prompt]] = []
+        first = 0
+        for source in sources:
+            prompts = read_prompts(source.path, renderer, run, first)
+            first += len(prompts)
+            self._sources.append(_short_enough(source.path, prompts, max_prompt_tokens, overlong))
+        self._mixture = Mixture(
+            [len(prompts) for prompts in self._sources], [source.weight for source in sources], seed, shuffle
+        )
+
+    @property
+    def cursor(self) -> Cursor:
+        return self._mixture.cursor
+
+    def load(self, cursor: Cursor) -> None:
+        """The next draw is the one that followed when `cursor` was taken."""
+        self._mixture.load(cursor)
+
+    def draw(self, n: int) -> list[Prompt]:
+        prompts = []
+        for source, epoch, row in self._mixture.draw(n):
+            prompt = self._sources[source][row]
+            if epoch:
+                prompt = replace(prompt, id=GroupId(self._run, epoch, prompt.id.prompt))
+            prompts.append(prompt)
+        return prompts
+
+
+class SupervisedSource:
+    """Warm-up rows as token ids, shuffled per epoch."""
+
+    def __init__(self, source: SourceConfig, renderer: Renderer, seed: int) -> None:
+        """Raises UserError that names file, row and field of the first bad row."""
+        rows = read_supervised_rows(source.path)
+        _, prompts = _encode(source.path, [row.messages for row in rows], renderer)
+        responses = renderer.encode_responses([row.response for row in rows])
+        self._pairs = list(zip(prompts, responses, strict=True))
+        self._mixture = Mixture([len(rows)], [1.0], seed, shuffle=True)
+
+    def draw(self, n: int) -> list[tuple[Int32, Int32]]:
+        """The next n as (prompt ids [T], response ids [T], the end-of-sequence token included)."""
+        return [self._pairs[row] for _, _, row in self._mixture.draw(n)]
+
+
+def read_prompts(path: Path, renderer: Renderer, run: str, first: int = 0) -> list[Prompt]:
+    """All rows of a dataset as prompts of epoch 0, numbered from `first`.
+
+    Raises UserError that names file, row and field.
+    """
+    rows = read_rows(path)
+    texts, ids = _encode(path, [row.messages for row in rows], renderer)
+    return [
+        Prompt(
+            id=GroupId(run, 0, first + number),
+            token_ids=token_ids,
+            text=text,
+            ground_truth=row.ground_truth,
+            data_source=row.data_source,
+            extra=row.extra,
+        )
+        for number, (row, text, token_ids) in enumerate(zip(rows, texts, ids, strict=True))
+    ]
+
+
+def _encode(path: Path, rows: Sequence[Messages], renderer: Renderer) -> tuple[list[str], list[Int32]]:
+    texts = []
+    for number, messages in enumerate(rows):
+        try:
+            texts.append(renderer.render(messages))
+        except jinja2.TemplateError as error:
+            raise row_error(path, number, f"field prompt: the chat template refuses it: {error}") from None
+    ids = renderer.encode_prompts(texts)
+    for number, token_ids in enumerate(ids):
+        if len(token_ids) == 0:
+            raise row_error(path, number, f"field prompt: {texts[number]!r} has no token in this tokenizer")
+    return texts, ids
+
+
+def _short_enough(
+    path: Path, prompts: list[Prompt], limit: int, overlong: Literal["filter", "refuse"]
+) -> list[Prompt]:
+    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
+    dropped = len(prompts) - len(kept)
+    if dropped and (overlong == "refuse" or not kept):
+        number, longest = max(
+            enumerate(len(prompt.token_ids) for prompt in prompts), key=lambda item: item[1]
+        )
+        raise row_error(
+            path,
+            number,
+            f"field prompt: got {longest} tokens (the longest of {dropped} over-long prompts), expected at "
+            f'most data.max_prompt_tokens = {limit}; raise it, or set data.overlong_prompts = "filter"',
+        )
+    if dropped:
+        log.warning(
+            "%s: left out %d of %d prompts of more than %d tokens", path, dropped, len(prompts), limit
+        )
+    return kept

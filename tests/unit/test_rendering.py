@@ -1,0 +1,156 @@
+"""The renderer against transformers, and its refusals."""
+
+import json
+from pathlib import Path
+
+import jinja2
+import pytest
+
+from services.coordinator.rendering import Renderer
+from services.runtime.errors import UserError
+from tests.conftest import write_tokenizer
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message.content }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# what templates in the wild use beyond that: namespaces, loop controls, tojson, BOS, generation marks, blocks
+ELABORATE = """{{- bos_token }}
+{%- set ns = namespace(last=-1) %}
+{% for message in messages %}
+    {%- if message.role == "system" %}{% continue %}{% endif %}
+    {%- set ns.last = loop.index0 %}
+    {% generation %}[{{ message.role }}] {{ message.content | trim }}{% endgeneration %}
+{% endfor %}
+{{ {"last": ns.last, "text": "<é>"} | tojson }}{{ dict(a=1).a }}{{ eos_token }}
+{%- if add_generation_prompt %}[assistant] {% endif %}
+"""
+CONVERSATIONS = [
+    [{"role": "user", "content": "12+34="}],
+    [{"role": "system", "content": "be terse"}, {"role": "user", "content": "  what is 2 * (3-1)?  "}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c <pad> d"},
+    ],
+]
+
+
+def model_folder(folder: Path, vocab_size: int = 64, **tokenizer_config: object) -> Path:
+    write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size, "eos_token_id": 1}))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | tokenizer_config))
+    return folder
+
+
+@pytest.mark.parametrize("template", [CHATML, ELABORATE], ids=["chatml", "elaborate"])
+@pytest.mark.parametrize("place", ["tokenizer_config", "named list", "jinja file"])
+def test_renders_and_tokenizes_as_transformers(tmp_path: Path, template: str, place: str) -> None:
+    from transformers import AutoTokenizer
+
+    model_folder(tmp_path, bos_token={"content": "<unk>", "__type": "AddedToken"})
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    if place == "jinja file":
+        (tmp_path / "chat_template.jinja").write_text(template)
+        settings["chat_template"] = "the file wins over this"
+    elif place == "named list":
+        settings["chat_template"] = [
+            {"name": "tool_use", "template": "not this"},
+            {"name": "default", "template": template},
+        ]
+    else:
+        settings["chat_template"] = template
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    renderer = Renderer(tmp_path)
+    texts = [renderer.render(messages) for messages in CONVERSATIONS]
+    for messages, text, ids in zip(CONVERSATIONS, texts, renderer.encode_prompts(texts), strict=True):
+        assert text == reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert ids.tolist() == expected
+
+
+def test_plain_text_without_a_template(tmp_path: Path) -> None:
+    renderer = Renderer(model_folder(tmp_path))
+    assert renderer.render(CONVERSATIONS[1]) == "be terse  what is 2 * (3-1)?  "
+    # characters are numbered from 3 in the order of tests/conftest.py: digits first, + is 13, = is 17
+    (ids,) = renderer.encode_prompts(["12+34="])
+    assert ids.tolist() == [4, 5, 13, 6, 7, 17]
+    (ids,) = renderer.encode_responses(["46"])
+    assert ids.tolist() == [7, 9, 1]
+
+
+def test_plain_text_gets_the_tokenizers_own_special_tokens(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, processors
+
+    model_folder(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
+    tokenizer.enable_truncation(3)  # must not cut a prompt
+    tokenizer.enable_padding(length=20)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    renderer = Renderer(tmp_path)
+    assert [ids.tolist() for ids in renderer.encode_prompts(["1234", "5"])] == [[2, 4, 5, 6, 7], [2, 8]]
+    assert [ids.tolist() for ids in renderer.encode_responses(["12"])] == [[4, 5, 1]]
+
+
+def test_stop_ids_come_from_all_three_files(tmp_path: Path) -> None:
+    model_folder(tmp_path, vocab_size=70)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 70, "eos_token_id": 69}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [68, 69]}))
+    renderer = Renderer(tmp_path)
+    assert renderer.eos_id == 1  # "<eos>" of tokenizer_config.json ends what we teach
+    assert renderer.stop_ids == (1, 68, 69)
+
+
+def test_digest_tells_tokenizers_apart(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    a, b = Renderer(model_folder(tmp_path / "a")), Renderer(model_folder(tmp_path / "b"))
+    assert a.digest == b.digest
+    file = tmp_path / "b" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"0"', '"O"'))
+    assert Renderer(tmp_path / "b").digest != a.digest
+
+
+def test_a_template_may_refuse_and_cannot_reach_out(tmp_path: Path) -> None:
+    refuses = Renderer(model_folder(tmp_path, chat_template="{{ raise_exception('roles must alternate') }}"))
+    with pytest.raises(jinja2.TemplateError, match="roles must alternate"):
+        refuses.render(CONVERSATIONS[0])
+    escapes = Renderer(model_folder(tmp_path, chat_template="{{ messages.__class__.__mro__ }}"))
+    with pytest.raises(jinja2.exceptions.SecurityError):
+        escapes.render(CONVERSATIONS[0])
+
+
+def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
+    (model_folder(tmp_path) / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json: missing; write it with transformers"):
+        Renderer(tmp_path)
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json: missing; the folder of a Hugging Face model has one"):
+        Renderer(tmp_path)
+
+
+def test_a_tokenizer_that_is_too_large_for_the_model(tmp_path: Path) -> None:
+    # tests/conftest.py's last character is "z" with id 49
+    with pytest.raises(UserError, match=r"token 'z' has id 49, expected ids below the model's vocab_size 49"):
+        Renderer(model_folder(tmp_path, vocab_size=49))
+    Renderer(model_folder(tmp_path, vocab_size=50))
+
+
+def test_a_stop_id_outside_the_vocabulary(tmp_path: Path) -> None:
+    (model_folder(tmp_path) / "generation_config.json").write_text('{"eos_token_id": 64}')
+    with pytest.raises(UserError, match=r"got end-of-sequence ids \[1, 64\], expected .* vocabulary of 64"):
+        Renderer(tmp_path)
+
+
+def test_a_model_without_end_of_sequence(tmp_path: Path) -> None:
+    model_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 64}')
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        Renderer(tmp_path)
