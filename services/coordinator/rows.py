@@ -165,11 +165,11 @@ def _read_parquet(path: Path) -> list[Record]:
 
 def _read_jsonl(path: Path) -> list[Record]:
     records: list[Record] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines):
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # no JSON, or no UTF-8
                 raise row_error(path, number, f"line {number + 1} is not valid JSON: {error}") from None
             if not isinstance(record, dict):
                 raise row_error(path, number, f"got {_shown(record)}, expected one JSON object a line")

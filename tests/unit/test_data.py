@@ -1,0 +1,312 @@
+"""Datasets to prompts: formats, refusals, mixtures, resuming."""
+
+import dataclasses
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from services.config.schema import SourceConfig
+from services.coordinator.data import Cursor, Mixture, PromptSource, SupervisedSource, read_prompts
+from services.coordinator.rendering import Renderer
+from services.coordinator.rows import read_rows, read_supervised_rows
+from services.runtime.errors import UserError
+from services.wire.types import GroupId, Prompt
+from tests.conftest import write_tokenizer
+
+
+def record(question: str, answer: str, **changes: Any) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "data_source": "arithmetic",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": "train", "index": 7, "hint": None, "terms": [1, 2]},
+    }
+    return row | changes
+
+
+def sums(n: int) -> list[dict[str, Any]]:
+    return [record(f"{i}+1=", str(i + 1)) for i in range(n)]
+
+
+def write_jsonl(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in records))
+    return path
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(records), path)
+    elif path.suffix == ".jsonl":
+        write_jsonl(path, records)
+    else:
+        from datasets import Dataset
+
+        Dataset.from_list(records).save_to_disk(path, num_shards=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    (folder / "config.json").write_text('{"vocab_size": 64}')
+    return Renderer(folder)
+
+
+def source(renderer: Renderer, *paths: Path, weights: tuple[float, ...] = (), **changes: Any) -> PromptSource:
+    configs = [
+        SourceConfig(path=path, weight=weight)
+        for path, weight in zip(paths, weights or (1.0,) * len(paths), strict=True)
+    ]
+    settings: dict[str, Any] = {"run": "toy", "seed": 3, "shuffle": True, "max_prompt_tokens": 64}
+    return PromptSource(configs, renderer, **(settings | {"overlong": "refuse"} | changes))
+
+
+FORMATS = ["rows.parquet", "rows.jsonl", "rows"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, [record("12+34=", "46"), record("é\u2028=", "0"), record("5+5=", "10")])
+    rows = read_rows(path)
+    assert [row.messages for row in rows] == [
+        [{"role": "user", "content": text}] for text in ("12+34=", "é\u2028=", "5+5=")
+    ]
+    assert [row.ground_truth for row in rows] == ["46", "0", "10"]
+    assert {row.data_source for row in rows} == {"arithmetic"}
+    # graders read text: other values as JSON, missing ones not at all
+    assert rows[0].extra == {"split": "train", "index": "7", "terms": "[1, 2]"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_warmup_rows_need_prompt_and_response_only(tmp_path: Path, renderer: Renderer, name: str) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "response": str(i + 1)} for i in range(5)]
+    path = write(tmp_path / name, rows)
+    draws = SupervisedSource(SourceConfig(path=path), renderer, seed=0).draw(10)
+    pairs = Counter((tuple(prompt.tolist()), tuple(response.tolist())) for prompt, response in draws)
+    # ids of tests/conftest.py: digit d is 3 + d, + is 13, = is 17; <eos> 1 ends a response
+    assert pairs == {((3 + i, 13, 4, 17), (4 + i, 1)): 2 for i in range(5)}
+
+
+BAD = {
+    "missing": (
+        lambda r: r.pop("data_source"),
+        r"field data_source: missing; the row has \['ability', 'extra",
+    ),
+    "missing inside": (
+        lambda r: r["reward_model"].pop("ground_truth"),
+        "field reward_model.ground_truth: missing",
+    ),
+    "wrong type": (
+        lambda r: r.update(reward_model="46"),
+        "field reward_model: got str '46', expected an object",
+    ),
+    "number as text": (lambda r: r["reward_model"].update(ground_truth=46), "got int 46, expected a string"),
+    "text as prompt": (lambda r: r.update(prompt="1+1="), "field prompt: got str '1[+]1=', expected a list"),
+    "no message": (lambda r: r.update(prompt=[]), "field prompt: got an empty list"),
+    "no role": (
+        lambda r: r["prompt"][0].pop("role"),
+        r"field prompt\[0\].role: missing; the row has \['content'",
+    ),
+    "empty": (lambda r: r["prompt"][0].update(content=""), r"field prompt\[0\].content: got an empty string"),
+    "extra": (lambda r: r.update(extra_info=[1]), r"field extra_info: got list \[1\], expected an object"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_row_names_file_row_and_field(tmp_path: Path, case: str) -> None:
+    spoil, message = BAD[case]
+    rows = sums(4)
+    spoil(rows[2])
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(UserError, match=rf"rows\.jsonl, row 2 \(the first is 0\): .*{message}"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows"])
+def test_a_column_that_is_missing(tmp_path: Path, name: str) -> None:
+    rows = sums(3)
+    for row in rows:
+        del row["reward_model"]
+    with pytest.raises(UserError, match=rf"{name}, row 0 .*field reward_model: missing"):
+        read_rows(write(tmp_path / name, rows))
+
+
+def test_a_parquet_row_without_its_field(tmp_path: Path) -> None:
+    rows = sums(3)
+    del rows[1]["reward_model"]["ground_truth"]  # Parquet stores it as null
+    with pytest.raises(UserError, match=r"rows\.parquet, row 1 .*field reward_model\.ground_truth: missing"):
+        read_rows(write(tmp_path / "rows.parquet", rows))
+
+
+def test_a_broken_json_line(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", sums(3))
+    path.write_text(path.read_text() + '{"data_source": arith\n')
+    with pytest.raises(
+        UserError, match=r"rows\.jsonl, row 3 .*line 4 is not valid JSON: Expecting value: .*column 17"
+    ):
+        read_rows(path)
+    path.write_text("[1]\n")
+    with pytest.raises(UserError, match=r"row 0 .*got list \[1\], expected one JSON object a line"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
+def test_an_empty_dataset(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(sums(1)).slice(0, 0), path)
+    else:
+        path.write_text("")
+    for read in (read_rows, read_supervised_rows):
+        with pytest.raises(UserError, match="the dataset is empty: got 0 rows, expected at least 1"):
+            read(path)
+
+
+def test_paths_that_hold_no_dataset(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such dataset"):
+        read_rows(tmp_path / "absent.parquet")
+    (tmp_path / "rows.csv").write_text("a,b")
+    with pytest.raises(UserError, match=r"got suffix '\.csv', expected \.parquet, \.jsonl"):
+        read_rows(tmp_path / "rows.csv")
+    (tmp_path / "rows.parquet").write_text("PAR?")
+    with pytest.raises(UserError, match="not a readable Parquet file"):
+        read_rows(tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"state\.json is missing"):
+        read_rows(tmp_path)
+
+
+def test_a_folder_of_splits_says_which(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict(train=Dataset.from_list(sums(2)), test=Dataset.from_list(sums(1))).save_to_disk(
+        tmp_path / "d"
+    )
+    with pytest.raises(UserError, match=r"splits \['train', 'test'\]; name one of them, such as .*d/train"):
+        read_rows(tmp_path / "d")
+    assert len(read_rows(tmp_path / "d" / "train")) == 2
+
+
+def test_prompts_carry_what_graders_and_engines_need(tmp_path: Path, renderer: Renderer) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [record("1+1=", "2"), record("12+34=", "46")])
+    prompt = read_prompts(path, renderer, "toy", first=5)[1]
+    assert prompt.id == GroupId("toy", 0, 6)
+    assert prompt.token_ids.tolist() == [4, 5, 13, 6, 7, 17]
+    assert (prompt.text, prompt.ground_truth, prompt.data_source) == ("12+34=", "46", "arithmetic")
+    assert prompt.extra["index"] == "7"
+
+
+def test_each_epoch_draws_every_row_once_in_its_own_order(tmp_path: Path, renderer: Renderer) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", sums(20))
+    prompts = source(renderer, path).draw(60)
+    epochs = [[p.id.prompt for p in prompts[start : start + 20]] for start in (0, 20, 40)]
+    assert [p.id.epoch for p in prompts] == [0] * 20 + [1] * 20 + [2] * 20
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, list(range(20))]}) == 4
+    assert all(p.ground_truth == str(p.id.prompt + 1) for p in prompts)
+
+
+def test_order_depends_on_the_seed_and_can_be_the_files(tmp_path: Path, renderer: Renderer) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", sums(20))
+
+    def order(**changes: Any) -> list[int]:
+        return [p.id.prompt for p in source(renderer, path, **changes).draw(40)]
+
+    assert order() == order()
+    assert order() != order(seed=4)
+    assert order(shuffle=False) == [*range(20), *range(20)]
+
+
+def test_weights_are_shares_of_the_draws_at_every_moment(tmp_path: Path, renderer: Renderer) -> None:
+    small = write_jsonl(
+        tmp_path / "small.jsonl", [record(f"{i}*1=", str(i), data_source="small") for i in range(3)]
+    )
+    large = write_jsonl(tmp_path / "large.jsonl", sums(50))
+    draws = source(renderer, small, large, weights=(3, 1)).draw(80)
+    taken = 0
+    for n, prompt in enumerate(draws, start=1):
+        taken += prompt.data_source == "small"
+        assert abs(taken - 0.75 * n) < 1
+    # numbers count over both files; an epoch counts draws of that very row
+    assert {p.id.prompt for p in draws if p.data_source == "small"} == {0, 1, 2}
+    assert {p.id.prompt for p in draws if p.data_source != "small"} <= set(range(3, 53))
+    assert max(p.id.epoch for p in draws if p.data_source == "small") == 19  # 60 draws of 3 rows
+    assert len({p.id for p in draws}) == 80
+
+
+def key(prompt: Prompt) -> tuple[GroupId, list[int], str]:
+    return prompt.id, prompt.token_ids.tolist(), prompt.ground_truth
+
+
+@pytest.mark.parametrize("stop", [0, 1, 19, 20, 21, 57])
+def test_a_cursor_continues_identically(tmp_path: Path, renderer: Renderer, stop: int) -> None:
+    paths = [write_jsonl(tmp_path / "a.jsonl", sums(13)), write_jsonl(tmp_path / "b.jsonl", sums(7))]
+    unbroken = [key(p) for p in source(renderer, *paths, weights=(2, 1)).draw(90)]
+    first = source(renderer, *paths, weights=(2, 1))
+    before = [key(p) for p in first.draw(stop)]
+    saved = json.loads(json.dumps(dataclasses.asdict(first.cursor)))
+    second = source(renderer, *paths, weights=(2, 1))
+    second.load(Cursor.parse(saved))
+    after = [key(p) for size in (1, 16, 90 - stop - 17) for p in second.draw(size)]
+    assert before + after == unbroken
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"shuffle": False}, {"rows": 21}], ids=str)
+def test_a_cursor_of_other_data_is_refused(
+    tmp_path: Path, renderer: Renderer, change: dict[str, Any]
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", sums(20))
+    cursor = source(renderer, path).cursor
+    write_jsonl(path, sums(change.pop("rows", 20)))
+    with pytest.raises(UserError, match="cannot resume the data: the checkpoint was made with Cursor"):
+        source(renderer, path, **change).load(cursor)
+
+
+def test_overlong_prompts_are_refused_or_filtered(
+    tmp_path: Path, renderer: Renderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [*sums(3), record("123456+1=", "123457"), *sums(2)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(
+        UserError, match=r"row 3 .*got 9 tokens .* at most data\.max_prompt_tokens = 8; raise"
+    ):
+        source(renderer, path, max_prompt_tokens=8)
+    assert len(source(renderer, path, max_prompt_tokens=9).draw(6)) == 6
+    filtered = source(renderer, path, max_prompt_tokens=8, overlong="filter")
+    assert "left out 1 of 6 prompts of more than 8 tokens" in caplog.text
+    # the numbers of the rows that stay do not move
+    assert sorted(p.id.prompt for p in filtered.draw(5)) == [0, 1, 2, 4, 5]
+    with pytest.raises(UserError, match="the longest of 6 over-long prompts"):
+        source(renderer, path, max_prompt_tokens=2, overlong="filter")
+
+
+def test_a_prompt_that_the_template_refuses(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 64}')
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt') }}{% endif %}"
+    )
+    rows = [record("1", "1"), record("2", "2", prompt=[{"role": "system", "content": "x"}])]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(
+        UserError, match=r"row 1 .*field prompt: the chat template refuses it: no system prompt"
+    ):
+        read_prompts(path, Renderer(tmp_path), "toy")
+    with pytest.raises(UserError, match=r"row 0 .*field prompt: '' has no token"):
+        read_prompts(write_jsonl(path, rows[:1]), Renderer(tmp_path), "toy")
+
+
+def test_a_draw_is_cheap() -> None:
+    mixture = Mixture([5000, 2000, 100], [5, 2, 1], seed=0, shuffle=True)
+    mixture.draw(16)
+    start = time.process_time()
+    for _ in range(100):
+        mixture.draw(16)
+    assert (time.process_time() - start) / 1600 < 50e-6  # about 2 microseconds on an idle machine
