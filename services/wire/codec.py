@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from services.wire.types import (
@@ -209,17 +210,24 @@ def decode_prompt(message: types_pb2.Prompt) -> Prompt:
     )
 
 
-def encode_dump(step: int, groups: Sequence[Group]) -> types_pb2.Dump:
-    return types_pb2.Dump(
+def encode_dump(step: int, groups: Sequence[Group]) -> bytes:
+    """One consumed batch as a file's content."""
+    message = types_pb2.Dump(
         step=step,
         groups=[
             types_pb2.Group(prompt=encode_prompt(group.prompt), samples=encode_samples(group.samples))
             for group in groups
         ],
     )
+    return message.SerializeToString()
 
 
-def decode_dump(message: types_pb2.Dump) -> tuple[int, list[Group]]:
+def decode_dump(content: bytes) -> tuple[int, list[Group]]:
+    """Raises ValueError where the content is no dump."""
+    try:
+        message = types_pb2.Dump.FromString(content)
+    except DecodeError as error:
+        raise ValueError(str(error)) from None
     return message.step, [
         Group(decode_prompt(group.prompt), tuple(decode_samples(group.samples))) for group in message.groups
     ]

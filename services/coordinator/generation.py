@@ -1,0 +1,196 @@
+"""Prompts in, scored groups out: sends, receives, sends again what was lost, has samples graded."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from services.coordinator.groups import PendingGroup
+from services.coordinator.replicas import Replica, Replicas
+from services.coordinator.rewards import Rewards
+from services.runtime.errors import AtollError
+from services.wire.types import (
+    FinishReason,
+    Graded,
+    GroupId,
+    GroupRequest,
+    Sample,
+    SampleId,
+    Sampling,
+    ScoreItem,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NUM_GRADERS = 4  # Score calls at once: what arrives while all are out goes into the next call
+
+
+class Sink(Protocol):
+    """Where groups go. A training run journals them, a validation only counts."""
+
+    async def finished(self, samples: Sequence[Sample]) -> None:
+        """These samples are generated, not yet graded."""
+        ...
+
+    async def retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
+
+    async def completed(self, group: PendingGroup) -> None: ...
+
+    async def dropped(self, group: PendingGroup, reason: str) -> None: ...
+
+
+class Generation:
+    def __init__(
+        self, replicas: Replicas, rewards: Rewards, *, model: str, max_attempts: int, timeout_s: float
+    ) -> None:
+        self._replicas = replicas
+        self._rewards = rewards
+        self._model = model
+        self._max_attempts = max_attempts
+        self._timeout_s = timeout_s
+        self._groups: dict[GroupId, tuple[PendingGroup, Sink]] = {}
+        self._to_send: asyncio.Queue[PendingGroup] = asyncio.Queue()
+        self._to_grade: asyncio.Queue[Sample] = asyncio.Queue()
+
+    def submit(self, groups: Sequence[PendingGroup], sink: Sink) -> None:
+        """Generates and grades whatever the groups lack."""
+        for group in groups:
+            self._groups[group.prompt.id] = (group, sink)
+            if group.missing:
+                self._to_send.put_nowait(group)
+            for sample, graded in zip(group.samples, group.graded, strict=True):
+                if sample is not None and not graded:
+                    self._to_grade.put_nowait(sample)
+
+    async def cancel(self, id_prefix: str) -> None:
+        """Forgets every group whose id starts with the prefix and frees its slots on the replicas."""
+        self._groups = {id: value for id, value in self._groups.items() if not f"{id}/".startswith(id_prefix)}
+        for replica in self._replicas:
+            try:
+                await replica.client.abort(id_prefix)
+            except AtollError as error:
+                self._replicas.lose(replica, error)
+
+    async def run(self) -> None:
+        """Runs until cancelled; an error of any part ends all of it."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._send(tasks))
+            for _ in range(NUM_GRADERS):
+                tasks.create_task(self._grade())
+
+    async def _send(self, tasks: asyncio.TaskGroup) -> None:
+        """Consumes groups to send; waits for a routable replica; unblocked by `submit` and by joins."""
+        while True:
+            groups = await _take_all(self._to_send)
+            await self._replicas.wait_for(1, self._timeout_s)
+            for replica, share in self._replicas.share(groups).items():
+                for sampling in {group.sampling for group in share}:
+                    part = [group for group in share if group.sampling == sampling]
+                    tasks.create_task(self._follow(replica, sampling, part))
+
+    async def _follow(self, replica: Replica, sampling: Sampling, groups: Sequence[PendingGroup]) -> None:
+        """Consumes one Generate stream; what it did not deliver is sent again."""
+        requests = []
+        for group in groups:
+            for index in group.missing:
+                group.sent[index] = replica.info.version.number
+            requests.append(
+                GroupRequest(
+                    group=group.prompt.id,
+                    prompt_ids=group.prompt.token_ids,
+                    indices=group.missing,
+                    attempts=tuple(group.attempts[index] for index in group.missing),
+                    sampling=sampling,
+                )
+            )
+        expected = sum(len(request.indices) for request in requests)
+        reason = "the replica ended the stream without it"
+        try:
+            async for samples in replica.client.generate(self._model, sampling, requests):
+                expected -= len(samples)
+                replica.outstanding -= len(samples)
+                await self._receive(samples)
+        except AtollError as error:
+            if isinstance(error, ValueError):
+                raise  # the request itself is at fault: no replica would take it
+            reason = f"lost with {replica.entry.name}: {error}"
+            self._replicas.lose(replica, error)
+        replica.outstanding -= expected
+        for group, request in zip(groups, requests, strict=True):
+            lost = [
+                index
+                for index, attempt in zip(request.indices, request.attempts, strict=True)
+                if group.samples[index] is None and group.attempts[index] == attempt
+            ]
+            await self._retry(group, lost, reason)
+
+    async def _receive(self, samples: Sequence[Sample]) -> None:
+        """Accepts the first finished attempt of each sample and queues it for grading."""
+        accepted: dict[Sink, list[Sample]] = {}
+        for sample in samples:
+            group, sink = self._groups.get(sample.id.group, (None, None))
+            if group is None or sink is None:
+                continue  # cancelled or dropped in the meantime
+            if sample.finish_reason is not FinishReason.ABORT and group.accept(sample):
+                accepted.setdefault(sink, []).append(sample)
+        for sink, finished in accepted.items():
+            await sink.finished(finished)
+            for sample in finished:
+                self._to_grade.put_nowait(sample)
+
+    async def _retry(self, group: PendingGroup, indices: Sequence[int], reason: str) -> None:
+        if not indices or group.prompt.id not in self._groups:
+            return
+        _, sink = self._groups[group.prompt.id]
+        group.again(indices)
+        if max(group.attempts) >= self._max_attempts:
+            await self._drop(group, sink, f"{self._max_attempts} attempts failed, the last: {reason}")
+            return
+        await sink.retried([SampleId(group.prompt.id, index) for index in indices], reason)
+        self._to_send.put_nowait(group)
+
+    async def _grade(self) -> None:
+        """Consumes finished samples; waits for the reward service; unblocked by `_receive`."""
+        while True:
+            samples = await _take_all(self._to_grade)
+            pending = [(sample, *self._groups[sample.id.group]) for sample in samples if sample.id.group in self._groups]
+            verdicts = await self._rewards.score([_score_item(sample, group) for sample, group, _ in pending])
+            for (_, group, sink), verdict in zip(pending, verdicts, strict=True):
+                if group.prompt.id not in self._groups:
+                    continue  # dropped with an earlier sample
+                if not isinstance(verdict, Graded):
+                    await self._drop(group, sink, f"reward {verdict.grader or 'service'}: {verdict.cause}")
+                    continue
+                group.grade(verdict)
+                if group.complete:
+                    del self._groups[group.prompt.id]
+                    await sink.completed(group)
+
+    async def _drop(self, group: PendingGroup, sink: Sink, reason: str) -> None:
+        """A group is dropped whole, never shrunk."""
+        log.warning("group %s is dropped: %s", group.prompt.id, reason)
+        await self.cancel(f"{group.prompt.id}/")
+        await sink.dropped(group, reason)
+
+
+def _score_item(sample: Sample, group: PendingGroup) -> ScoreItem:
+    return ScoreItem(
+        id=sample.id,
+        prompt=group.prompt.text,
+        response=sample.text,
+        ground_truth=group.prompt.ground_truth,
+        data_source=group.prompt.data_source,
+        finish_reason=sample.finish_reason,
+        response_length=sample.num_tokens,
+        extra=group.prompt.extra,
+    )
+
+
+async def _take_all(queue: asyncio.Queue[T]) -> list[T]:
+    """Waits for one item, then takes all that are there."""
+    items = [await queue.get()]
+    while not queue.empty():
+        items.append(queue.get_nowait())
+    return items

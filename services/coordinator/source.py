@@ -1,0 +1,197 @@
+"""Where the loop gets finished groups: generated now, or read back from a dump.
+
+A source owns admission and staleness. `GenerateSource` keeps at most (max_staleness + 1) batches
+between issue and publish, so generation runs ahead of training by that much and no further.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from services.coordinator.data import PromptSource
+from services.coordinator.dump import read_dump
+from services.coordinator.generation import Generation
+from services.coordinator.groups import PendingGroup
+from services.coordinator.journal import Journal
+from services.runtime.errors import AtollError, UserError
+from services.wire.types import Group, GroupId, Sample, SampleId, Sampling, Version
+
+log = logging.getLogger(__name__)
+
+MIN_JUDGED = 2  # batches issued before the share of dropped groups is judged
+
+
+class Source(Protocol):
+    async def take(self, count: int, current: Version) -> Sequence[Group]:
+        """The next batch for training at version `current`."""
+        ...
+
+    async def published(self, version: Version) -> None:
+        """The batch taken last is trained on and `version` is live."""
+        ...
+
+
+class GenerateSource:
+    """Draws prompts, has them generated and graded, and hands out groups that are fresh enough."""
+
+    def __init__(
+        self,
+        prompts: PromptSource,
+        generation: Generation,
+        journal: Journal,
+        *,
+        sampling: Sampling,
+        prompts_per_step: int,
+        samples_per_prompt: int,
+        max_staleness: int,
+        steps: int,
+        max_dropped_share: float,
+        keep: Callable[[Group], bool],
+    ) -> None:
+        self._prompts = prompts
+        self._generation = generation
+        self._journal = journal
+        self._sampling = sampling
+        self._prompts_per_step = prompts_per_step
+        self._samples_per_prompt = samples_per_prompt
+        self._max_staleness = max_staleness
+        self._max_dropped_share = max_dropped_share
+        self._keep = keep
+        self._version = 0  # number of the last publish
+        self._needed = steps * prompts_per_step  # groups still to be taken
+        self._training = 0  # groups taken and not yet published
+        self._issued = 0
+        self._pending: dict[GroupId, PendingGroup] = {}
+        self._ready: dict[GroupId, PendingGroup] = {}
+        self._changed = asyncio.Event()
+        self._failure: AtollError | None = None
+        self.drops: dict[str, int] = {}  # kind of reason -> groups or samples, since the run began
+        self._failed = 0  # groups dropped for an error, out of self._issued
+
+    async def take(self, count: int, current: Version) -> list[Group]:
+        """Waits for `count` groups with no sample older than max_staleness at `current`.
+
+        Groups that would be too old at the next version come first and are waited for, so that
+        nothing is wasted; a sample that is too old all the same is generated again in its group.
+        """
+        while True:
+            await self._replace_stale(current)
+            chosen = self._choose(count, current)
+            if chosen:
+                break
+            self._changed.clear()
+            await self._changed.wait()
+            if self._failure:
+                raise self._failure
+        for group in chosen:
+            del self._ready[group.prompt.id]
+        self._training += count
+        self._needed -= count
+        return [group.group() for group in sorted(chosen, key=lambda group: group.order)]
+
+    async def published(self, version: Version) -> None:
+        self._version = version.number
+        self._training = 0
+        await self.admit()
+
+    async def admit(self) -> None:
+        """Issues as many prompts as the bound on staleness leaves room for."""
+        live = len(self._pending) + len(self._ready)
+        room = (self._max_staleness + 1) * self._prompts_per_step - self._training - live
+        room = min(room, self._needed - live)
+        if room <= 0:
+            return
+        groups = [
+            PendingGroup(
+                prompt, self._issued + i, self._sampling, [None] * self._samples_per_prompt, self._version
+            )
+            for i, prompt in enumerate(self._prompts.draw(room))
+        ]
+        self._issued += room
+        self._pending |= {group.prompt.id: group for group in groups}
+        await self._journal.issue([id for group in groups for id in group.ids()])
+        self._generation.submit(groups, self)
+
+    def _choose(self, count: int, current: Version) -> list[PendingGroup]:
+        """`count` ready groups, or none while the batch cannot be put together yet."""
+        last_chance = current.number - self._max_staleness
+        expiring = sum(group.oldest() <= last_chance for group in self._pending.values())
+        ready = sorted(self._ready.values(), key=lambda group: (group.oldest() > last_chance, group.order))
+        ready_expiring = sum(group.oldest() <= last_chance for group in ready)
+        if len(ready) < count or (expiring and ready_expiring < count):
+            return []
+        return ready[:count]
+
+    async def _replace_stale(self, current: Version) -> None:
+        for group in list(self._ready.values()):
+            stale = group.stale(current, self._max_staleness)
+            if stale:
+                group.again(stale)
+                for index in stale:
+                    group.sent[index] = current.number
+                del self._ready[group.prompt.id]
+                self._pending[group.prompt.id] = group
+                await self.retried([SampleId(group.prompt.id, index) for index in stale], "stale")
+                self._generation.submit([group], self)
+
+    # What Generation reports
+
+    async def finished(self, samples: Sequence[Sample]) -> None:
+        await self._journal.finish(samples)
+
+    async def retried(self, samples: Sequence[SampleId], reason: str) -> None:
+        self._count(reason, len(samples))
+        await self._journal.retry(samples, reason)
+
+    async def completed(self, group: PendingGroup) -> None:
+        del self._pending[group.prompt.id]
+        if self._keep(group.group()):
+            self._ready[group.prompt.id] = group
+        else:
+            self._count("filtered", 1)
+            await self._journal.drop(group.ids(), "filtered")
+            await self.admit()
+        self._changed.set()
+
+    async def dropped(self, group: PendingGroup, reason: str) -> None:
+        del self._pending[group.prompt.id]
+        self._count(reason, 1)
+        self._failed += 1
+        await self._journal.drop(group.ids(), reason)
+        if self._failed > self._max_dropped_share * max(self._issued, MIN_JUDGED * self._prompts_per_step):
+            self._failure = AtollError(
+                f"{self._failed} of {self._issued} groups were dropped, more than "
+                f"coordinator.max_dropped_share = {self._max_dropped_share:g} allows; the last: {reason}"
+            )
+        await self.admit()
+        self._changed.set()
+
+    def _count(self, reason: str, number: int) -> None:
+        kind = reason.split(":")[0]
+        self.drops[kind] = self.drops.get(kind, 0) + number
+
+
+class ReplaySource:
+    """The batches of a dump folder, in the order in which they were consumed."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self._files = sorted(folder.glob("step-*.pb"))[first_step - 1 :]
+        if not self._files:
+            raise UserError(
+                f"data.replay = {folder}: no dump from step {first_step} on; dumps are written by a run "
+                "with coordinator.dump = true to runs/NAME/dumps"
+            )
+        self._next = iter(self._files)
+
+    async def take(self, count: int, current: Version) -> Sequence[Group]:
+        file = next(self._next, None)
+        if file is None:
+            raise UserError(
+                f"the dump ends after {len(self._files)} batches; set run.steps to at most that"
+            )
+        _, groups = await asyncio.to_thread(read_dump, file)
+        return groups
+
+    async def published(self, version: Version) -> None: ...

@@ -1,0 +1,86 @@
+"""Periodic validation: several sets, each with its own sampling."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from services.coordinator.generation import Generation
+from services.coordinator.groups import PendingGroup
+from services.wire.types import Group, GroupId, Prompt, Sample, SampleId, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationSet:
+    name: str
+    prompts: tuple[Prompt, ...]
+    num_samples: int  # k of avg@k and pass@k
+    sampling: Sampling
+
+
+def set_metrics(name: str, groups: Sequence[Group]) -> dict[str, float]:
+    """avg@k: the mean score. pass@k: the share of prompts with at least one score of 1 or more."""
+    k = len(groups[0].samples)
+    scores = np.array([[sample.score for sample in group.samples] for group in groups])
+    lengths = np.array([[sample.num_tokens for sample in group.samples] for group in groups])
+    return {
+        f"val/{name}/avg@{k}": float(scores.mean()),
+        f"val/{name}/pass@{k}": float((scores >= 1).any(axis=1).mean()),
+        f"val/{name}/response_length/mean": float(lengths.mean()),
+    }
+
+
+async def evaluate(
+    sets: Sequence[ValidationSet], generation: Generation, run: str, version: int
+) -> dict[str, float]:
+    """Generates and grades every set; a group that cannot be graded is left out and counted."""
+    collectors = []
+    for validation_set in sets:
+        collector = _Collector(len(validation_set.prompts))
+        groups = [
+            PendingGroup(
+                # epoch = version: another draw at each validation, the same one at each repetition of it
+                replace(prompt, id=GroupId(f"{run}/val/{validation_set.name}", version, prompt.id.prompt)),
+                order,
+                validation_set.sampling,
+                [None] * validation_set.num_samples,
+                version,
+            )
+            for order, prompt in enumerate(validation_set.prompts)
+        ]
+        generation.submit(groups, collector)
+        collectors.append(collector)
+    metrics: dict[str, float] = {}
+    for validation_set, collector in zip(sets, collectors, strict=True):
+        await collector.done.wait()
+        if collector.groups:
+            metrics |= set_metrics(validation_set.name, collector.groups)
+        metrics[f"val/{validation_set.name}/dropped"] = float(collector.num_dropped)
+    return metrics
+
+
+class _Collector:
+    """Collects the groups of one set; nothing is journaled."""
+
+    def __init__(self, expected: int) -> None:
+        self.groups: list[Group] = []
+        self.num_dropped = 0
+        self.done = asyncio.Event()
+        self._expected = expected
+
+    async def finished(self, samples: Sequence[Sample]) -> None: ...
+
+    async def retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
+
+    async def completed(self, group: PendingGroup) -> None:
+        self.groups.append(group.group())
+        self._check()
+
+    async def dropped(self, group: PendingGroup, reason: str) -> None:
+        self.num_dropped += 1
+        self._check()
+
+    def _check(self) -> None:
+        if len(self.groups) + self.num_dropped == self._expected:
+            self.done.set()
