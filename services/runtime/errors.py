@@ -15,6 +15,12 @@ class UserError(AtollError, ValueError):
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 
+class UnauthenticatedError(AtollError):
+    """The call carries no token, or another one than the service's."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
 class StaleFenceError(AtollError):
     """The caller's lease epoch is lower than one seen before: another coordinator took over."""
 
@@ -27,7 +33,25 @@ class ServiceUnavailableError(AtollError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
+class ReplacedError(AtollError):
+    """A newer process has registered under the same name: this one has no work left."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class StoreError(AtollError):
+    """The store is away or refused a command. A write that was under way may have happened or not."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
 class WeightPushError(AtollError):
     """A slice is missing or its checksum differs; nothing was committed."""
 
     code = grpc.StatusCode.DATA_LOSS
+
+
+class LostStateError(AtollError):
+    """The service restarted and no longer holds what the call builds on: restore a checkpoint."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION

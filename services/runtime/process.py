@@ -1,0 +1,172 @@
+"""The main of every service process: read the config, serve, hold a lease at the coordinator, stop."""
+
+import argparse
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import grpc.aio
+
+from services.config.load import ConfigError, access_token, read_resolved
+from services.config.schema import RunConfig
+from services.runtime.clients import Caller, CoordinatorClient
+from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
+from services.runtime.server import Server
+from services.runtime.telemetry import configure_logging
+from services.wire.types import ServiceEntry
+
+_log = logging.getLogger(__name__)
+
+STOP_GRACE_S: Final = 5.0  # for calls in progress
+COORDINATOR_TIMEOUT_S: Final = 3.0
+AWAY_PAUSE_S: Final = 1.0  # between two tries to reach a coordinator that is away
+
+_PR_SET_PDEATHSIG: Final = 1
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceContext:
+    """What a service is built from."""
+
+    config: RunConfig
+    name: str  # "rollout-0"
+    incarnation: str
+
+
+class Service(Protocol):
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers its servicer."""
+        ...
+
+    async def close(self) -> None:
+        """Frees what it holds; called once, after the last call has ended."""
+        ...
+
+
+def run_service(role: str, build: Callable[[ServiceContext], Awaitable[Service]]) -> None:
+    """Runs a service of `role` ("trainer", "rollout", "reward") until SIGTERM or SIGINT.
+
+    Ends the process with exit code 1 where it cannot start or another process took its name.
+    """
+    arguments = _arguments(role)
+    configure_logging(arguments.name)
+    try:
+        asyncio.run(_serve(role, build, arguments))
+    except (UserError, ConfigError) as error:
+        sys.exit(f"{arguments.name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)  # before the service was built; afterwards SIGINT stops it in order
+
+
+def die_with_parent() -> None:
+    """Has the kernel end this process when the thread that started it ends, even by SIGKILL (Linux).
+
+    For `preexec_fn`: it allocates nothing and takes no lock, so a fork of a threaded parent may run it.
+    """
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def new_incarnation() -> str:
+    """Sorts by start time: of two processes with one name, the registry keeps the later."""
+    return f"{time.time_ns() // 1_000_000:012x}-{secrets.token_hex(4)}"
+
+
+def announce(ready_fd: int, address: str) -> None:
+    """Tells the launcher that the service answers; it reads an ended pipe where a service dies first."""
+    with os.fdopen(ready_fd, "w") as ready:
+        ready.write(json.dumps({"address": address}) + "\n")
+
+
+def _arguments(role: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"atoll serve {role}")
+    parser.add_argument("--config", type=Path, required=True, help="the run's resolved config.json")
+    parser.add_argument("--name", required=True, help=f"unique in the run, such as {role}-0")
+    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
+    parser.add_argument("--ready-fd", type=int, help="a pipe that gets a line once the service answers")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port")
+    return parser.parse_args()
+
+
+async def _serve(
+    role: str, build: Callable[[ServiceContext], Awaitable[Service]], arguments: argparse.Namespace
+) -> None:
+    config, token = read_resolved(arguments.config), access_token()
+    context = ServiceContext(config, arguments.name, new_incarnation())
+    service = await build(context)
+    try:
+        server = await Server.start(
+            f"atoll.v1.{role.capitalize()}",
+            service.add_to,
+            host=arguments.host,
+            port=arguments.port,
+            token=token,
+            setting="--port",
+        )
+        try:
+            stop = asyncio.Event()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            if arguments.ready_fd is not None:
+                announce(arguments.ready_fd, server.address)
+            _log.info("serves %s at %s", role, server.address)
+            entry = ServiceEntry(role, context.name, context.incarnation, server.address)
+            await _hold_lease(entry, arguments.coordinator, token, stop)
+            _log.info("stops")
+        finally:
+            await server.stop(STOP_GRACE_S)
+    finally:
+        await service.close()
+
+
+async def _hold_lease(entry: ServiceEntry, coordinator: str, token: str | None, stop: asyncio.Event) -> None:
+    """Keeps `entry` registered until `stop` is set, however long the coordinator is away; then removes it.
+
+    Raises ReplacedError where a newer process took the name.
+    """
+    client = CoordinatorClient(coordinator, Caller(token=token), COORDINATOR_TIMEOUT_S)
+    lease = asyncio.create_task(_renew(entry, client))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((lease, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if lease.done():
+            await lease
+        with suppress(AtollError):  # a coordinator that is gone needs no goodbye
+            await client.deregister(entry)
+    finally:
+        lease.cancel()
+        stopped.cancel()
+        await client.close()
+
+
+async def _renew(entry: ServiceEntry, client: CoordinatorClient) -> None:
+    """Registers, then sends three heartbeats in the time of a lease. Ends only by an error."""
+    registered = away = False
+    pause_s = AWAY_PAUSE_S
+    while True:
+        try:
+            if registered:
+                registered = await client.heartbeat(entry)
+            if not registered:
+                pause_s = await client.register(entry) / 3
+                registered = True
+                _log.info("registered at %s as %s", client.address, entry.incarnation)
+            away = False
+        except ServiceUnavailableError as error:
+            if not away:
+                _log.warning("the coordinator is away, trying on: %s", error)
+            away = True
+        await asyncio.sleep(AWAY_PAUSE_S if away else pause_s)

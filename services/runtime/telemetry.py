@@ -1,0 +1,77 @@
+"""Logs, step timings and the metrics file, in the field's names."""
+
+import contextlib
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_log = logging.getLogger(__name__)
+
+
+def configure_logging(service: str, level: int = logging.INFO) -> None:
+    """One line per record on stderr: time, level, service, module, message. Call once per process."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level,
+        format=f"%(asctime)s.%(msecs)03d %(levelname)s {service} %(name)s: %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+        force=True,
+    )
+
+
+class StepTimer:
+    """Seconds of one step's phases: "gen", "reward", "old_log_prob", "adv", "update_actor",
+    "sync_weights", "save_checkpoint", "step". Phases may overlap; one that runs twice adds up."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        return {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+
+
+class MetricsFile:
+    """A JSON object per step and line, on disk when `write` returns, so that a reader can follow.
+
+    Rows after `last_step`, the step that a run resumes from, belong to steps that it repeats: they go.
+    """
+
+    def __init__(self, path: Path, last_step: int = 0) -> None:
+        rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+        self._file = path.open("w")
+        self._file.writelines(
+            row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= last_step
+        )
+        self._file.flush()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Numbers that JSON lacks (NaN, infinities) become null, with a warning."""
+        row: dict[str, float | None] = {"step": step}
+        for name, value in metrics.items():
+            row[name] = float(value) if math.isfinite(value) else None
+            if row[name] is None:
+                _log.warning("step %d: %s is %s; written as null", step, name, value)
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
