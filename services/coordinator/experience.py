@@ -1,5 +1,6 @@
 """Scored groups -> batches that the trainer consumes. Pure numpy. Shapes: N samples, T tokens."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ class Layout:
 
 
 def lay_out(groups: Sequence[Group]) -> Layout:
-    """Two samples `46`, `47` of the prompt `12+34=` become segments [prompt, 46, 47] with parents [-1, 0, 0]."""
+    """Two samples `46`, `47` of the prompt `12+34=` become segments [prompt, 46, 47], parents [-1, 0, 0]."""
     tokens, masks, logprobs = [], [], []
     parents: list[int] = []
     group_of: list[int] = []
@@ -83,7 +84,7 @@ def split(groups: Sequence[Group], num_minibatches: int) -> Iterator[tuple[Seque
     """Consecutive runs of whole groups, as equal as they go, and the slice of their samples."""
     bounds = np.linspace(0, len(groups), num_minibatches + 1).astype(int)
     first_sample = np.cumsum([0, *(len(group.samples) for group in groups)])
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds):
         yield groups[start:end], slice(int(first_sample[start]), int(first_sample[end]))
 
 

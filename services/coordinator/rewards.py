@@ -16,7 +16,7 @@ class Rewards:
     def __init__(self, clients: Sequence[RewardClient], retries: int) -> None:
         self._clients = itertools.cycle(clients)
         self._retries = retries
-        self.seconds = 0.0  # spent waiting for verdicts
+        self._seconds = 0.0
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
         """One verdict per item. What failed for a passing reason is asked again, `retries` times."""
@@ -28,8 +28,13 @@ class Rewards:
             waiting = [item for item in waiting if _may_be_asked_again(verdicts.get(item.id))]
             if not waiting:
                 break
-        self.seconds += time.perf_counter() - begun
+        self._seconds += time.perf_counter() - begun
         return [verdicts.get(item.id) or _silent(item.id) for item in items]
+
+    def take_seconds(self) -> float:
+        """Seconds spent waiting for verdicts since the last call; calls that overlap add up."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     async def _ask(self, items: Sequence[ScoreItem]) -> list[Verdict]:
         client = next(self._clients)

@@ -24,8 +24,8 @@ MIN_JUDGED = 2  # batches issued before the share of dropped groups is judged
 
 
 class Source(Protocol):
-    async def take(self, count: int, current: Version) -> Sequence[Group]:
-        """The next batch for training at version `current`."""
+    async def take(self, step: int, count: int, current: Version) -> Sequence[Group]:
+        """The batch that `step` trains on, at version `current`."""
         ...
 
     async def published(self, version: Version) -> None:
@@ -70,7 +70,7 @@ class GenerateSource:
         self.drops: dict[str, int] = {}  # kind of reason -> groups or samples, since the run began
         self._failed = 0  # groups dropped for an error, out of self._issued
 
-    async def take(self, count: int, current: Version) -> list[Group]:
+    async def take(self, step: int, count: int, current: Version) -> list[Group]:
         """Waits for `count` groups with no sample older than max_staleness at `current`.
 
         Groups that would be too old at the next version come first and are waited for, so that
@@ -89,7 +89,9 @@ class GenerateSource:
             del self._ready[group.prompt.id]
         self._training += count
         self._needed -= count
-        return [group.group() for group in sorted(chosen, key=lambda group: group.order)]
+        chosen.sort(key=lambda group: group.order)
+        await self._journal.consume(step, [id for group in chosen for id in group.ids()])
+        return [group.group() for group in chosen]
 
     async def published(self, version: Version) -> None:
         self._version = version.number
@@ -185,12 +187,10 @@ class ReplaySource:
             )
         self._next = iter(self._files)
 
-    async def take(self, count: int, current: Version) -> Sequence[Group]:
+    async def take(self, step: int, count: int, current: Version) -> Sequence[Group]:
         file = next(self._next, None)
         if file is None:
-            raise UserError(
-                f"the dump ends after {len(self._files)} batches; set run.steps to at most that"
-            )
+            raise UserError(f"the dump ends after {len(self._files)} batches; set run.steps to at most that")
         _, groups = await asyncio.to_thread(read_dump, file)
         return groups
 

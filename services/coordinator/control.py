@@ -1,0 +1,90 @@
+"""What the world sees of the run, and what it asks of it: the meeting point of the loop and the service."""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+
+class State(Enum):
+    STARTING = "starting"
+    WARMING_UP = "warming up"
+    TRAINING = "training"
+    VALIDATING = "validating"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    state: State = State.STARTING
+    step: int = 0
+    num_steps: int = 0
+    version: int = 0
+    error: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last finished step
+    revision: int = 1
+
+
+class Control:
+    def __init__(self) -> None:
+        self.progress = Progress()
+        self.stopping = False
+        self._paused = False
+        self._changed = asyncio.Condition()
+        self._checkpoints: list[asyncio.Future[str]] = []
+
+    async def report(self, **changes: object) -> None:
+        """The loop says where it is; whoever follows wakes up."""
+        self.progress = replace(self.progress, **changes, revision=self.progress.revision + 1)  # type: ignore[arg-type]
+        await self._wake()
+
+    async def follow(self, seen: int, timeout_s: float) -> Progress:
+        """The progress once its revision is not `seen` any more, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):  # nothing new: the caller asks again
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self.progress.revision != seen)
+        return self.progress
+
+    async def pause(self) -> None:
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._wake()
+
+    async def stop(self) -> None:
+        self.stopping = True
+        await self._wake()
+
+    async def gate(self) -> None:
+        """Where the loop waits between two steps while the run is paused."""
+        if not self._paused or self.stopping:
+            return
+        before = self.progress.state
+        await self.report(state=State.PAUSED)
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._paused or self.stopping)
+        await self.report(state=before)
+
+    async def request_checkpoint(self) -> str:
+        """Returns the path once the loop has saved, after the step in progress."""
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._checkpoints.append(future)
+        return await future
+
+    @property
+    def checkpoint_requested(self) -> bool:
+        return bool(self._checkpoints)
+
+    def checkpoint_saved(self, path: str) -> None:
+        for future in self._checkpoints:
+            if not future.done():
+                future.set_result(path)
+        self._checkpoints.clear()
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

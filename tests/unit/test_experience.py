@@ -1,0 +1,179 @@
+"""Advantages, layout and loss weights against values worked out by hand."""
+
+import numpy as np
+import pytest
+
+from services.coordinator import experience
+from services.coordinator.advantage import grpo
+from services.coordinator.groups import PendingGroup, scores_differ, staleness
+from services.coordinator.metrics import mean_of, step_metrics
+from services.coordinator.validation import set_metrics
+from services.wire.types import (
+    FinishReason,
+    Graded,
+    Group,
+    GroupId,
+    Node,
+    Prompt,
+    Provenance,
+    Sample,
+    SampleId,
+    Sampling,
+    TurnReward,
+    Version,
+    VersionSpan,
+)
+
+ORIGIN = Provenance("rollout-0", "1", 0.0, 1.0)
+
+
+def prompt(number: int, *ids: int) -> Prompt:
+    return Prompt(GroupId("toy", 0, number), np.array(ids, np.int32), "12+34=", "46", "toy")
+
+
+def node(parent: int, ids: list[int], mask: list[int], version: int = 0) -> Node:
+    return Node(
+        parent,
+        np.array(ids, np.int32),
+        np.array(mask, np.bool_),
+        np.array(ids, np.float32) / -10,
+        (VersionSpan(Version("l", version), 0, len(ids)),),
+    )
+
+
+def sample(
+    number: int, index: int, *nodes: Node, score: float = 0.0, reason: FinishReason = FinishReason.STOP
+) -> Sample:
+    rewards = (TurnReward(len(nodes) - 1, score, {"exact_match": score}),)
+    return Sample(SampleId(GroupId("toy", 0, number), index), 0, nodes, reason, "46", ORIGIN, rewards)
+
+
+GROUPS = [
+    Group(
+        prompt(7, 1, 2),
+        (
+            sample(7, 0, node(-1, [3, 4], [1, 1], version=4), score=1.0),
+            # two turns: the policy's [5], then the tool's [6] and the policy's [8, 9]
+            sample(7, 1, node(-1, [5], [1], version=3), node(0, [6, 8, 9], [0, 1, 1], version=4)),
+        ),
+    ),
+    Group(prompt(9, 1), (sample(9, 0, node(-1, [], []), reason=FinishReason.LENGTH),)),
+]
+
+
+def test_grpo_by_hand() -> None:
+    # scores 1, 0, 0, 1: mean 0.5, unbiased std sqrt(1/3); equal scores: 0; a singleton keeps its score
+    scores = np.array([1.0, 0.0, 0.0, 1.0, 0.3, 0.3, 0.7])
+    group = np.array([0, 0, 0, 0, 1, 1, 2])
+    unit = 0.5 / (np.sqrt(1 / 3) + 1e-6)
+    np.testing.assert_allclose(grpo(scores, group), [unit, -unit, -unit, unit, 0, 0, 0.7], atol=1e-12)
+
+
+def test_layout_by_hand() -> None:
+    layout = experience.lay_out(GROUPS)
+    np.testing.assert_array_equal(layout.segments.token_ids, [1, 2, 3, 4, 5, 6, 8, 9, 1])
+    np.testing.assert_array_equal(layout.segments.offsets, [0, 2, 4, 5, 8, 9, 9])
+    np.testing.assert_array_equal(layout.segments.parents, [-1, 0, 0, 2, -1, 4])
+    np.testing.assert_array_equal(layout.segments.groups, [0, 0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(layout.segments.positions, [0, 1, 2, 3, 2, 3, 4, 5, 0])
+    np.testing.assert_array_equal(layout.loss_mask_T, [0, 0, 1, 1, 1, 0, 1, 1, 0])
+    np.testing.assert_array_equal(layout.sample_T, [-1, -1, 0, 0, 1, 1, 1, 1, -1])
+
+
+def test_loss_weights_by_hand() -> None:
+    layout = experience.lay_out(GROUPS)
+    token_mean = experience.loss_weights(layout, "token_mean")
+    np.testing.assert_allclose(token_mean, np.array([0, 0, 1, 1, 1, 0, 1, 1, 0]) / 5)
+    # three samples; the first has 2 loss-masked tokens, the second 3, the third none
+    per_sequence = experience.loss_weights(layout, "seq_mean_token_mean")
+    np.testing.assert_allclose(per_sequence, np.array([0, 0, 1 / 2, 1 / 2, 1 / 3, 0, 1 / 3, 1 / 3, 0]) / 3)
+
+
+def test_spread_gives_each_token_its_samples_value() -> None:
+    layout = experience.lay_out(GROUPS)
+    spread = experience.spread(np.array([2.0, -3.0, 5.0]), layout)
+    np.testing.assert_array_equal(spread, [0, 0, 2, 2, -3, 0, -3, -3, 0])
+
+
+def test_split_keeps_groups_whole_and_samples_aligned() -> None:
+    parts = list(experience.split(GROUPS, 2))
+    assert [[g.prompt.id.prompt for g in groups] for groups, _ in parts] == [[7], [9]]
+    assert [(s.start, s.stop) for _, s in parts] == [(0, 2), (2, 3)]
+
+
+def test_supervised_layout_weighs_responses_only() -> None:
+    rows = [
+        (np.array([1, 2], np.int32), np.array([3], np.int32)),
+        (np.array([4], np.int32), np.array([5, 6], np.int32)),
+    ]
+    layout = experience.supervised(rows)
+    np.testing.assert_array_equal(layout.segments.token_ids, [1, 2, 3, 4, 5, 6])
+    np.testing.assert_array_equal(layout.segments.parents, [-1, 0, -1, 2])
+    np.testing.assert_array_equal(layout.segments.groups, [0, 0, 1, 1])
+    np.testing.assert_allclose(
+        experience.loss_weights(layout, "token_mean"), np.array([0, 0, 1, 0, 1, 1]) / 3
+    )
+
+
+def test_staleness_counts_from_the_oldest_token() -> None:
+    assert staleness(GROUPS[0].samples[1], Version("l", 6)) == 3
+    assert staleness(GROUPS[1].samples[0], Version("l", 6)) == 0  # no token, nothing stale
+
+
+def test_step_metrics_by_hand() -> None:
+    metrics = step_metrics(GROUPS, Version("l", 4))
+    expected = {
+        "training/version": 4,
+        "critic/score/mean": 1 / 3,
+        "critic/score/max": 1,
+        "critic/score/min": 0,
+        "response_length/mean": 2,
+        "response_length/max": 4,
+        "response_length/min": 0,
+        "response_length/clip_ratio": 1 / 3,
+        "prompt_length/mean": 1.5,
+        "staleness/mean": 1 / 3,
+        "staleness/max": 1,
+        "reward/exact_match/mean": 1 / 3,
+    }
+    assert metrics == pytest.approx(expected)
+
+
+def test_mean_of_averages_what_each_minibatch_reports() -> None:
+    assert mean_of([{"a": 1.0, "b": 2.0}, {"a": 3.0}]) == {"a": 2.0, "b": 2.0}
+
+
+def test_validation_metrics_by_hand() -> None:
+    graded = [
+        Group(prompt(i, 1), tuple(sample(i, k, node(-1, [3], [1]), score=s) for k, s in enumerate(scores)))
+        for i, scores in enumerate([(1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (0.5, 0.0)])
+    ]
+    metrics = set_metrics("sums", graded)
+    assert metrics == {
+        "val/sums/avg@2": pytest.approx(3.5 / 8),
+        "val/sums/pass@2": 0.5,
+        "val/sums/response_length/mean": 1.0,
+    }
+
+
+def test_groups_of_equal_scores_are_told_apart() -> None:
+    assert scores_differ(GROUPS[0])
+    assert not scores_differ(GROUPS[1])
+
+
+def test_pending_group_first_attempt_wins_and_a_retry_starts_over() -> None:
+    pending = PendingGroup(prompt(7, 1, 2), 0, Sampling(8), [None, None], issued=3)
+    first, second = (sample(7, 0, node(-1, [i], [1], version=4)) for i in (5, 6))
+    assert pending.accept(first)
+    assert not pending.accept(second)
+    pending.grade(Graded(first.id, 0.5, {"exact_match": 0.5}))
+    assert (pending.missing, pending.complete, pending.oldest()) == ((1,), False, 3)
+    pending.accept(sample(7, 1, node(-1, [9], [1], version=5)))
+    pending.grade(Graded(SampleId(first.id.group, 1), 1.0, {}))
+    assert pending.complete
+    assert [s.score for s in pending.group().samples] == [0.5, 1.0]
+    assert pending.stale(Version("l", 5), max_staleness=0) == [0]
+    pending.again([0])
+    assert (pending.missing, pending.attempts, pending.complete) == ((0,), [1, 0], False)
+    pending.grade(Graded(first.id, 0.5, {}))  # a verdict that comes late for the replaced sample
+    assert not pending.complete
