@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS = 16, 8, 8
 
 
-class Stopwatch(TrainerCallback):  # type: ignore[misc]
+class Stopwatch(TrainerCallback):
     """Reads both clocks after the warm-up steps and after the last one."""
 
     def __init__(self, warmup_steps: int) -> None:
@@ -37,9 +37,7 @@ def exact_match(completions: list[str], answer: list[str], **_: object) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument(
-        "--data", type=Path, required=True, help="parquet in verl's schema, plain-text prompts"
-    )
+    parser.add_argument("--data", type=Path, required=True, help="parquet in verl's schema, plain text")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warmup-steps", type=int, required=True)
@@ -48,19 +46,16 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
-    rows = pq.read_table(args.data).to_pylist()
-    dataset = Dataset.from_list(
-        [
-            {"prompt": row["prompt"][0]["content"], "answer": row["reward_model"]["ground_truth"]}
-            for row in rows
-        ]
-    )
+    rows = [
+        {"prompt": row["prompt"][0]["content"], "answer": row["reward_model"]["ground_truth"]}
+        for row in pq.read_table(args.data).to_pylist()
+    ]
     stopwatch = Stopwatch(args.warmup_steps)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype),
         processing_class=AutoTokenizer.from_pretrained(args.model),
         reward_funcs=exact_match,
-        train_dataset=dataset,
+        train_dataset=Dataset.from_list(rows),
         callbacks=[stopwatch],
         args=GRPOConfig(
             output_dir=str(args.out),

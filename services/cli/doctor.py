@@ -1,0 +1,151 @@
+"""`atoll doctor`: what this machine has, what it lacks, and what to do about it.
+
+Imports nothing that may be missing.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+GIB = 1 << 30
+INSTALL = "pip install --editable '.[cpu]'"
+
+
+class State(Enum):
+    OK = "ok"
+    WARNING = "warning"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    what: str
+    found: str
+    state: State = State.OK
+    advice: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It takes none."""
+
+
+def run(_: argparse.Namespace) -> int:
+    """Returns 1 where something is missing that a run on this machine needs."""
+    findings = [
+        python(),
+        *packages(),
+        cores(len(os.sched_getaffinity(0))),
+        memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
+        shared_memory(Path("/dev/shm")),
+        gpu(),
+        loopback(),
+        git(),
+        runs_folder(Path("runs")),
+    ]
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        print(f"{finding.state.value:8} {finding.what:{width}}  {finding.found}")
+        if finding.advice:
+            print(f"{'':8} {'':{width}}  -> {finding.advice}")
+    missing = sum(finding.state is State.MISSING for finding in findings)
+    print(f"{missing} missing" if missing else "ready for: atoll quickstart")
+    return 1 if missing else 0
+
+
+def python() -> Finding:
+    return Finding("python", f"{platform.python_version()} at {sys.executable}")
+
+
+def packages() -> Iterator[Finding]:
+    """One finding per requirement of the installed set-up: present, and of a version that fits."""
+    try:
+        from packaging.requirements import Requirement
+
+        required = importlib.metadata.requires("atoll") or []
+    except (ImportError, importlib.metadata.PackageNotFoundError):
+        yield Finding("atoll", "not installed", State.MISSING, INSTALL)
+        return
+    for requirement in map(Requirement, required):
+        if requirement.marker and not requirement.marker.evaluate({"extra": "cpu"}):
+            continue
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(requirement.name, "not installed", State.MISSING, INSTALL)
+            continue
+        if requirement.specifier.contains(found, prereleases=True):
+            yield Finding(requirement.name, found)
+        else:
+            wanted = f"{found}, but {requirement.specifier} is needed"
+            yield Finding(requirement.name, wanted, State.MISSING, INSTALL)
+
+
+def cores(count: int) -> Finding:
+    if count < 2:
+        advice = "generation and training take turns; a run is about half as fast"
+        return Finding("cores", str(count), State.WARNING, advice)
+    return Finding("cores", str(count))
+
+
+def memory(total: int) -> Finding:
+    found = f"{total / GIB:.1f} GiB"
+    if total < 4 * GIB:
+        return Finding("memory", found, State.WARNING, "the quickstart needs about 4 GiB")
+    return Finding("memory", found)
+
+
+def shared_memory(folder: Path) -> Finding:
+    """Weights go to the rollout services through it: two copies of the model in the serving dtype."""
+    if not folder.is_dir():
+        return Finding(str(folder), "absent", State.MISSING, "a Linux with tmpfs at /dev/shm is needed")
+    free = shutil.disk_usage(folder).free
+    found = f"{free / GIB:.2f} GiB free"
+    if free < GIB // 4:
+        advice = "it must hold two copies of the model; in a container, start it with --shm-size=1g"
+        return Finding(str(folder), found, State.WARNING, advice)
+    return Finding(str(folder), found)
+
+
+def gpu() -> Finding:
+    if not shutil.which("nvidia-smi"):
+        return Finding("gpu", "none; the CPU set-up is used")
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    if answer.returncode:
+        return Finding("gpu", answer.stdout.strip(), State.WARNING, "nvidia-smi failed: check the driver")
+    return Finding("gpu", "; ".join(answer.stdout.strip().splitlines()))
+
+
+def loopback() -> Finding:
+    """Services talk over ports of 127.0.0.1 that the system chooses."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return Finding("loopback", f"port {server.getsockname()[1]} could be opened")
+    except OSError as error:
+        return Finding("loopback", str(error), State.MISSING, "allow this user to listen on 127.0.0.1")
+
+
+def git() -> Finding:
+    if not shutil.which("git"):
+        return Finding("git", "not found", State.WARNING, "only development needs it")
+    answer = subprocess.run(["git", "--version"], capture_output=True, text=True, timeout=30)
+    return Finding("git", answer.stdout.strip().removeprefix("git version "))
+
+
+def runs_folder(folder: Path) -> Finding:
+    existing = folder if folder.exists() else folder.absolute().parent
+    if not os.access(existing, os.W_OK):
+        return Finding(
+            "runs folder", f"{existing} is not writable", State.MISSING, "start from another folder"
+        )
+    free = shutil.disk_usage(existing).free
+    return Finding("runs folder", f"{folder.absolute()}, {free / GIB:.1f} GiB free on its disk")

@@ -1,0 +1,192 @@
+"""One run on this machine: which processes it has, and their life from start to end."""
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from services.cli.processes import Fleet, Service
+from services.config.load import access_token, write_resolved
+from services.config.schema import RunConfig
+from services.runtime.clients import Caller, CoordinatorClient
+from services.runtime.errors import ServiceUnavailableError, UserError
+from services.runtime.store import embedded
+
+ADDRESS_FILE = "coordinator.address"  # in the run's folder for as long as the run goes on
+
+Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
+
+
+def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
+    """Runs to the end, in config.folder. Returns False where the user stopped it before.
+
+    `follow` shows progress; it is cancelled at the end. The first Ctrl-C (or SIGTERM) stops the run
+    after the step in progress, the second at once. Raises UserError where the folder belongs to
+    another run, ServiceDiedError where a service is lost for good; all others are down by then.
+    """
+    claim_folder(config.folder, resume=resume)
+    write_resolved(config, config.folder / "config.json")
+    with store_url(config) as url:
+        coordinator = coordinator_of(config, url, resume=resume)
+        services = partial(services_of, config)
+        try:
+            return asyncio.run(supervise(config.folder, coordinator, services, follow))
+        except asyncio.CancelledError:  # by the second interrupt
+            return False
+
+
+async def supervise(
+    folder: Path, coordinator: Service, services: Callable[[str], list[Service]], follow: Follow
+) -> bool:
+    """Starts the coordinator, then the services that want its address, until the coordinator ends.
+
+    Waits for the first of: the coordinator's end, the loss of a service, a second interrupt.
+    """
+    stop = asyncio.Event()
+    with interrupts(stop):
+        async with Fleet(folder / "logs") as fleet:
+            address = await fleet.start(coordinator)
+            with address_file(folder, address):
+                client = CoordinatorClient(address, Caller(token=access_token()))
+                try:
+                    await first_of(
+                        *(fleet.keep(service) for service in services(address)),
+                        fleet.finished(coordinator.name),
+                        stop_run(stop, client),
+                        follow(client),
+                    )
+                finally:
+                    await client.close()
+    return not stop.is_set()
+
+
+def coordinator_of(config: RunConfig, store: str, *, resume: bool) -> Service:
+    command = _command("coordinator", config, "--store", store, *(["--resume"] if resume else []))
+    return Service("coordinator", command, {"OMP_NUM_THREADS": "1"})
+
+
+def services_of(config: RunConfig, coordinator: str) -> list[Service]:
+    """What the run's mode needs beside its coordinator."""
+
+    def service(role: str, index: int, environment: Mapping[str, str], max_restarts: int = 0) -> Service:
+        name = f"{role}-{index}"
+        command = _command(role, config, "--name", name, "--coordinator", coordinator)
+        return Service(name, command, environment, max_restarts)
+
+    world_size = config.trainer.parallel.world_size
+    fleet = {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": str(config.trainer.threads),
+    }
+    trainer = [
+        service("trainer", rank, {**fleet, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(world_size)
+    ]
+    threads = {"OMP_NUM_THREADS": str(config.rollout.threads)}
+    rollout = [
+        service("rollout", index, threads, config.rollout.max_restarts)
+        for index in range(config.rollout.replicas)
+    ]
+    reward = [service("reward", 0, {"OMP_NUM_THREADS": "1"})]
+    match config.run.mode:
+        case "train":
+            return [*reward, *trainer, *rollout]
+        case "rollout_only":
+            return [*reward, *rollout]
+        case "train_only":
+            return trainer
+
+
+def claim_folder(folder: Path, *, resume: bool) -> None:
+    """A folder belongs to one run: raises UserError instead of mixing two runs' files."""
+    exists = (folder / "config.json").exists()
+    if exists and not resume:
+        raise UserError(
+            f"{folder} holds a run already: go on with it (--resume), "
+            f"name this one otherwise (--set run.name=NAME), or delete the folder"
+        )
+    if resume and not exists:
+        raise UserError(f"--resume: {folder} holds no run; start it without --resume")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def store_url(config: RunConfig) -> Iterator[str]:
+    if config.store.url == "embedded":
+        with embedded(config.folder / "store") as server:
+            yield server.url
+    else:
+        yield config.store.url
+
+
+@contextmanager
+def address_file(folder: Path, address: str) -> Iterator[None]:
+    """Lets `atoll status` find the coordinator."""
+    path = folder / ADDRESS_FILE
+    path.write_text(address)
+    try:
+        yield
+    finally:
+        path.unlink()
+
+
+@contextmanager
+def interrupts(stop: asyncio.Event) -> Iterator[None]:
+    """SIGINT or SIGTERM sets `stop`, a second one cancels the calling task."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def interrupt() -> None:
+        if stop.is_set():
+            task.cancel()
+        stop.set()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+async def stop_run(stop: asyncio.Event, client: CoordinatorClient) -> None:
+    """Hands the user's wish to the coordinator once; how the run then ends is seen by its exit."""
+    await stop.wait()
+    with suppress(ServiceUnavailableError):  # it is ending already
+        await client.stop_run()
+    await asyncio.Event().wait()
+
+
+async def first_of(*coroutines: Coroutine[None, None, None]) -> None:
+    """Returns or raises as the first of them does, and cancels the others.
+
+    Of those that end at the same moment the leftmost counts: a cause stands left of its effects.
+    """
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        next(task for task in tasks if task.done()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _command(role: str, config: RunConfig, *arguments: str) -> tuple[str, ...]:
+    path = config.folder / "config.json"
+    return (sys.executable, "-m", f"services.{role}", "--config", str(path), *arguments)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,112 @@
+"""A run's progress on the console: drawn live on a terminal, else a line every second at most."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from services.runtime.clients import CoordinatorClient, RunStatus
+from services.runtime.errors import ServiceUnavailableError
+
+LINE_EVERY_S = 1.0
+
+# What a reader looks at first: label, metric, format.
+HEADLINES = (
+    ("reward", "critic/rewards/mean", "{:.3f}"),
+    ("loss", "actor/pg_loss", "{:+.4f}"),
+    ("length", "response_length/mean", "{:.1f}"),
+    ("tokens/s", "perf/throughput", "{:,.0f}"),
+    ("staleness", "staleness/mean", "{:.2f}"),
+)
+TIMING = "timing_s/"
+VALIDATION = "val/"
+
+Show = Callable[[RunStatus], None]
+
+
+async def follow(client: CoordinatorClient, show: Show) -> None:
+    """Shows every change of the run's status until cancelled. Waits for the coordinator's next change."""
+    seen = 0
+    while True:
+        try:
+            status = await client.status(seen)
+        except ServiceUnavailableError:  # the run ends; whoever waits for the coordinator's exit tells how
+            await asyncio.Event().wait()
+        seen = status.revision
+        show(status)
+
+
+@contextmanager
+def view() -> Iterator[Show]:
+    console = Console()
+    if not console.is_terminal:
+        yield _line_printer(console)
+        return
+    started = time.monotonic()
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda status: live.update(_picture(status, time.monotonic() - started), refresh=True)
+
+
+def line(status: RunStatus) -> str:
+    """The status as one line of text."""
+    words = [f"step {status.step}/{status.num_steps}", status.state]
+    words += [f"{label} {value}" for label, value in _headlines(status.metrics)]
+    if f"{TIMING}step" in status.metrics:
+        timings = ", ".join(f"{name} {value:.2f}" for name, value in _timings(status.metrics))
+        words.append(f"{status.metrics[f'{TIMING}step']:.2f} s ({timings})")
+    return "  ".join(words)
+
+
+def _line_printer(console: Console) -> Show:
+    printed_at = -LINE_EVERY_S
+    state = ""
+
+    def show(status: RunStatus) -> None:
+        nonlocal printed_at, state
+        if status.state != state or time.monotonic() - printed_at >= LINE_EVERY_S:
+            printed_at, state = time.monotonic(), status.state
+            console.print(line(status), soft_wrap=True, highlight=False, markup=False)
+
+    return show
+
+
+def _picture(status: RunStatus, elapsed_s: float) -> Group:
+    head = Table.grid(padding=(0, 2))
+    minutes, seconds = divmod(int(elapsed_s), 60)
+    head.add_row(
+        f"[bold]{status.run}[/]",
+        status.state,
+        f"step {status.step}/{status.num_steps}",
+        ProgressBar(total=status.num_steps, completed=status.step, width=30),
+        f"{minutes}:{seconds:02}",
+    )
+    body = Table.grid(padding=(0, 2))
+    body.add_row(
+        "metrics", "  ".join(f"{label} [bold]{value}[/]" for label, value in _headlines(status.metrics))
+    )
+    body.add_row("seconds", "  ".join(f"{name} {value:.2f}" for name, value in _timings(status.metrics)))
+    body.add_row("services", "  ".join(entry.name for entry in status.services))
+    return Group(head, body)
+
+
+def _headlines(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    known = [(label, form.format(metrics[key])) for label, key, form in HEADLINES if key in metrics]
+    validation = [
+        (key.removeprefix(VALIDATION), f"{value:.3f}")
+        for key, value in metrics.items()
+        if key.startswith(VALIDATION)
+    ]
+    return known + validation
+
+
+def _timings(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    return [
+        (key.removeprefix(TIMING), value)
+        for key, value in metrics.items()
+        if key.startswith(TIMING) and key != f"{TIMING}step"
+    ]

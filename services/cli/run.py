@@ -1,0 +1,38 @@
+"""`atoll run FILE`: every service of a run on this machine, followed until it ends."""
+
+import argparse
+import json
+from pathlib import Path
+
+from services.cli import progress
+from services.cli.launcher import launch
+from services.config.load import load
+from services.config.schema import RunConfig
+
+EXIT_INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, help="the run's config in TOML, such as examples/arithmetic.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override one setting")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config; start nothing")
+    parser.add_argument("--resume", action="store_true", help="go on with the run that its folder holds")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = load(arguments.file, arguments.set)
+    if arguments.dry_run:
+        print(config.model_dump_json(indent=2))
+        return 0
+    return follow_to_end(config, resume=arguments.resume)
+
+
+def follow_to_end(config: RunConfig, *, resume: bool) -> int:
+    """Launches, shows progress, then the summary. Returns the exit code."""
+    print(f"run {config.run.name}: files and logs in {config.folder}")
+    with progress.view() as show:
+        completed = launch(config, lambda client: progress.follow(client, show), resume=resume)
+    summary = config.folder / "summary.json"
+    if summary.exists():  # not where it was interrupted twice
+        print(progress.summary_lines(json.loads(summary.read_text())))
+    return 0 if completed else EXIT_INTERRUPTED

@@ -1,0 +1,20 @@
+"""`atoll serve ROLE ...`: becomes the service's process, for those who place services by hand."""
+
+import argparse
+import os
+import sys
+from typing import NoReturn
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("role", choices=["coordinator", "reward", "rollout", "trainer"])
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        help="passed on: --config runs/NAME/config.json --name NAME --coordinator HOST:PORT ...",
+    )
+
+
+def run(arguments: argparse.Namespace) -> NoReturn:
+    command = [sys.executable, "-m", f"services.{arguments.role}", *arguments.arguments]
+    os.execv(sys.executable, command)

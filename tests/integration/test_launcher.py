@@ -1,0 +1,133 @@
+"""The launcher's promises, with fake services: deaths are told, restarts counted, nothing is left behind."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.cli import processes
+from services.cli.processes import Fleet, ServiceDiedError
+from tests.integration.fake_run import fake
+
+TIMEOUT_S = 30
+
+
+def pids(logs: Path, name: str) -> list[int]:
+    """Of every life of a fake service, from its log."""
+    return [int(pid) for pid in re.findall(r"pid (\d+)", (logs / f"{name}.log").read_text())]
+
+
+@contextmanager
+def running(folder: Path, coordinator: str, *behaviours: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher of fakes whose services have all registered."""
+    script = Path(__file__).with_name("fake_run.py")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.fake_run", str(folder), coordinator, *behaviours],
+        cwd=script.parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "up\n"
+        yield launcher
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def children(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(launcher.pid).children(recursive=True)
+
+
+async def test_death_at_start_is_told_and_not_repeated(tmp_path: Path) -> None:
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(ServiceDiedError) as caught:
+            await fleet.keep(fake("trainer-0", "refuses", max_restarts=3))
+    message = str(caught.value)
+    assert message.startswith("trainer-0 did not start (exit code 1)")
+    assert str(tmp_path / "trainer-0.log") in message
+    assert "the model folder /nowhere has no config.json" in message.splitlines()[-1]
+    assert len(pids(tmp_path, "trainer-0")) == 1
+
+
+async def test_a_service_is_restarted_as_often_as_it_may(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(ServiceDiedError, match=r"rollout-0 died \(signal SIGKILL\)"):
+            await fleet.keep(fake("rollout-0", "dies", max_restarts=2))
+    assert len(set(pids(tmp_path, "rollout-0"))) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "rollout-0 died (signal SIGKILL); restart 1 of 2",
+        "rollout-0 died (signal SIGKILL); restart 2 of 2",
+    ]
+
+
+async def test_an_end_that_nobody_asked_for_is_a_death(tmp_path: Path) -> None:
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(ServiceDiedError, match=r"reward-0 died \(exit code 0\)"):
+            await fleet.keep(fake("reward-0", "ends"))
+
+
+async def test_a_service_that_never_answers_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "READY_TIMEOUT_S", 2.0)
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(ServiceDiedError, match=r"did not start within 2 s \(signal SIGKILL\)"):
+            await fleet.start(fake("trainer-1", "silent"))
+
+
+async def test_leaving_ends_even_those_that_ignore_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "TERMINATE_TIMEOUT_S", 0.3)
+    async with Fleet(tmp_path) as fleet:
+        await fleet.start(fake("polite", "serves"))
+        await fleet.start(fake("stubborn", "serves-stubbornly"))
+        alive = [pids(tmp_path, name)[0] for name in ("polite", "stubborn")]
+        assert all(psutil.pid_exists(pid) for pid in alive)
+    assert not any(psutil.pid_exists(pid) for pid in alive)
+
+
+def test_the_death_of_a_service_ends_the_run(tmp_path: Path) -> None:
+    with running(tmp_path, "coordinates", "serves", "serves") as launcher:
+        services = children(launcher)
+        psutil.Process(pids(tmp_path / "logs", "service-1")[0]).kill()
+        assert "service-1 died (signal SIGKILL)" in launcher.communicate(timeout=TIMEOUT_S)[1]
+        assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
+
+
+def test_the_first_interrupt_stops_the_run_through_the_coordinator(tmp_path: Path) -> None:
+    with running(tmp_path, "coordinates", "serves", "serves") as launcher:
+        services = children(launcher)
+        assert len(services) == 3
+        assert (tmp_path / "coordinator.address").exists()
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.communicate(timeout=TIMEOUT_S)[0] == "stopped\n"
+        assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
+        assert not (tmp_path / "coordinator.address").exists()
+
+
+def test_the_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
+    with running(tmp_path, "coordinates-stubbornly", "serves") as launcher:
+        services = children(launcher)
+        launcher.send_signal(signal.SIGTERM)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.communicate(timeout=TIMEOUT_S)[0] == "stopped\n"
+        assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
+
+
+def test_a_killed_launcher_takes_its_services_along(tmp_path: Path) -> None:
+    with running(tmp_path, "coordinates", "serves", "serves-stubbornly") as launcher:
+        services = children(launcher)
+        launcher.kill()
+        assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
