@@ -8,7 +8,7 @@ Letters in shapes: T tokens, S segments.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -176,6 +176,25 @@ def flatten_trees(segments: Segments) -> tuple[Selection, Bool]:
         groups=segments.groups[is_leaf],
     )
     return Selection(flat, source), np.repeat(first_of_path, np.diff(bounds))
+
+
+def take(batch: Batch, selection: Selection) -> Batch:
+    """The tokens of `selection` with their own weights, advantages and logprobs."""
+    source, old = selection.source, batch.old_logprobs
+    return Batch(
+        segments=selection.segments,
+        loss_weights=batch.loss_weights[source],
+        advantages=batch.advantages[source],
+        rollout_logprobs=batch.rollout_logprobs[source],
+        old_logprobs=None if old is None else old[source],
+    )
+
+
+def flatten_batch(batch: Batch) -> Batch:
+    """`flatten_trees` of a batch: a token that is repeated counts in its first copy only."""
+    selection, first = flatten_trees(batch.segments)
+    flat = take(batch, selection)
+    return replace(flat, loss_weights=np.where(first, flat.loss_weights, np.float32(0)))
 
 
 def _gather(offsets: Int64, chosen: Int64) -> tuple[Int64, Int64]:

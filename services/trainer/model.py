@@ -13,7 +13,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -105,8 +110,21 @@ def build(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
     )
+    _tag_shards(model)
     load_weights(model, spec, folder)
     return Policy(model, spec, folder)
+
+
+def _tag_shards(model: PolicyModel) -> None:
+    """Megatron tags the weights that it splits when it initialises them, which we skip.
+
+    Without the tag they would count once instead of once per rank in the gradient norm.
+    """
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=0, stride=1)
+        elif isinstance(module, RowParallelLinear):
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=1, stride=1)
 
 
 def output_weight(model: PolicyModel) -> Tensor:
@@ -141,6 +159,7 @@ def _transformer_config(spec: ModelSpec, dtype: torch.dtype) -> TransformerConfi
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        calculate_per_token_loss=True,  # data-parallel gradients are summed: the loss weights carry the mean
         perform_initialization=False,  # every parameter is read from the folder
         # these need CUDA kernels
         gradient_accumulation_fusion=False,
