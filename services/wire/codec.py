@@ -17,6 +17,7 @@ from services.wire.types import (
     GradingError,
     Group,
     GroupId,
+    JournalSnapshot,
     LossSettings,
     Node,
     Plan,
@@ -35,7 +36,7 @@ from services.wire.types import (
     Version,
     VersionSpan,
 )
-from services.wire.v1 import coordinator_pb2, reward_pb2, trainer_pb2, types_pb2
+from services.wire.v1 import coordinator_pb2, journal_pb2, reward_pb2, trainer_pb2, types_pb2
 
 MAX_CHUNK_BYTES = 2 << 20  # of one streamed message; whole groups, so a single huge group may exceed it
 
@@ -466,3 +467,22 @@ def encode_service(entry: ServiceEntry) -> coordinator_pb2.Service:
 
 def decode_service(message: coordinator_pb2.Service) -> ServiceEntry:
     return ServiceEntry(message.role, message.name, message.incarnation, message.address)
+
+
+def encode_journal(snapshot: JournalSnapshot) -> bytes:
+    return journal_pb2.JournalSnapshot(
+        issued=snapshot.issued,
+        finished=snapshot.finished,
+        payloads=snapshot.payloads,
+        lineages=snapshot.lineages,
+    ).SerializeToString()
+
+
+def decode_journal(data: bytes) -> JournalSnapshot:
+    message = journal_pb2.JournalSnapshot.FromString(data)
+    return JournalSnapshot(
+        issued=dict(message.issued),
+        finished=dict(message.finished),
+        payloads=dict(message.payloads),
+        lineages=tuple(message.lineages),
+    )

@@ -372,3 +372,13 @@ class ServiceEntry:
     name: str
     incarnation: str
     address: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JournalSnapshot:
+    """The coordinator's journal inside a checkpoint, in the form of services/coordinator/journal_scripts.py."""
+
+    issued: Mapping[str, str]
+    finished: Mapping[str, str]
+    payloads: Mapping[str, bytes]
+    lineages: tuple[str, ...]
