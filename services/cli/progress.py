@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,8 +19,9 @@ LINE_EVERY_S = 1.0
 
 # What a reader looks at first: label, metric, format.
 HEADLINES = (
-    ("reward", "critic/rewards/mean", "{:.3f}"),
+    ("reward", "critic/score/mean", "{:.3f}"),
     ("loss", "actor/pg_loss", "{:+.4f}"),
+    ("loss", "actor/nll_loss", "{:.4f}"),  # of the supervised warm-up
     ("length", "response_length/mean", "{:.1f}"),
     ("tokens/s", "perf/throughput", "{:,.0f}"),
     ("staleness", "staleness/mean", "{:.2f}"),
@@ -60,6 +63,23 @@ def line(status: RunStatus) -> str:
         timings = ", ".join(f"{name} {value:.2f}" for name, value in _timings(status.metrics))
         words.append(f"{status.metrics[f'{TIMING}step']:.2f} s ({timings})")
     return "  ".join(words)
+
+
+def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
+    """What summary.json says, for people."""
+    minutes, seconds = divmod(int(summary["seconds"]), 60)
+    print(f"{summary['run']}: {summary['steps']} steps in {minutes}:{seconds:02}")
+    if summary["reward_first"] is not None:
+        window = summary["reward_window"]
+        print(
+            f"  reward      {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} "
+            f"(mean of the first and the last {window} steps)"
+        )
+    for name, first in summary["validation_first"].items():
+        if last := summary["validation_last"].get(name):
+            print(f"  {name.removeprefix(VALIDATION):11} {first:.3f} -> {last:.3f}")
+    print(f"  checkpoint  {summary['checkpoint'] or 'none'}")
+    print(f"  metrics     {folder / 'metrics.jsonl'}")
 
 
 def _line_printer(console: Console) -> Show:

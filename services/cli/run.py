@@ -34,5 +34,5 @@ def follow_to_end(config: RunConfig, *, resume: bool) -> int:
         completed = launch(config, lambda client: progress.follow(client, show), resume=resume)
     summary = config.folder / "summary.json"
     if summary.exists():  # not where it was interrupted twice
-        print(progress.summary_lines(json.loads(summary.read_text())))
+        progress.print_summary(json.loads(summary.read_text()), config.folder)
     return 0 if completed else EXIT_INTERRUPTED

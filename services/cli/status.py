@@ -1,0 +1,47 @@
+"""`atoll status`: what a run is doing, or how it ended."""
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+
+from services.cli import progress
+from services.cli.launcher import ADDRESS_FILE
+from services.config.load import access_token
+from services.runtime.clients import Caller, CoordinatorClient, RunStatus
+from services.runtime.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("run", type=Path, nargs="?", metavar="RUN", help="a run's folder, such as runs/NAME")
+    which.add_argument("--coordinator", metavar="HOST:PORT", help="of a run on another machine")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.coordinator:
+        print(describe(asyncio.run(ask(arguments.coordinator))))
+        return 0
+    folder: Path = arguments.run
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder} holds no run: give a run's folder, such as runs/NAME")
+    if (folder / ADDRESS_FILE).exists():
+        print(describe(asyncio.run(ask((folder / ADDRESS_FILE).read_text()))))
+    elif (folder / "summary.json").exists():
+        progress.print_summary(json.loads((folder / "summary.json").read_text()), folder)
+    else:
+        print(f"{folder} is not running and has no summary: see {folder / 'logs'}; --resume goes on with it")
+    return 0
+
+
+async def ask(address: str) -> RunStatus:
+    client = CoordinatorClient(address, Caller(token=access_token()))
+    try:
+        return await client.status()
+    finally:
+        await client.close()
+
+
+def describe(status: RunStatus) -> str:
+    services = [f"  {entry.name:12} {entry.address:21} {entry.incarnation}" for entry in status.services]
+    return "\n".join([f"{status.run}: {progress.line(status)}", *services])
