@@ -1,0 +1,197 @@
+"""What `atoll data` writes, read back by transformers and by our own data source."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from services.cli.arithmetic import build_arithmetic
+from services.cli.data import SAMPLE
+from services.cli.gsm8k import build_gsm8k
+from services.cli.main import main
+from services.config.load import load
+from services.config.schema import SourceConfig
+from services.coordinator.data import SupervisedSource, read_prompts
+from services.coordinator.rendering import Renderer
+from services.coordinator.rows import read_rows, read_supervised_rows
+from services.runtime.errors import UserError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("arithmetic")
+    build_arithmetic(out, seed=1)
+    return out
+
+
+@pytest.fixture(scope="module")
+def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("gsm8k")
+    build_gsm8k(SAMPLE, out, seed=1)
+    return out
+
+
+def test_arithmetic_rows_are_right_and_disjoint(arithmetic: Path) -> None:
+    questions: dict[str, set[str]] = {}
+    for name, count in (("train", 7594), ("validation", 506)):
+        rows = read_rows(arithmetic / f"{name}.parquet")
+        assert len(rows) == count
+        for row in rows:
+            match = re.fullmatch(r"([1-9]\d)\+([1-9]\d)=", row.messages[0]["content"])
+            assert match is not None
+            assert int(match[1]) + int(match[2]) == int(row.ground_truth)
+        questions[name] = {row.messages[0]["content"] for row in rows}
+        assert len(questions[name]) == count
+    assert not questions["train"] & questions["validation"]
+    warmup = read_supervised_rows(arithmetic / "warmup.parquet")
+    answers = {row.messages[0]["content"]: row.response for row in warmup}
+    assert answers.keys() == questions["train"]
+    assert all(eval(question[:-1]) == int(answer) for question, answer in answers.items())
+
+
+def test_arithmetic_prompts_are_plain_text(arithmetic: Path) -> None:
+    renderer = Renderer(arithmetic / "model")
+    prompt = read_prompts(arithmetic / "train.parquet", renderer, "toy")[0]
+    # <pad> 0, <eos> 1, <unk> 2, digit d is 3 + d, + is 13, = is 17
+    a, b = prompt.text[:2], prompt.text[3:5]
+    assert prompt.token_ids.tolist() == [3 + int(d) for d in a] + [13] + [3 + int(d) for d in b] + [17]
+    assert (renderer.eos_id, renderer.stop_ids, renderer.vocab_size) == (1, (1,), 64)
+    (pair,) = SupervisedSource(SourceConfig(path=arithmetic / "warmup.parquet"), renderer, seed=0).draw(1)
+    assert len(pair[0]) == 6
+    assert pair[1][-1] == 1
+
+
+def parameters_of_qwen2(vocab: int, hidden: int, inner: int, layers: int, kv: int) -> int:
+    attention = 2 * hidden * hidden + 2 * hidden * kv + hidden + 2 * kv  # q, o; k, v; biases
+    return 2 * vocab * hidden + hidden + layers * (attention + 3 * hidden * inner + 2 * hidden)
+
+
+@pytest.mark.parametrize(
+    ("task", "num_parameters"),
+    [
+        ("arithmetic", parameters_of_qwen2(vocab=64, hidden=128, inner=512, layers=4, kv=64)),
+        # no biases, two norms of 32 a layer
+        ("gsm8k", parameters_of_qwen2(2048, 128, 384, 4, 64) + 4 * (2 * 32 - 128 - 2 * 64)),
+    ],
+)
+def test_transformers_loads_the_model(task: str, num_parameters: int, request: pytest.FixtureRequest) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = request.getfixturevalue(task) / "model"
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"]
+    assert model.num_parameters() == num_parameters
+    assert model.dtype == torch.float32
+    assert model.config.rope_parameters["rope_theta"] == 10_000.0
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert (parameter == 1).all()
+        elif name.endswith("bias"):
+            assert (parameter == 0).all()
+        else:  # five standard errors
+            error = 5 * 0.02 / parameter.numel() ** 0.5
+            assert abs(parameter.mean().item()) < error
+            assert abs(parameter.std().item() - 0.02) < error
+    # a random model knows nothing: its loss is that of the uniform distribution
+    ids = torch.from_numpy(np.arange(40, dtype=np.int64)[None])
+    loss = model(input_ids=ids, labels=ids).loss.item()
+    assert abs(loss - np.log(model.config.vocab_size)) < 0.1
+
+
+def test_gsm8k_rows(gsm8k: Path) -> None:
+    for name, count in (("train", 200), ("test", 50)):
+        lines = (SAMPLE / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = read_rows(gsm8k / f"{name}.parquet")
+        assert len(rows) == count
+        for line, row in zip(lines, rows, strict=True):
+            problem = json.loads(line)
+            assert row.messages == [
+                {
+                    "role": "user",
+                    "content": problem["question"]
+                    + ' Let\'s think step by step and output the final answer after "####".',
+                }
+            ]
+            assert row.ground_truth == problem["answer"].rpartition("#### ")[2].replace(",", "")
+            assert row.extra["answer"] == problem["answer"]
+    columns = pq.read_schema(gsm8k / "train.parquet").names
+    assert columns == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+    for row in read_supervised_rows(gsm8k / "warmup.parquet"):
+        assert "<<" not in row.response
+        assert re.search(r"\n#### [-0-9.,]+$", row.response)
+
+
+def test_gsm8k_tokenizer_is_lossless_and_agrees_with_transformers(gsm8k: Path) -> None:
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(gsm8k / "model")
+    renderer = Renderer(gsm8k / "model")
+    for prompt in read_prompts(gsm8k / "test.parquet", renderer, "toy"):
+        messages = [{"role": "user", "content": prompt.text.split("\n", 1)[1].split("<|im_end|>")[0]}]
+        expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert prompt.token_ids.tolist() == expected
+        assert reference.decode(prompt.token_ids) == prompt.text
+        assert prompt.text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    (ids,) = renderer.encode_responses(["1234 é 漢"])
+    assert reference.convert_ids_to_tokens(ids[:4]) == ["1", "2", "3", "4"]
+    assert reference.decode(ids) == "1234 é 漢<|im_end|>"
+    assert renderer.stop_ids == (reference.eos_token_id,)
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "gsm8k"])
+def test_a_seed_gives_the_same_files(task: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    first = request.getfixturevalue(task)
+    assert main(["data", task, "--out", str(tmp_path / "same"), "--seed", "1"]) == 0
+    assert main(["data", task, "--out", str(tmp_path / "other"), "--seed", "2"]) == 0
+    files = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
+    assert len(files) == 8
+    assert all((first / file).read_bytes() == (tmp_path / "same" / file).read_bytes() for file in files)
+    weights = Path("model/model.safetensors")
+    assert (first / weights).read_bytes() != (tmp_path / "other" / weights).read_bytes()
+
+
+@pytest.mark.parametrize(("digits", "sums"), [(1, 81), (6, 8100)])
+def test_sums_of_other_lengths(tmp_path: Path, digits: int, sums: int) -> None:
+    build_arithmetic(tmp_path, seed=0, digits=digits)
+    rows = [*read_rows(tmp_path / "train.parquet"), *read_rows(tmp_path / "validation.parquet")]
+    questions = {row.messages[0]["content"] for row in rows}
+    assert len(questions) == len(rows) == sums
+    assert all(re.fullmatch(rf"[1-9]\d{{{digits - 1}}}\+[1-9]\d{{{digits - 1}}}=", q) for q in questions)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "a"}', r"line 2: expected an object with question and answer, got KeyError: 'answer'"),
+        ("{", "line 2: expected an object with question and answer, got JSONDecodeError"),
+        ('{"question": "a", "answer": "12"}', 'line 2: field answer does not end in "#### number"'),
+    ],
+)
+def test_a_bad_source_line(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n' + line + "\n")
+    with pytest.raises(UserError, match=message):
+        build_gsm8k(tmp_path, tmp_path / "out", seed=0)
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "gsm8k"])
+def test_the_examples_use_what_is_written(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(EXAMPLES / f"{name}.toml")
+    (tmp_path / "runs" / "data").mkdir(parents=True)
+    (tmp_path / "runs" / "data" / name).symlink_to(request.getfixturevalue(name))
+    monkeypatch.chdir(tmp_path)
+    renderer = Renderer(config.model.path)
+    for path in [*(s.path for s in config.data.train), *(s.path for s in config.validation.sets)]:
+        longest = max(len(prompt.token_ids) for prompt in read_prompts(path, renderer, "toy"))
+        assert longest <= config.data.max_prompt_tokens
+    longest_sequence = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    assert longest_sequence <= config.rollout.local.max_length
+    assert config.warmup.source is not None
+    assert SupervisedSource(config.warmup.source, renderer, seed=0).draw(1)
