@@ -469,6 +469,20 @@ def decode_service(message: coordinator_pb2.Service) -> ServiceEntry:
     return ServiceEntry(message.role, message.name, message.incarnation, message.address)
 
 
+def encode_payload(samples: Sequence[Sample]) -> bytes:
+    """Samples of any groups, as the store keeps them."""
+    groups: dict[GroupId, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.id.group, []).append(sample)
+    message = journal_pb2.Payload(samples=[encode_samples(group) for group in groups.values()])
+    return message.SerializeToString()
+
+
+def decode_payload(content: bytes) -> list[Sample]:
+    message = journal_pb2.Payload.FromString(content)
+    return [sample for samples in message.samples for sample in decode_samples(samples)]
+
+
 def encode_journal(snapshot: JournalSnapshot) -> bytes:
     return journal_pb2.JournalSnapshot(
         issued=snapshot.issued,
