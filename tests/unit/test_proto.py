@@ -14,7 +14,7 @@ def test_regenerating_changes_nothing(tmp_path: Path) -> None:
         for name in ("mypy", "mypy_grpc")
     ]
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    protos = sorted(str(path) for path in (ROOT / "proto" / GENERATED).glob("*.proto"))
+    protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "proto" / GENERATED).glob("*.proto"))
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I", "proto", *outputs, *plugins, *protos]
     subprocess.run(command, cwd=ROOT, check=True)
     fresh = {path.name: path.read_text() for path in (tmp_path / GENERATED).iterdir()}

@@ -1,0 +1,125 @@
+"""The real command: what it refuses, and with which words."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+[run]
+name = "toy"
+steps = 2
+dir = "{folder}/runs"
+
+[model]
+path = "{folder}/model"
+
+[[data.train]]
+path = "{folder}/train.parquet"
+"""
+
+
+def atoll(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [Path(sys.executable).with_name("atoll"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "toy.toml"
+    path.write_text(CONFIG.format(folder=tmp_path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("arithmetic")
+    assert atoll("data", "arithmetic", "--out", folder).returncode == 0
+    return folder
+
+
+def test_help_needs_nothing_heavy() -> None:
+    script = (
+        "import sys\n"
+        "from services.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'grpc', 'pydantic', 'numpy', 'rich'} & sys.modules.keys()))\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout.startswith("usage: atoll")
+    assert answer.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", ["quickstart", "run", "status", "data", "export", "bench", "serve"])
+def test_every_command_has_help(command: str) -> None:
+    answer = atoll(command, "--help")
+    assert answer.returncode == 0
+    assert answer.stdout.startswith(f"usage: atoll {command}")
+
+
+def test_dry_run_prints_the_resolved_config_and_starts_nothing(config: Path, tmp_path: Path) -> None:
+    answer = atoll("run", config, "--dry-run", "--set", "trainer.optimizer.learning_rate=3e-4")
+    resolved = json.loads(answer.stdout)
+    assert resolved["trainer"]["optimizer"]["learning_rate"] == 3e-4
+    assert resolved["run"]["name"] == "toy"
+    assert resolved["coordinator"]["samples_per_prompt"] == 8  # a default, made visible
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_key_names_the_nearest_known_one(config: Path) -> None:
+    answer = atoll("run", config, "--dry-run", "--set", "trainer.optimizer.lerning_rate=1e-5")
+    assert answer.returncode == 2
+    assert "trainer.optimizer.lerning_rate: unknown key; did you mean learning_rate?" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_a_missing_config_file_is_named(tmp_path: Path) -> None:
+    answer = atoll("run", tmp_path / "absent.toml")
+    assert answer.returncode == 2
+    assert f"{tmp_path / 'absent.toml'}: no such config file" in answer.stderr
+
+
+def test_a_model_folder_that_is_no_model_ends_the_run_with_its_name(
+    config: Path, tmp_path: Path, assets: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    answer = atoll("run", config, "--set", f'data.train=[{{path="{assets / "train.parquet"}"}}]')
+    assert answer.returncode == 1
+    assert str(tmp_path / "model") in answer.stderr
+    assert "config.json" in answer.stderr or "tokenizer.json" in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert str(tmp_path / "runs/toy/logs/coordinator.log") in answer.stderr
+
+
+def test_a_run_folder_is_not_used_twice(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs/toy"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    answer = atoll("run", config)
+    assert answer.returncode == 2
+    assert "--resume" in answer.stderr
+    assert "run.name" in answer.stderr
+    assert (folder / "config.json").read_text() == "{}"
+
+
+def test_resume_wants_a_run(config: Path) -> None:
+    answer = atoll("run", config, "--resume")
+    assert answer.returncode == 2
+    assert "holds no run" in answer.stderr
+
+
+def test_status_of_nothing(tmp_path: Path) -> None:
+    answer = atoll("status", tmp_path)
+    assert answer.returncode == 2
+    assert f"{tmp_path} holds no run" in answer.stderr
+
+
+def test_doctor_lists_what_it_checked() -> None:
+    answer = atoll("doctor")
+    assert answer.returncode == 0, answer.stdout
+    assert answer.stdout.splitlines()[-1] == "ready for: atoll quickstart"
+    checked = {line.split()[1] for line in answer.stdout.splitlines()}
+    assert {"python", "grpcio", "torch", "megatron-core", "cores", "memory", "/dev/shm", "gpu"} <= checked

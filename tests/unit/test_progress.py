@@ -1,0 +1,26 @@
+"""What a reader sees of a status."""
+
+from services.cli.progress import line
+from services.runtime.clients import RunStatus
+
+
+def test_a_line_has_what_matters_in_the_order_that_matters() -> None:
+    metrics = {
+        "timing_s/gen": 0.5,
+        "timing_s/update_actor": 0.25,
+        "timing_s/step": 0.8,
+        "critic/score/mean": 0.3125,
+        "perf/throughput": 1234.5,
+        "staleness/mean": 0.0,
+        "val/sums/avg@1": 0.5,
+        "actor/grad_norm": 9.0,
+    }
+    status = RunStatus("toy", "training", 3, 10, 4, "", (), metrics, 7)
+    assert line(status) == (
+        "step 3/10  training  reward 0.312  tokens/s 1,234  staleness 0.00  sums/avg@1 0.500  "
+        "0.80 s (gen 0.50, update_actor 0.25)"
+    )
+
+
+def test_a_run_that_has_not_begun_has_no_metrics() -> None:
+    assert line(RunStatus("toy", "starting", 0, 10, 0, "", (), {}, 1)) == "step 0/10  starting"
