@@ -103,8 +103,8 @@ class GraderConfig(Section):
 
 class RewardSection(Section):
     graders: tuple[GraderConfig, ...] = (GraderConfig(name="exact_match"),)
-    retries: NonNegativeInt = 2
-    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    retries: NonNegativeInt = 2  # of a response whose grading failed for a passing reason
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0  # for a batch of responses; after it, for each alone
 
 
 class ParallelConfig(Section):

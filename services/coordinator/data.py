@@ -105,6 +105,7 @@ class PromptSource:
             prompts = read_prompts(source.path, renderer, run, first)
             first += len(prompts)
             self._sources.append(_short_enough(source.path, prompts, max_prompt_tokens, overlong))
+        self._by_number = {prompt.id.prompt: prompt for prompts in self._sources for prompt in prompts}
         self._mixture = Mixture(
             [len(prompts) for prompts in self._sources], [source.weight for source in sources], seed, shuffle
         )
@@ -116,6 +117,10 @@ class PromptSource:
     def load(self, cursor: Cursor) -> None:
         """The next draw is the one that followed when `cursor` was taken."""
         self._mixture.load(cursor)
+
+    def prompt(self, id: GroupId) -> Prompt:
+        """The prompt that a draw gave this id to."""
+        return replace(self._by_number[id.prompt], id=id)
 
     def draw(self, n: int) -> list[Prompt]:
         prompts = []

@@ -2,8 +2,11 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -160,3 +163,63 @@ async def test_graders_that_cannot_be_loaded_stop_the_start(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"the process died while loading them \(exit code 3\)"):
         RewardService([GraderConfig(name=f"{tmp_path / 'dies.py'}:f")], timeout_s=1.0)
     assert graders_of_this_test() == []
+
+
+def start(tmp_path: Path, grader: str) -> tuple[subprocess.Popen[bytes], str]:
+    """`python -m services.reward` as the launcher starts it; its address, or "" where it ended."""
+    config = {
+        "run": {"name": "toy", "steps": 1},
+        "model": {"path": "unused"},
+        "data": {"train": [{"path": "unused.jsonl"}]},
+        "reward": {"graders": [{"name": grader}]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ready, write_end = os.pipe()
+    arguments = [
+        "--config",
+        str(tmp_path / "config.json"),
+        "--name",
+        "reward-0",
+        "--ready-fd",
+        str(write_end),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.reward", *arguments, "--coordinator", "127.0.0.1:1"],
+        pass_fds=(write_end,),
+        stderr=subprocess.PIPE,
+    )
+    os.close(write_end)
+    with open(ready) as pipe:
+        line = pipe.readline()  # ends when the process does
+    return process, json.loads(line)["address"] if line else ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_the_process_takes_its_grading_process_with_it(tmp_path: Path, number: signal.Signals) -> None:
+    process, address = start(tmp_path, "exact_match")
+    children = psutil.Process(process.pid).children(recursive=True)
+    try:
+        client = RewardClient(address, Caller(), timeout_s=20.0)
+        assert await client.score([item(1, "46")]) == [Graded(item(1, "").id, 1.0, {"exact_match": 1.0})]
+        await client.close()
+        assert children
+    finally:
+        process.send_signal(number)
+        _, log = process.communicate(timeout=20)
+    assert process.returncode == (0 if number == signal.SIGTERM else -signal.SIGKILL), log.decode()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_the_process_says_which_grader_it_lacks(tmp_path: Path) -> None:
+    process, address = start(tmp_path, "exact")
+    _, log = process.communicate(timeout=20)
+    assert (address, process.returncode) == ("", 1)
+    assert (
+        log.decode()
+        .strip()
+        .endswith(
+            "reward-0: reward.graders: unknown grader 'exact'; "
+            "expected exact_match, gsm8k, gsm8k_format or file.py:function"
+        )
+    )

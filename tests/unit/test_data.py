@@ -258,6 +258,13 @@ def test_a_cursor_continues_identically(tmp_path: Path, renderer: Renderer, stop
     assert before + after == unbroken
 
 
+def test_a_prompt_is_found_again_by_its_id(tmp_path: Path, renderer: Renderer) -> None:
+    paths = [write_jsonl(tmp_path / "a.jsonl", sums(3)), write_jsonl(tmp_path / "b.jsonl", sums(7))]
+    prompts = source(renderer, *paths)
+    for drawn in prompts.draw(30):
+        assert key(prompts.prompt(drawn.id)) == key(drawn)
+
+
 @pytest.mark.parametrize("change", [{"seed": 4}, {"shuffle": False}, {"rows": 21}], ids=str)
 def test_a_cursor_of_other_data_is_refused(
     tmp_path: Path, renderer: Renderer, change: dict[str, Any]
