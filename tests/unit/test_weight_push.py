@@ -1,0 +1,266 @@
+"""Publisher and Refit in one process: what arrives, what is refused, what is not sent again."""
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from services.rollout.refit import Refit
+from services.runtime.errors import WeightPushError
+from services.trainer import publish
+from services.trainer.publish import Publisher
+from services.weights.boxes import tensor_checksums
+from services.weights.plan import plan
+from services.weights.transport import shm
+from services.wire.types import Published, StreamManifest, Version
+from tests.unit.weight_layouts import Shard, catalogs, random_model, shards
+
+V0, V1, V2, V3 = (Version("a3f0", number) for number in range(4))
+
+
+class Fleet:
+    """Trainer ranks and the target ranks of one replica class."""
+
+    def __init__(self, sources: list[Shard], targets: list[Shard], dtype: str = "float32") -> None:
+        self.sources, self.targets, self.dtype = sources, targets, dtype
+        self.plan = plan(catalogs(sources), catalogs(targets))
+        self.publishers = [Publisher(rank, shard.buffers) for rank, shard in enumerate(sources)]
+        self.replica = self.join()
+
+    def join(self) -> list[Refit]:
+        buffers = [[torch.zeros_like(b) for b in shard.buffers] for shard in self.targets]
+        return [Refit(flat, V0, rank) for rank, flat in enumerate(buffers)]
+
+    def train(self, seed: int) -> dict[str, torch.Tensor]:
+        model = random_model(seed)
+        for shard in self.sources:
+            shard.fill(model)
+        return model
+
+    def publish(self, version: Version) -> list[Published]:
+        parts: list[Published] = []
+        while not parts or not parts[-1].last:
+            each = [
+                p.publish(version, self.dtype, [self.plan.id], [self.plan], len(parts))
+                for p in self.publishers
+            ]
+            parts.append(publish.merged(each))
+        return parts
+
+    def receive(self, version: Version, parts: list[Published], replica: list[Refit]) -> int:
+        return sum(refit.receive(version, part.streams, self.plan) for part in parts for refit in replica)
+
+    def push(self, version: Version) -> list[Published]:
+        parts = self.publish(version)
+        self.receive(version, parts, self.replica)
+        for refit in self.replica:
+            refit.commit(version)
+        return parts
+
+    def live(self, replica: list[Refit]) -> dict[str, torch.Tensor]:
+        model = {name: torch.full_like(tensor, torch.nan) for name, tensor in random_model(0).items()}
+        for refit, shard in zip(replica, self.targets, strict=True):
+            Shard(shard.catalog, refit.commit(refit.version)).read_into(model)
+        return model
+
+
+def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("target", [1, 2])
+@pytest.mark.parametrize("source", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_layouts(source, target, dtype):
+    serving = publish.DTYPES[dtype]
+    fleet = Fleet(shards(*source), shards(target, dtype=serving, gap=3), dtype)
+    for seed, version in enumerate((V1, V2, V3)):
+        model = fleet.train(seed)
+        fleet.push(version)
+        assert_equal(fleet.live(fleet.replica), {name: t.to(serving).float() for name, t in model.items()})
+
+
+def test_generation_sees_the_old_weights_until_commit():
+    fleet = Fleet(shards(2), shards(1))
+    old = fleet.train(1)
+    fleet.push(V1)
+    new = fleet.train(2)
+    fleet.receive(V2, fleet.publish(V2), fleet.replica)
+    assert_equal(fleet.live(fleet.replica), old)
+    fleet.replica[0].commit(V2)
+    assert_equal(fleet.live(fleet.replica), new)
+    assert fleet.replica[0].version == V2
+
+
+def test_a_slow_replica_still_reads_the_version_before():
+    """The segment has two halves: the next version does not overwrite the last."""
+    fleet = Fleet(shards(2), shards(1))
+    model = fleet.train(1)
+    parts = fleet.publish(V1)
+    fleet.train(2)
+    fleet.publish(V2)
+    fleet.receive(V1, parts, fleet.replica)
+    fleet.replica[0].commit(V1)
+    assert_equal(fleet.live(fleet.replica), model)
+
+
+def test_buffers_may_be_views():
+    """Of one large allocation, as Megatron's parameter buffers are."""
+    fleet = Fleet(shards(1), shards(1))
+    model = fleet.train(1)
+    large = torch.zeros(10_000)
+    views = [
+        large[7 : 7 + fleet.sources[0].buffers[0].numel()],
+        large[5000 : 5000 + fleet.sources[0].buffers[1].numel()],
+    ]
+    for view, buffer in zip(views, fleet.sources[0].buffers, strict=True):
+        view.copy_(buffer)
+    fleet.publishers = [Publisher(0, views)]
+    fleet.push(V1)
+    assert_equal(fleet.live(fleet.replica), model)
+
+
+def test_parts(monkeypatch):
+    """A version in parts of at most 512 bytes or one transfer: the same bytes, each sent once."""
+    monkeypatch.setattr(publish, "PART_BYTES", 512)
+    fleet = Fleet(shards(2), shards(1))
+    model = fleet.train(1)
+    parts = fleet.push(V1)
+    assert len(parts) > 2
+    assert sum(part.num_bytes for part in parts) == 4 * sum(tensor.numel() for tensor in model.values())
+    assert_equal(fleet.live(fleet.replica), model)
+
+
+def test_repeated_call_answers_from_the_record():
+    fleet = Fleet(shards(1), shards(1))
+    fleet.train(1)
+    first = fleet.publish(V1)[0]
+    fleet.train(2)  # the trainer has moved on; version 1 is what it was
+    again = fleet.publish(V1)[0]
+    assert again.num_bytes == 0
+    np.testing.assert_array_equal(again.streams[0].checksums, first.streams[0].checksums)
+
+
+def test_unchanged_bytes_are_neither_written_nor_copied():
+    fleet = Fleet(shards(2, 2), shards(1))
+    model = fleet.train(1)
+    before = fleet.push(V1)
+    segment = shm.attach(before[0].streams[0].location)
+    bytes_before = segment.clone()
+    parts = fleet.publish(V2)
+    assert sum(part.num_bytes for part in parts) == 0
+    assert fleet.receive(V2, parts, fleet.replica) == 0
+    torch.testing.assert_close(segment, bytes_before, rtol=0, atol=0)
+    fleet.replica[0].commit(V2)
+    assert fleet.replica[0].version == V2
+    assert_equal(fleet.live(fleet.replica), model)
+
+
+def test_one_changed_tensor_moves_alone():
+    fleet = Fleet(shards(1), shards(1))
+    fleet.train(1)
+    fleet.push(V1)
+    model = fleet.train(2)
+    fleet.push(V2)
+    model["norm"][3, 0] += 1
+    fleet.sources[0].fill(model)
+    assert fleet.receive(V3, fleet.publish(V3), fleet.replica) == model["norm"].nbytes
+    fleet.replica[0].commit(V3)
+    assert_equal(fleet.live(fleet.replica), model)
+
+
+def test_late_joiner_reads_what_is_there():
+    fleet = Fleet(shards(2), shards(1))
+    fleet.train(1)
+    fleet.push(V1)
+    model = fleet.train(2)
+    parts = fleet.push(V2)
+    fleet.train(3)  # the trainer trains on, and publishes nothing
+    late = fleet.join()
+    fleet.receive(V2, parts, late)
+    late[0].commit(V2)
+    assert_equal(fleet.live(late), model)
+
+
+def test_corrupted_byte_is_named_and_never_committed():
+    fleet = Fleet(shards(2), shards(1))
+    model = fleet.train(1)
+    fleet.push(V1)
+    fleet.train(2)
+    parts = fleet.publish(V2)
+    down = next(
+        t for t in fleet.plan.transfers if fleet.plan.tensors[t["tensor"]] == "down" and t["source"] == 1
+    )
+    stream = parts[0].streams[1]
+    segment = shm.attach(stream.location)
+    segment[stream.offset + 4 * int(down["stream"]) + 2] ^= 1
+    with pytest.raises(
+        WeightPushError, match=r"'down', 12 rows from row 0, from trainer rank 1: got checksum 0x"
+    ):
+        fleet.receive(V2, parts, fleet.replica)
+    with pytest.raises(WeightPushError, match="nothing is staged"):
+        fleet.replica[0].commit(V2)
+    assert fleet.replica[0].version == V1
+    assert_equal(fleet.live(fleet.replica), model)
+
+    segment[stream.offset + 4 * int(down["stream"]) + 2] ^= 1  # mended: the same version goes through
+    fleet.receive(V2, parts, fleet.replica)
+    fleet.replica[0].commit(V2)
+    assert fleet.replica[0].version == V2
+
+
+def test_order_of_calls():
+    fleet = Fleet(shards(2), shards(1))
+    refit = fleet.replica[0]
+    fleet.train(1)
+    streams = fleet.publish(V1)[0].streams
+    with pytest.raises(WeightPushError, match="never sent: send the plan"):
+        refit.receive(V1, streams, None)
+    with pytest.raises(WeightPushError, match="commit of a3f0:1, but nothing is staged"):
+        refit.commit(V1)
+    refit.receive(V1, streams[:1], fleet.plan)
+    with pytest.raises(WeightPushError, match=r"5 of 10 slices have not arrived; the first is '.*rank 1"):
+        refit.commit(V1)
+    refit.receive(V1, streams[1:], None)
+    with pytest.raises(WeightPushError, match="commit of a3f0:2, but a3f0:1 is staged"):
+        refit.commit(V2)
+    refit.rollback(V2)  # another version: nothing to forget
+    refit.rollback(V1)
+    with pytest.raises(WeightPushError, match="nothing is staged"):
+        refit.commit(V1)
+    refit.receive(V1, streams, None)
+    refit.commit(V1)
+    refit.commit(V1)  # repeated: nothing
+    assert refit.receive(V1, streams, None) == 0
+    fleet.push(V2)
+    with pytest.raises(WeightPushError, match="got a3f0:1, but a3f0:2 is live"):
+        refit.receive(V1, streams, None)
+    refit.receive(
+        Version("b111", 1), fleet.publish(Version("b111", 1))[0].streams, None
+    )  # a restored trainer
+    refit.commit(Version("b111", 1))
+
+
+def test_unknown_plan_is_refused_by_the_trainer():
+    fleet = Fleet(shards(1), shards(1))
+    with pytest.raises(WeightPushError, match="trainer rank 0 has no plan feed"):
+        fleet.publishers[0].publish(V1, "float32", ["feed"], [], 0)
+
+
+def test_writer_is_gone():
+    fleet = Fleet(shards(1), shards(1))
+    fleet.train(1)
+    stream = fleet.publish(V1)[0].streams[0]
+    gone = StreamManifest(0, "/proc/1/fd/99999", 0, stream.plan_id, 0, stream.checksums)
+    with pytest.raises(WeightPushError, match="cannot map the weights of trainer rank 0"):
+        fleet.replica[0].receive(V1, [gone], fleet.plan)
+
+
+def test_tensor_checksums():
+    """Of whole tensors, by name, however they are laid out; in the serving dtype."""
+    model = random_model(5)
+    whole = shards(1, gap=2)[0]
+    whole.fill(model)
+    expected = {n: xxhash.xxh3_64_intdigest(t.bfloat16().view(torch.int16).numpy()) for n, t in model.items()}
+    assert tensor_checksums(whole.catalog, whole.buffers, torch.bfloat16) == expected
