@@ -327,9 +327,7 @@ class TrainerClient(_Client):
         )
         with self._translate("PublishWeights"):
             reply = await self._stub.PublishWeights(request, timeout=self._timeout_s, metadata=self._metadata)
-        return Published(
-            tuple(codec.decode_stream(stream) for stream in reply.streams), reply.num_bytes, reply.last
-        )
+        return codec.decode_published(reply)
 
     async def save_checkpoint(self, path: Path) -> int:
         """Writes a folder that must not exist yet; returns its bytes."""

@@ -23,6 +23,7 @@ from services.wire.types import (
     Plan,
     Prompt,
     Provenance,
+    Published,
     Sample,
     SampleId,
     Sampling,
@@ -406,6 +407,19 @@ def decode_stream(message: types_pb2.StreamManifest) -> StreamManifest:
         first=message.first,
         checksums=decode_tensor(message.checksums).astype(np.uint64, copy=False),
     )
+
+
+def encode_published(published: Published) -> trainer_pb2.PublishWeightsReply:
+    return trainer_pb2.PublishWeightsReply(
+        streams=[encode_stream(stream) for stream in published.streams],
+        num_bytes=published.num_bytes,
+        last=published.last,
+    )
+
+
+def decode_published(message: trainer_pb2.PublishWeightsReply) -> Published:
+    streams = tuple(decode_stream(stream) for stream in message.streams)
+    return Published(streams, message.num_bytes, message.last)
 
 
 def encode_score_item(item: ScoreItem) -> reward_pb2.ScoreItem:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from services.wire import codec
 from services.wire.types import (
     BOX,
+    TRANSFER,
     Batch,
     Catalog,
     FinishReason,
@@ -16,7 +17,9 @@ from services.wire.types import (
     GroupId,
     LossSettings,
     Node,
+    Plan,
     Provenance,
+    Published,
     Sample,
     SampleId,
     Sampling,
@@ -172,6 +175,16 @@ def test_catalog_and_stream_round_trip() -> None:
     assert (stream.source, stream.location, stream.offset) == (3, "atoll-x", 4096)
     assert (stream.plan_id, stream.first) == ("p", 5)
     np.testing.assert_array_equal(stream.checksums, sums)
+    published = codec.decode_published(codec.encode_published(Published((stream, stream), 96, True)))
+    assert (len(published.streams), published.num_bytes, published.last) == (2, 96, True)
+
+
+def test_plan_round_trip() -> None:
+    transfers = np.arange(28).reshape(2, 14).astype(np.int64)
+    rows = np.array([tuple(row) for row in transfers.tolist()], TRANSFER)
+    back = codec.decode_plan(codec.encode_plan(Plan("f00d", ("q", "k"), rows)))
+    assert (back.id, back.tensors) == ("f00d", ("q", "k"))
+    np.testing.assert_array_equal(back.transfers, rows)
 
 
 def test_sample_id_text_keeps_slashes_in_the_run() -> None:
