@@ -4,7 +4,7 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -71,12 +71,31 @@ def coordinator_of(config: RunConfig, store: str, *, resume: bool) -> Service:
 
 def services_of(config: RunConfig, coordinator: str) -> list[Service]:
     """What the run's mode needs beside its coordinator."""
+    registered = ("--coordinator", coordinator)
+    trainer = trainer_of(config, *registered)
+    rollout = [
+        Service(
+            f"rollout-{index}",
+            _command("rollout", config, "--name", f"rollout-{index}", *registered),
+            {"OMP_NUM_THREADS": str(config.rollout.threads)},
+            max_restarts=config.rollout.max_restarts,
+        )
+        for index in range(config.rollout.replicas)
+    ]
+    reward = Service(
+        "reward-0", _command("reward", config, "--name", "reward-0", *registered), {"OMP_NUM_THREADS": "1"}
+    )
+    match config.run.mode:
+        case "train":
+            return [reward, *trainer, *rollout]
+        case "rollout_only":
+            return [reward, *rollout]
+        case "train_only":
+            return trainer
 
-    def service(role: str, index: int, environment: Mapping[str, str], max_restarts: int = 0) -> Service:
-        name = f"{role}-{index}"
-        command = _command(role, config, "--name", name, "--coordinator", coordinator)
-        return Service(name, command, environment, max_restarts)
 
+def trainer_of(config: RunConfig, *arguments: str) -> list[Service]:
+    """One process a rank; the first one serves for all of them."""
     world_size = config.trainer.parallel.world_size
     fleet = {
         "WORLD_SIZE": str(world_size),
@@ -84,23 +103,15 @@ def services_of(config: RunConfig, coordinator: str) -> list[Service]:
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": str(config.trainer.threads),
     }
-    trainer = [
-        service("trainer", rank, {**fleet, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    return [
+        Service(
+            f"trainer-{rank}",
+            _command("trainer", config, "--name", f"trainer-{rank}", *arguments),
+            {**fleet, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            serves=rank == 0,
+        )
         for rank in range(world_size)
     ]
-    threads = {"OMP_NUM_THREADS": str(config.rollout.threads)}
-    rollout = [
-        service("rollout", index, threads, config.rollout.max_restarts)
-        for index in range(config.rollout.replicas)
-    ]
-    reward = [service("reward", 0, {"OMP_NUM_THREADS": "1"})]
-    match config.run.mode:
-        case "train":
-            return [*reward, *trainer, *rollout]
-        case "rollout_only":
-            return [*reward, *rollout]
-        case "train_only":
-            return trainer
 
 
 def claim_folder(folder: Path, *, resume: bool) -> None:

@@ -60,7 +60,7 @@ def run_service(role: str, build: Callable[[ServiceContext], Awaitable[Service]]
 
     Ends the process with exit code 1 where it cannot start or another process took its name.
     """
-    arguments = _arguments(role)
+    arguments = parse_arguments(role)
     configure_logging(arguments.name)
     try:
         asyncio.run(_serve(role, build, arguments))
@@ -90,11 +90,11 @@ def announce(ready_fd: int, address: str) -> None:
         ready.write(json.dumps({"address": address}) + "\n")
 
 
-def _arguments(role: str) -> argparse.Namespace:
+def parse_arguments(role: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"atoll serve {role}")
     parser.add_argument("--config", type=Path, required=True, help="the run's resolved config.json")
     parser.add_argument("--name", required=True, help=f"unique in the run, such as {role}-0")
-    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where to register; none: serve alone")
     parser.add_argument("--ready-fd", type=int, help="a pipe that gets a line once the service answers")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
@@ -132,11 +132,16 @@ async def _serve(
         await service.close()
 
 
-async def _hold_lease(entry: ServiceEntry, coordinator: str, token: str | None, stop: asyncio.Event) -> None:
+async def _hold_lease(
+    entry: ServiceEntry, coordinator: str | None, token: str | None, stop: asyncio.Event
+) -> None:
     """Keeps `entry` registered until `stop` is set, however long the coordinator is away; then removes it.
 
     Raises ReplacedError where a newer process took the name.
     """
+    if coordinator is None:
+        await stop.wait()
+        return
     client = CoordinatorClient(coordinator, Caller(token=token), COORDINATOR_TIMEOUT_S)
     lease = asyncio.create_task(_renew(entry, client))
     stopped = asyncio.create_task(stop.wait())

@@ -1,0 +1,60 @@
+"""`atoll export`: a checkpoint becomes a Hugging Face folder, written by a trainer fleet of its own."""
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from services.cli.launcher import first_of, trainer_of
+from services.cli.processes import Fleet
+from services.config.load import access_token, read_resolved
+from services.config.schema import RunConfig
+from services.coordinator.checkpoints import ACTOR, Checkpoints
+from services.runtime.clients import Caller, TrainerClient
+from services.runtime.errors import UserError
+
+FENCE = 1  # no coordinator ever gives this fleet orders
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", type=Path, metavar="RUN|CHECKPOINT", help="runs/NAME, or one of its checkpoints"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    checkpoint = newest_checkpoint(arguments.source)
+    if arguments.out.exists():
+        raise UserError(
+            f"{arguments.out} exists: give a folder that does not, so that nothing is overwritten"
+        )
+    config = read_resolved(checkpoint.parents[1] / "config.json")
+    asyncio.run(export(config, checkpoint / ACTOR, arguments.out))
+    print(f"{checkpoint} -> {arguments.out}")
+    return 0
+
+
+def newest_checkpoint(source: Path) -> Path:
+    """`source` itself where it is a checkpoint, else the newest of the run. Raises UserError."""
+    if (source / ACTOR).is_dir():
+        return source
+    checkpoints = Checkpoints(source / "checkpoints", keep=1)
+    if not checkpoints.steps():
+        raise UserError(f"{source} is neither a checkpoint (a folder with {ACTOR}/) nor a run that has one")
+    return checkpoints.path(checkpoints.steps()[-1])
+
+
+async def export(config: RunConfig, weights: Path, out: Path) -> None:
+    """Starts the run's trainer ranks, has them load `weights` and write `out`, and ends them."""
+    leader, *followers = trainer_of(config)
+    async with Fleet(config.folder / "logs" / "export") as fleet:
+
+        async def work() -> None:
+            client = TrainerClient(await fleet.start(leader), Caller(fence=FENCE, token=access_token()))
+            try:
+                await client.load_checkpoint(weights.absolute())
+                await client.export_hf(out.absolute())
+            finally:
+                await client.close()
+
+        await first_of(*(fleet.keep(follower) for follower in followers), work())
