@@ -14,9 +14,9 @@ from services.coordinator.data import PromptSource
 from services.coordinator.dump import read_dump
 from services.coordinator.generation import Generation
 from services.coordinator.groups import PendingGroup
-from services.coordinator.journal import Journal
+from services.coordinator.journal import Journal, RestoredGroup
 from services.runtime.errors import AtollError, UserError
-from services.wire.types import Group, GroupId, Sample, SampleId, Sampling, Version
+from services.wire.types import Group, GroupId, Prompt, Sample, SampleId, Sampling, Version
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class GenerateSource:
         self._needed = steps * prompts_per_step  # groups still to be taken
         self._training = 0  # groups taken and not yet published
         self._issued = 0
+        self._restored: set[GroupId] = set()  # those that the cursor may come to again
         self._pending: dict[GroupId, PendingGroup] = {}
         self._ready: dict[GroupId, PendingGroup] = {}
         self._changed = asyncio.Event()
@@ -109,12 +110,35 @@ class GenerateSource:
             PendingGroup(
                 prompt, self._issued + i, self._sampling, [None] * self._samples_per_prompt, self._version
             )
-            for i, prompt in enumerate(self._prompts.draw(room))
+            for i, prompt in enumerate(self._draw(room))
         ]
         self._issued += room
         self._pending |= {group.prompt.id: group for group in groups}
         await self._journal.issue([id for group in groups for id in group.ids()])
         self._generation.submit(groups, self)
+
+    def restore(self, restored: Sequence[RestoredGroup], version: Version) -> None:
+        """Takes up the groups that were in flight when the run stopped."""
+        self._version = version.number
+        groups = []
+        for order, entry in enumerate(restored):
+            prompt = self._prompts.prompt(entry.id)
+            group = PendingGroup(prompt, order, self._sampling, list(entry.samples), version.number)
+            group.attempts = list(entry.attempts)
+            groups.append(group)
+        self._issued = len(groups)
+        self._restored = {group.prompt.id for group in groups}
+        self._pending = {group.prompt.id: group for group in groups}
+        self._generation.submit(groups, self)
+
+    def _draw(self, count: int) -> list[Prompt]:
+        """The next prompts that are not in flight already: a restored cursor is older than the journal."""
+        prompts: list[Prompt] = []
+        while len(prompts) < count:
+            drawn = self._prompts.draw(count - len(prompts))
+            prompts += [prompt for prompt in drawn if prompt.id not in self._restored]
+            self._restored.difference_update(prompt.id for prompt in drawn)
+        return prompts
 
     def _choose(self, count: int, current: Version) -> list[PendingGroup]:
         """`count` ready groups, or none while the batch cannot be put together yet."""

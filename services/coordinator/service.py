@@ -1,0 +1,71 @@
+"""The Coordinator servicer: leases of services, and what people ask of the run."""
+
+import grpc
+import grpc.aio
+
+from services.coordinator.control import Control
+from services.coordinator.registry import Registry
+from services.wire import codec
+from services.wire.v1 import coordinator_pb2 as pb
+from services.wire.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
+
+ANSWER_BEFORE_DEADLINE_S = 0.5
+
+
+class CoordinatorService(CoordinatorServicer):
+    def __init__(self, run: str, registry: Registry, control: Control) -> None:
+        self._run = run
+        self._registry = registry
+        self._control = control
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        add_CoordinatorServicer_to_server(self, server)
+
+    async def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.RegisterReply:
+        lease_s = await self._registry.register(codec.decode_service(request.service))
+        return pb.RegisterReply(lease_s=lease_s)
+
+    async def Heartbeat(
+        self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
+    ) -> pb.HeartbeatReply:
+        return pb.HeartbeatReply(known=await self._registry.renew(codec.decode_service(request.service)))
+
+    async def Deregister(
+        self, request: pb.DeregisterRequest, context: grpc.ServicerContext
+    ) -> pb.DeregisterReply:
+        await self._registry.deregister(codec.decode_service(request.service))
+        return pb.DeregisterReply()
+
+    async def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
+        remaining = context.time_remaining() - ANSWER_BEFORE_DEADLINE_S
+        progress = await self._control.follow(request.seen, max(remaining, 0.0))
+        return pb.StatusReply(
+            run=self._run,
+            state=progress.state.value,
+            step=progress.step,
+            num_steps=progress.num_steps,
+            version=progress.version,
+            error=progress.error,
+            services=[codec.encode_service(entry) for entry in self._registry.services()],
+            metrics=progress.metrics,
+            revision=progress.revision,
+        )
+
+    async def PauseRun(self, request: pb.PauseRunRequest, context: grpc.ServicerContext) -> pb.PauseRunReply:
+        await self._control.pause()
+        return pb.PauseRunReply()
+
+    async def ResumeRun(
+        self, request: pb.ResumeRunRequest, context: grpc.ServicerContext
+    ) -> pb.ResumeRunReply:
+        await self._control.resume()
+        return pb.ResumeRunReply()
+
+    async def StopRun(self, request: pb.StopRunRequest, context: grpc.ServicerContext) -> pb.StopRunReply:
+        await self._control.stop()
+        return pb.StopRunReply()
+
+    async def Checkpoint(
+        self, request: pb.CheckpointRequest, context: grpc.ServicerContext
+    ) -> pb.CheckpointReply:
+        return pb.CheckpointReply(path=await self._control.request_checkpoint())
