@@ -1,7 +1,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: quickstart test test-long soak proto lint
+.PHONY: quickstart test test-long lint proto docs
 
 quickstart: .venv/installed
 	$(BIN)/atoll quickstart
@@ -27,7 +27,11 @@ proto: .venv/installed
 		--mypy_grpc_out=. --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 		proto/services/wire/v1/*.proto
 
+# tests/unit/test_reference.py checks that this changes nothing, either.
+docs: .venv/installed
+	$(BIN)/python -m services.config.reference > docs/configuration.md
+
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[cpu,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[cpu,dev]'
 	touch $@

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.out} exists: give a folder that does not, so that nothing is overwritten"
         )
     config = read_resolved(checkpoint.parents[1] / "config.json")
-    asyncio.run(export(config, checkpoint / ACTOR, arguments.out))
+    asyncio.run(export(config, checkpoint.absolute() / ACTOR, arguments.out.absolute()))
     print(f"{checkpoint} -> {arguments.out}")
     return 0
 
@@ -52,8 +52,8 @@ async def export(config: RunConfig, weights: Path, out: Path) -> None:
         async def work() -> None:
             client = TrainerClient(await fleet.start(leader), Caller(fence=FENCE, token=access_token()))
             try:
-                await client.load_checkpoint(weights.absolute())
-                await client.export_hf(out.absolute())
+                await client.load_checkpoint(weights)
+                await client.export_hf(out)
             finally:
                 await client.close()
 

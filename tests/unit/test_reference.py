@@ -1,0 +1,18 @@
+"""The configuration's reference is the schema's."""
+
+from pathlib import Path
+
+from services.config.reference import document
+
+
+def test_the_committed_reference_is_current() -> None:
+    committed = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    assert committed == document(), "run `make docs` and commit docs/configuration.md"
+
+
+def test_a_setting_has_its_default_its_values_and_its_comment() -> None:
+    lines = document().splitlines()
+    assert '| `mode` | `"train"` | `train` `rollout_only` `train_only` |  |' in lines
+    assert "| `max_staleness` | `0` |  | 0: strictly on-policy |" in lines
+    assert "## [[data.train]]" in lines
+    assert "## [warmup.source]" in lines
