@@ -47,6 +47,17 @@ def access_token() -> str | None:
     return os.environ.get("ATOLL_TOKEN")
 
 
+def trainer_rank() -> int:
+    """This process's rank in the trainer fleet, as torchrun and the launcher set it."""
+    try:
+        return int(os.environ["RANK"])
+    except KeyError:
+        raise ConfigError(
+            "RANK is not set: start trainer ranks with `atoll run`, or by hand with RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT, as torchrun does"
+        ) from None
+
+
 def _apply(tree: dict[str, typing.Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:

@@ -55,3 +55,9 @@ class LostStateError(AtollError):
     """The service restarted and no longer holds what the call builds on: restore a checkpoint."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class CheckpointError(AtollError):
+    """A checkpoint could not be written, as on a full disk; those before it are untouched."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED

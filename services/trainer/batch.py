@@ -27,29 +27,31 @@ class Selection:
 def check_segments(segments: Segments, vocab_size: int, max_length: int) -> None:
     """Raises UserError where the model cannot compute `segments`."""
     offsets, parents, tokens = segments.offsets, segments.parents, segments.token_ids
+    lengths = np.diff(offsets)
     well_formed = (
         len(offsets) == len(parents) + 1 == len(segments.groups) + 1
         and len(parents) > 0
         and offsets[0] == 0
         and offsets[-1] == len(tokens)
-        and bool((np.diff(offsets) > 0).all())
+        and bool((lengths >= 0).all())
         and bool((parents < np.arange(len(parents))).all())
         and bool((parents >= -1).all())
+        and bool((lengths[parents[parents >= 0]] > 0).all())
         and bool((np.diff(segments.groups) >= 0).all())
     )
     if not well_formed:
         raise UserError(
             f"malformed segments: {len(tokens)} tokens, {len(parents)} parents, {len(offsets)} offsets; "
-            "expected at least one segment, none empty, offsets from 0 to the number of tokens, "
-            "parents before their children, groups ascending"
+            "expected at least one segment, offsets ascending from 0 to the number of tokens, parents "
+            "before their children and not empty, groups ascending"
         )
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        worst = int(tokens[np.argmax((tokens < 0) | (tokens >= vocab_size))])
+    unknown = (tokens < 0) | (tokens >= vocab_size)
+    if unknown.any():
         raise UserError(
-            f"token id {worst} is outside the model's vocabulary of {vocab_size}: "
+            f"token id {int(tokens[unknown][0])} is outside the model's vocabulary of {vocab_size}: "
             "the tokenizer and the model do not belong together"
         )
-    longest = int(segments.positions.max()) + 1
+    longest = int(segments.positions.max(initial=-1)) + 1
     if longest > max_length:
         raise UserError(
             f"a sequence has {longest} tokens, the model takes at most {max_length}: "

@@ -61,6 +61,7 @@ class Learner:
         self._max_tokens = max_tokens
         self._shares_prefix = shares_prefix
         self._device = next(policy.model.parameters()).device
+        self.num_updates = 0  # of the optimizer, over all runs that led to these weights
         self.reset()
 
     def reset(self) -> None:
@@ -72,7 +73,7 @@ class Learner:
 
     def compute_logprobs(self, segments: Segments, temperature: float) -> Float32:
         """[T] log-probability of each token at `temperature`; 0 for the first token of a root."""
-        self._check(segments)
+        self._check(segments, temperature)
         parts = Selection(segments, np.arange(len(segments.token_ids)))
         asked = segments.predecessors >= 0
         if not self._shares_prefix:
@@ -82,6 +83,8 @@ class Learner:
         with torch.no_grad():
             for part in self._microbatches(parts.segments):
                 targets = np.flatnonzero(asked[part.source])
+                if len(targets) == 0:
+                    continue
                 logprobs_N, _ = self._logprobs(part.segments, targets, temperature)
                 logprobs[parts.source[part.source[targets]]] = logprobs_N.float()
         _sum_over_data_parallel(logprobs)  # each token is on one data-parallel rank, 0 on the others
@@ -96,7 +99,7 @@ class Learner:
             return self._forwarded[key]
         if settings.kind not in LOSSES:
             raise UserError(f"loss {settings.kind!r} is unknown: choose one of {sorted(LOSSES)}")
-        self._check(batch.segments)
+        self._check(batch.segments, settings.temperature)
         check_batch(batch)
         loss = LOSSES[settings.kind]
         flat = batch if self._shares_prefix else flatten_batch(batch)
@@ -127,6 +130,7 @@ class Learner:
                 group["lr"] = learning_rate
                 clip_grad_by_total_norm_fp32(group["params"], self._max_grad_norm, norm)
             self.optimizer.step_with_ready_grads()
+            self.num_updates += 1
         self.optimizer.zero_grad()
         self.model.zero_grad_buffer()
         self._accumulated.clear()
@@ -137,7 +141,12 @@ class Learner:
         }
         return _record(self._stepped, key, metrics)
 
-    def _check(self, segments: Segments) -> None:
+    def _check(self, segments: Segments, temperature: float) -> None:
+        if temperature <= 0:
+            raise UserError(
+                f"temperature {temperature:g} has no log-probabilities to train on: "
+                "set rollout.sampling.temperature above 0"
+            )
         check_segments(segments, self.policy.spec.vocab_size, self.policy.spec.max_positions)
 
     def _microbatches(self, segments: Segments) -> Iterator[Selection]:

@@ -1,0 +1,224 @@
+"""The trainer fleet as its own processes over gRPC: calls, retries, checkpoints, deaths."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.config.load import write_resolved
+from services.config.schema import RunConfig
+from services.runtime.clients import Caller, TrainerClient
+from services.runtime.errors import AtollError, LostStateError, UserError
+from services.wire.types import Batch, LossSettings, Segments, StepKey
+
+PPO = LossSettings("ppo_clip", clip_low=0.2, clip_high=0.2, temperature=1.0)
+START_S = 90.0
+END_S = 20.0
+
+
+@dataclass
+class Fleet:
+    ranks: list[subprocess.Popen[bytes]]
+    logs: list[Path]
+    address: str
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def fleet(folder: Path, model: Path, tensor: int, data: int) -> Iterator[Fleet]:
+    """Trainer ranks as the launcher starts them; the coordinator's address answers nothing."""
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "toy", "steps": 1, "dir": folder},
+            "model": {"path": model},
+            "data": {"train": [{"path": "unused.jsonl"}]},
+            "trainer": {"parallel": {"tensor": tensor, "data": data}, "max_tokens_per_microbatch": 32},
+        }
+    )
+    write_resolved(config, folder / "config.json")
+    port, ranks, logs, ready = free_port(), [], [], []
+    try:
+        for rank in range(tensor * data):
+            read_end, write_end = os.pipe()
+            logs.append(folder / f"trainer-{rank}.log")
+            with logs[-1].open("ab") as log:
+                ranks.append(
+                    subprocess.Popen(
+                        [
+                            *(sys.executable, "-m", "services.trainer", "--config", folder / "config.json"),
+                            *("--name", f"trainer-{rank}", "--coordinator", "127.0.0.1:1"),
+                            *("--ready-fd", str(write_end)),
+                        ],
+                        stdout=log,
+                        stderr=log,
+                        pass_fds=(write_end,),
+                        env=os.environ
+                        | {"RANK": str(rank), "WORLD_SIZE": str(tensor * data), "OMP_NUM_THREADS": "1"}
+                        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                    )
+                )
+            os.close(write_end)
+            ready.append(read_end)
+        lines = [read_line(fd) for fd in ready]
+        assert all(lines), "\n".join(log.read_text() for log in logs)
+        yield Fleet(ranks, logs, json.loads(lines[0])["address"])
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+        for fd in ready:
+            os.close(fd)
+
+
+def read_line(fd: int) -> bytes:
+    """Up to the newline, or nothing where the process died."""
+    line = b""
+    while not line.endswith(b"\n"):
+        data = os.read(fd, 1000)
+        if not data:
+            break
+        line += data
+    return line
+
+
+def key(step: int) -> StepKey:
+    return StepKey("a3f0", step, 0, "actor")
+
+
+def batch(seed: int) -> Batch:
+    """Three groups: a prompt of 4 tokens and two responses of 3."""
+    rng = np.random.default_rng(seed)
+    lengths = [4, 3, 3] * 3
+    is_response = np.repeat(np.array([False, True, True] * 3), lengths)
+    segments = Segments(
+        rng.integers(3, 64, sum(lengths)).astype(np.int32),
+        np.cumsum([0, *lengths], dtype=np.int64),
+        np.array([-1, 0, 0, -1, 3, 3, -1, 6, 6], np.int32),
+        np.repeat(np.arange(3, dtype=np.int32), 3),
+    )
+    return Batch(
+        segments,
+        np.where(is_response, 1 / 18, 0).astype(np.float32),
+        rng.normal(size=sum(lengths)).astype(np.float32),
+        np.where(is_response, -4, 0).astype(np.float32),
+        None,
+    )
+
+
+async def update(client: TrainerClient, step: int) -> float:
+    metrics = await client.forward_backward(key(step), PPO, batch(step))
+    await client.optim_step(key(step), 1e-2)
+    return metrics["actor/pg_loss"] + metrics["actor/entropy"]
+
+
+async def drive(address: str, folder: Path) -> list[float]:
+    """Every call of the service, with what must hold between them; returns logprobs after one update."""
+    client = TrainerClient(address, Caller(fence=1), timeout_s=60)
+    try:
+        info = await client.info()
+        assert info.vocab_size == 64
+        assert len(info.shards) == info.world_size
+
+        segments = batch(0).segments
+        before = await client.compute_logprobs(segments, 1.0)
+        first, again = await asyncio.gather(
+            client.forward_backward(key(0), PPO, batch(0)), client.forward_backward(key(0), PPO, batch(0))
+        )
+        assert first == again
+        assert first["actor/ratio"] == 1
+        stepped = await client.optim_step(key(0), 1e-2)
+        assert await client.optim_step(key(0), 1e-2) == stepped
+        after = await client.compute_logprobs(segments, 1.0)
+        assert np.abs(after - before).max() > 1e-3
+        with pytest.raises(LostStateError, match="no gradient"):
+            await client.optim_step(key(5), 1e-2)
+
+        saved = folder / "checkpoint"
+        num_bytes = await client.save_checkpoint(saved)
+        assert num_bytes == sum(f.stat().st_size for f in saved.iterdir())
+        expected = [await update(client, step) for step in (1, 2, 3)]
+        await client.load_checkpoint(saved)
+        assert [await update(client, step) for step in (1, 2, 3)] == expected
+        assert await client.save_checkpoint(saved) == num_bytes  # a repeated save takes the old one's place
+
+        with pytest.raises(UserError, match="is no checkpoint"):
+            await client.load_checkpoint(folder)
+        wrong = batch(0)
+        wrong.segments.token_ids[3] = 64
+        with pytest.raises(UserError, match="outside the model's vocabulary"):
+            await client.forward_backward(key(6), PPO, wrong)
+        with pytest.raises(UserError, match="holds 'actor'"):
+            await TrainerClient(address, Caller(fence=1), role="critic").info()
+
+        await client.export_hf(folder / "export")
+        await client.load_checkpoint(saved)  # of the state after three updates
+        return (await client.compute_logprobs(segments, 0.5)).tolist()
+    finally:
+        await client.close()
+
+
+def logprobs_by_transformers(model_folder: Path, segments: Segments, temperature: float) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    expected = np.zeros(len(segments.token_ids))
+    for s, parent in enumerate(segments.parents):
+        own = np.arange(segments.offsets[s], segments.offsets[s + 1])
+        before = np.arange(segments.offsets[parent], segments.offsets[parent + 1]) if parent >= 0 else own[:0]
+        ids = torch.from_numpy(segments.token_ids[np.concatenate([before, own])]).long()
+        with torch.no_grad():
+            table = torch.log_softmax(model(input_ids=ids[None]).logits[0] / temperature, -1)
+        for i, token in enumerate(own.tolist(), len(before)):
+            if i > 0:
+                expected[token] = table[i - 1, ids[i]].item()
+    return expected
+
+
+@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (1, 2)])
+def test_a_fleet_serves_every_call(tmp_path: Path, tiny_qwen2: Path, tensor: int, data: int) -> None:
+    with fleet(tmp_path, tiny_qwen2, tensor, data) as running:
+        logprobs = asyncio.run(drive(running.address, tmp_path))
+        expected = logprobs_by_transformers(tmp_path / "export", batch(0).segments, 0.5)
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+        running.ranks[0].send_signal(signal.SIGTERM)
+        assert [process.wait(END_S) for process in running.ranks] == [0] * tensor * data
+
+
+def test_a_dead_follower_is_an_error_and_ends_the_leader(tmp_path: Path, tiny_qwen2: Path) -> None:
+    with fleet(tmp_path, tiny_qwen2, 1, 2) as running:
+
+        async def call_after_death() -> None:
+            client = TrainerClient(running.address, Caller(fence=1), timeout_s=60)
+            await update(client, 0)
+            running.ranks[1].kill()
+            running.ranks[1].wait()
+            with pytest.raises(AtollError, match="a follower is gone"):
+                await client.forward_backward(key(1), PPO, batch(1))
+            await client.close()
+
+        asyncio.run(call_after_death())
+        running.ranks[0].wait(END_S)
+        assert "restart it from a checkpoint" in running.logs[0].read_text()
+
+
+def test_a_dead_leader_ends_its_followers_at_once(tmp_path: Path, tiny_qwen2: Path) -> None:
+    with fleet(tmp_path, tiny_qwen2, 1, 2) as running:
+        running.ranks[0].kill()
+        assert running.ranks[1].wait(END_S) == 1
+        assert "the leader (rank 0) or a follower is gone" in running.logs[1].read_text()
