@@ -73,7 +73,7 @@ class Store:
     def __init__(self, url: str, run: str) -> None:
         """`url`: redis://, rediss:// or unix://. Raises UserError for any other."""
         try:
-            self._pool = ConnectionPool.from_url(
+            pool = ConnectionPool.from_url(
                 url,
                 protocol=2,
                 socket_timeout=SOCKET_TIMEOUT_S,
@@ -83,7 +83,7 @@ class Store:
         except ValueError as error:
             raise UserError(f"store.url = {_shown(url)}: {error}") from None
         # One bare connection costs half the CPU of the client class, which also sends again by itself.
-        self._connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
+        self._connection = pool.make_connection()  # type: ignore[no-untyped-call]
         self._turn = asyncio.Lock()
         self._shown = _shown(url)
         self._prefix = f"atoll/{run}/"
@@ -117,8 +117,6 @@ class Store:
     async def _call(self, *words: str | bytes | int) -> Any:
         async with self._turn:
             try:
-                if not self._connection.is_connected:
-                    await self._connection.connect()
                 await self._connection.send_command(*words)
                 return await self._connection.read_response()
             except redis.exceptions.NoScriptError:
@@ -126,7 +124,6 @@ class Store:
             except redis.exceptions.AuthenticationError as error:
                 raise UserError(f"store {self._shown} refused the login: {error}; check store.url") from None
             except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
-                await self._connection.disconnect(nowait=True)
                 raise StoreError(
                     f"store {self._shown}: {type(error).__name__}: {error}; does it run, is store.url right?"
                 ) from None
@@ -134,9 +131,6 @@ class Store:
                 if str(error).startswith("STALEFENCE"):
                     raise StaleFenceError(str(error).removeprefix("STALEFENCE ")) from None
                 raise StoreError(f"store {self._shown} refused {words[0]!r}: {error}") from None
-            except BaseException:  # cancelled between question and answer: the answer must not meet the next
-                await self._connection.disconnect(nowait=True)
-                raise
 
 
 def _shown(url: str) -> str:

@@ -1,0 +1,172 @@
+"""The store against the real server: fencing, lost connections, SIGKILL on either side."""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.runtime.errors import StaleFenceError, StoreError, UserError
+from services.runtime.store import EmbeddedServer, Script, Store, embedded
+
+PUT = Script("return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])")
+
+
+async def test_a_write_finds_its_keys_and_arguments_behind_the_fence(store: Store) -> None:
+    echo = Script("return {KEYS[1], KEYS[2], #KEYS, ARGV[1], #ARGV}")
+    run = "test_a_write_finds_its_keys_and_arguments_behind_the_fence"
+    expected = [f"atoll/{run}/a".encode(), f"atoll/{run}/b".encode(), 2, b"\x00\xff", 1]
+    assert await store.write(echo, ["a", "b"], b"\x00\xff") == expected
+
+
+async def test_an_earlier_writer_is_refused_and_changes_nothing(
+    store_server: EmbeddedServer, store: Store
+) -> None:
+    await store.write(PUT, ["h"], "who", "first")
+    second = Store(store_server.url, "test_an_earlier_writer_is_refused_and_changes_nothing")
+    assert await second.take_epoch() > store.epoch
+    with pytest.raises(
+        StaleFenceError, match=f"has seen epoch {second.epoch}, this caller has {store.epoch}"
+    ):
+        await store.write(PUT, ["h"], "who", "ghost")
+    assert await second.read("HGET", "h", "who") == b"first"
+    await second.write(PUT, ["h"], "who", "second")
+    assert await second.read("HGET", "h", "who") == b"second"
+    await second.close()
+
+
+async def test_epochs_rise_even_where_the_store_was_wiped(store: Store) -> None:
+    before = store.epoch
+    await store.write(Script("redis.call('DEL', KEYS[1])"), ["fence"])
+    assert await store.take_epoch() >= before
+    assert await store.take_epoch() > before
+
+
+async def test_a_cancelled_call_leaves_no_answer_for_the_next(tmp_path: Path) -> None:
+    with embedded(tmp_path) as server:
+        store = Store(server.url, "r")
+        await store.take_epoch()
+        os.kill(server.process.pid, signal.SIGSTOP)  # the answer cannot come before the caller is gone
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(store.write(Script("return 'theirs'"), []), 0.2)
+        os.kill(server.process.pid, signal.SIGCONT)
+        assert await store.write(Script("return 'mine'"), []) == b"mine"
+        await store.close()
+
+
+async def test_concurrent_calls_get_their_own_answers(store: Store) -> None:
+    echo = Script("return ARGV[1]")
+    answers = await asyncio.gather(*(store.write(echo, [], str(i)) for i in range(100)))
+    assert answers == [str(i).encode() for i in range(100)]
+
+
+async def test_what_was_answered_survives_sigkill_of_the_server(tmp_path: Path) -> None:
+    with embedded(tmp_path) as server:
+        store = Store(server.url, "r")
+        epoch = await store.take_epoch()
+        for i in range(1000):
+            await store.write(PUT, ["h"], str(i), str(i * i))
+        server.process.kill()
+        server.process.wait()
+        with pytest.raises(StoreError, match=r"unix:///.*does it run, is store\.url right"):
+            await store.read("HLEN", "h")
+    with embedded(tmp_path) as server:
+        store = Store(server.url, "r")
+        assert await store.take_epoch() > epoch
+        assert await store.read("HLEN", "h") == 1000
+        assert await store.read("HGET", "h", "999") == b"998001"
+        await store.close()
+
+
+async def test_the_next_call_connects_again_and_brings_its_script(tmp_path: Path) -> None:
+    with embedded(tmp_path) as server:
+        store = Store(server.url, "r")
+        await store.take_epoch()
+        await store.write(PUT, ["h"], "a", "1")
+        other = Store(server.url, "r")
+        await other._call("SCRIPT", "FLUSH")
+        await other._call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        with pytest.raises(StoreError):
+            await store.write(PUT, ["h"], "b", "2")
+        await store.write(PUT, ["h"], "c", "3")
+        assert await store.read("HGET", "h", "c") == b"3"
+        await store.close()
+        await other.close()
+
+
+def test_the_server_dies_with_its_parent_and_frees_the_folder(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from services.runtime.store import embedded\n"
+        f"with embedded(Path({str(tmp_path)!r})) as server:\n"
+        "    print(server.process.pid, flush=True); time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    server = psutil.Process(int(parent.stdout.readline()))
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    server.wait(timeout=10)  # raises where it outlives its parent
+    with embedded(tmp_path):
+        pass
+
+
+def test_two_servers_never_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.runtime.store.LOCK_TIMEOUT_S", 0.1)
+    with (
+        embedded(tmp_path),
+        pytest.raises(UserError, match=r"in use by another.*choose another run\.name"),
+        embedded(tmp_path),
+    ):
+        pass
+
+
+def test_leaving_removes_process_and_socket(tmp_path: Path) -> None:
+    with embedded(tmp_path) as server:
+        socket = Path(server.url.removeprefix("unix://"))
+        assert socket.is_socket()
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+    assert server.process.returncode == 0
+    assert not socket.parent.exists()
+
+
+def test_a_folder_deeper_than_a_socket_path_may_be(tmp_path: Path) -> None:
+    with embedded(tmp_path / ("long" * 40)) as server:
+        assert server.process.poll() is None
+
+
+async def test_an_unreachable_store_fails_in_time_and_hides_the_password(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    store = Store("redis://user:pa55word@127.0.0.1:1/0", "r")
+    start = time.monotonic()
+    with pytest.raises(StoreError, match=r"redis://127\.0\.0\.1:1/0") as caught:
+        await store.take_epoch()
+    assert time.monotonic() - start < 5
+    assert "pa55word" not in str(caught.value) + caplog.text
+    with pytest.raises(UserError, match=r"store\.url") as refused:
+        Store("http://user:pa55word@host:1", "r")
+    assert "pa55word" not in str(refused.value)
+
+
+async def test_a_hung_server_fails_the_call_at_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.runtime.store.SOCKET_TIMEOUT_S", 0.3)
+    with embedded(tmp_path) as server:
+        store = Store(server.url, "r")
+        await store.take_epoch()
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreError, match="Timeout"):
+                await store.read("HLEN", "h")
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        assert await store.read("HLEN", "h") == 0
+        await store.close()
