@@ -45,7 +45,7 @@ def run(_: argparse.Namespace) -> int:
         *packages(),
         cores(len(os.sched_getaffinity(0))),
         memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
-        shared_memory(Path("/dev/shm")),
+        shared_memory(),
         gpu(),
         loopback(),
         git(),
@@ -103,16 +103,16 @@ def memory(total: int) -> Finding:
     return Finding("memory", found)
 
 
-def shared_memory(folder: Path) -> Finding:
-    """Weights go to the rollout services through it: two copies of the model in the serving dtype."""
-    if not folder.is_dir():
-        return Finding(str(folder), "absent", State.MISSING, "a Linux with tmpfs at /dev/shm is needed")
-    free = shutil.disk_usage(folder).free
-    found = f"{free / GIB:.2f} GiB free"
-    if free < GIB // 4:
-        advice = "it must hold two copies of the model; in a container, start it with --shm-size=1g"
-        return Finding(str(folder), found, State.WARNING, advice)
-    return Finding(str(folder), found)
+def shared_memory() -> Finding:
+    """Weights reach the rollout services of this machine through anonymous shared memory."""
+    mount = Path("/dev/shm")  # of no use to a run on the CPU; GPU libraries share memory there
+    size = f"{shutil.disk_usage(mount).free / GIB:.1f} GiB free" if mount.is_dir() else "absent"
+    try:
+        os.close(os.memfd_create("atoll-doctor"))
+    except (AttributeError, OSError) as error:
+        advice = "a Linux that allows memfd_create is needed"
+        return Finding("shared memory", str(error), State.MISSING, advice)
+    return Finding("shared memory", f"memfd works; {mount} {size}")
 
 
 def gpu() -> Finding:

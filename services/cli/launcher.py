@@ -95,7 +95,7 @@ def services_of(config: RunConfig, coordinator: str) -> list[Service]:
 
 
 def trainer_of(config: RunConfig, *arguments: str) -> list[Service]:
-    """One process a rank; the first one serves for all of them."""
+    """One process a rank; the first one serves for all of them, the others announce no address."""
     world_size = config.trainer.parallel.world_size
     fleet = {
         "WORLD_SIZE": str(world_size),
@@ -108,7 +108,6 @@ def trainer_of(config: RunConfig, *arguments: str) -> list[Service]:
             f"trainer-{rank}",
             _command("trainer", config, "--name", f"trainer-{rank}", *arguments),
             {**fleet, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            serves=rank == 0,
         )
         for rank in range(world_size)
     ]

@@ -35,7 +35,6 @@ class Service:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
-    serves: bool = True  # False: it has no address and its readiness is not awaited
 
 
 class Fleet:
@@ -82,7 +81,7 @@ class Fleet:
         A service that dies before it served is not started again: it would die of the same cause.
         """
         for life in range(service.max_restarts + 1):
-            await (self.start(service) if service.serves else self._spawn(service))
+            await self.start(service)
             code = await self._processes[service.name].wait()
             if life < service.max_restarts:
                 _log.warning(

@@ -122,4 +122,4 @@ def test_doctor_lists_what_it_checked() -> None:
     assert answer.returncode == 0, answer.stdout
     assert answer.stdout.splitlines()[-1] == "ready for: atoll quickstart"
     checked = {line.split()[1] for line in answer.stdout.splitlines()}
-    assert {"python", "grpcio", "torch", "megatron-core", "cores", "memory", "/dev/shm", "gpu"} <= checked
+    assert {"python", "grpcio", "torch", "megatron-core", "cores", "memory", "shared", "gpu"} <= checked

@@ -1,7 +1,7 @@
 """Each finding's threshold and advice."""
 
 import importlib.metadata
-from pathlib import Path
+import os
 
 import pytest
 
@@ -19,9 +19,15 @@ def test_little_memory_is_a_warning() -> None:
     assert doctor.memory(4 * GIB).state is State.OK
 
 
-def test_shared_memory_must_exist(tmp_path: Path) -> None:
-    assert doctor.shared_memory(tmp_path / "absent").state is State.MISSING
-    assert doctor.shared_memory(tmp_path).found.endswith("GiB free")
+def test_shared_memory_must_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.shared_memory().state is State.OK
+
+    def refuse(name: str) -> int:
+        raise PermissionError("seccomp says no")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    finding = doctor.shared_memory()
+    assert (finding.found, finding.state) == ("seccomp says no", State.MISSING)
 
 
 @pytest.mark.parametrize(
