@@ -4,6 +4,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -45,7 +46,7 @@ def cpu_seconds() -> dict[str, float]:
     return seconds
 
 
-def run(steps: int = 50, warmup_steps: int = 5) -> dict[str, object]:
+def run(steps: int = 50, warmup_steps: int = 5) -> dict[str, Any]:
     """Wall and CPU seconds of `steps` steps that follow `warmup_steps`; 128 samples a step."""
     with tempfile.TemporaryDirectory() as folder:
         assets = Path(folder) / "assets"
@@ -69,7 +70,7 @@ def benchmark_config(assets: Path, folder: Path, steps: int) -> RunConfig:
     return load(EXAMPLE, [f"{key}={value}" for key, value in settings.items()])
 
 
-def measure(config: RunConfig, steps: int, warmup_steps: int) -> dict[str, object]:
+def measure(config: RunConfig, steps: int, warmup_steps: int) -> dict[str, Any]:
     stopwatch = Stopwatch()
     launch(config, lambda client: progress.follow(client, stopwatch.show), resume=False)
     first, last = stopwatch.readings[warmup_steps], stopwatch.readings[warmup_steps + steps]
