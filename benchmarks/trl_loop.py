@@ -56,7 +56,7 @@ def trl_python() -> Path:
 def run_trl(
     python: Path, assets: Path, folder: Path, dtype: str, threads: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    command = [
+    command: list[str | Path] = [
         *(python, ROOT / "benchmarks" / "trl_trainer.py"),
         *("--model", assets / "model", "--data", assets / "train.parquet", "--out", folder / "trl"),
         *("--steps", str(args.steps), "--warmup-steps", str(args.warmup_steps)),
