@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from services.coordinator.groups import PendingGroup
 from services.runtime.clients import Caller, RolloutClient, RolloutInfo
 from services.runtime.errors import ServiceUnavailableError
-from services.wire.types import ServiceEntry
+from services.wire.types import ServiceEntry, Version
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +18,7 @@ class Replica:
     entry: ServiceEntry
     client: RolloutClient
     info: RolloutInfo
+    version: Version  # that it has committed
     outstanding: int = 0  # samples that it has been sent and not answered
 
 
@@ -28,20 +29,34 @@ class Replicas:
         self._caller = caller
         self._timeout_s = request_timeout_s
         self._routed: dict[str, Replica] = {}
+        self._waiting: set[Replica] = set()  # to be given the current weights by the next push
         self._changed = asyncio.Condition()
 
     async def connect(self, entry: ServiceEntry) -> Replica:
         """A client and the replica's description. Raises ServiceUnavailableError."""
         client = RolloutClient(entry.address, self._caller, self._timeout_s)
-        return Replica(entry, client, await client.info())
+        info = await client.info()
+        return Replica(entry, client, info, info.version)
+
+    @property
+    def waiting(self) -> frozenset[Replica]:
+        return frozenset(self._waiting)
+
+    def hold(self, replica: Replica) -> None:
+        """No traffic before the next push."""
+        if self._routed.get(replica.entry.name) is replica:
+            del self._routed[replica.entry.name]
+        self._waiting.add(replica)
 
     async def route(self, replica: Replica) -> None:
+        self._waiting.discard(replica)
         async with self._changed:
             self._routed[replica.entry.name] = replica
             self._changed.notify_all()
 
     def lose(self, replica: Replica, why: object) -> None:
         """No more traffic; a later incarnation of the same name is another replica."""
+        self._waiting.discard(replica)
         if self._routed.get(replica.entry.name) is replica:
             del self._routed[replica.entry.name]
             log.warning("%s leaves the routing: %s", replica.entry.name, why)

@@ -4,6 +4,7 @@ Every call has a deadline and carries the caller's fence and token. `_translate`
 errors into our exceptions. Calls that are safe to repeat are retried while the peer is unavailable.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,6 +96,7 @@ class _Client:
         self.address = address
         self._metadata = caller.metadata
         self._timeout_s = timeout_s
+        self._closed = False
         self._channel = grpc.aio.insecure_channel(
             address,
             options=[
@@ -105,6 +107,7 @@ class _Client:
         )
 
     async def close(self) -> None:
+        self._closed = True
         await self._channel.close(None)
 
     @contextmanager
@@ -113,6 +116,12 @@ class _Client:
             yield
         except grpc.aio.AioRpcError as error:
             raise self._exception(method, error) from error
+        except (asyncio.CancelledError, grpc.aio.UsageError) as error:
+            # closing a channel cancels its calls: to the caller that is a lost peer, not its own cancellation
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling()):
+                raise
+            raise errors.ServiceUnavailableError(f"{method} at {self.address}: the client closed") from error
 
     def _exception(self, method: str, error: grpc.aio.AioRpcError) -> errors.AtollError:
         where = f"{type(self).__name__.removesuffix('Client')}.{method} at {self.address}"
