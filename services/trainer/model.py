@@ -30,8 +30,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from services.runtime.errors import UserError
-from services.trainer.attention import AttentionPlan, TreeAttention
+from services.trainer.attention import AttentionInputs, AttentionPlan, TreeAttention
 from services.trainer.hf import load_weights
+from services.trainer.rope import rotation
 from services.trainer.spec import ModelSpec, check_tensor_parallel, read_spec
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -59,12 +60,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Hidden states [T, H] after the final norm, equal on all tensor-parallel ranks."""
         embedded_T1H = self.embedding(input_ids=tokens_T.unsqueeze(0), position_ids=None)
-        angles_TD = torch.outer(positions_T.float(), self.rotary_pos_emb.inv_freq).repeat(1, 2)
+        turn = rotation(positions_T, self.config.kv_channels, self.rotary_base, embedded_T1H.dtype)
         hidden_T1H = self.decoder(
-            hidden_states=embedded_T1H,
-            attention_mask=None,
-            rotary_pos_emb=angles_TD[:, None, None, :],
-            packed_seq_params=plan,
+            hidden_states=embedded_T1H, attention_mask=None, packed_seq_params=AttentionInputs(plan, turn)
         )
         return hidden_T1H.squeeze(1)  # type: ignore[no-any-return]
 
@@ -107,7 +105,7 @@ def build(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
         vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_positions,
         share_embeddings_and_output_weights=spec.tied,
-        position_embedding_type="rope",
+        position_embedding_type="none",  # positions enter in the core attention
         rotary_base=spec.rope_theta,
     )
     _tag_shards(model)

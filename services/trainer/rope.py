@@ -1,0 +1,49 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split order of Qwen and Llama.
+
+The rotation is computed once per micro-batch, from the positions, and used by every layer.
+
+Letters in shapes: T tokens, H heads, D size of a head.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rotation(NamedTuple):
+    cos_T1D: Tensor
+    sin_T1D: Tensor  # negative in the first half, which receives minus the second half
+
+
+def rotation(positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """Pair (i, i + D/2) of a token at position p turns by p * theta ** (-2i / D) radians."""
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device)
+    half_TD = torch.outer(positions_T.float(), 1.0 / theta ** (steps / head_dim))
+    cos, sin = half_TD.cos(), half_TD.sin()
+    return Rotation(
+        torch.cat([cos, cos], -1).unsqueeze(1).to(dtype), torch.cat([-sin, sin], -1).unsqueeze(1).to(dtype)
+    )
+
+
+def rotate(x_THD: Tensor, turn: Rotation) -> Tensor:
+    """Each token's heads turned by its own angles. [T, H, D]"""
+    return _Rotate.apply(x_THD, *turn)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's gradient is the opposite rotation, so nothing of the input is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_T1D, sin_T1D)
+        return _turn(x_THD, cos_T1D, sin_T1D)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos_T1D, sin_T1D = ctx.saved_tensors
+        return _turn(grads[0], cos_T1D, -sin_T1D), None, None
+
+
+def _turn(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    return torch.addcmul(x_THD * cos_T1D, x_THD.roll(x_THD.shape[-1] // 2, -1), sin_T1D)
