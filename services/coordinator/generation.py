@@ -95,7 +95,7 @@ class Generation:
         requests = []
         for group in groups:
             for index in group.missing:
-                group.sent[index] = replica.info.version.number
+                group.sent[index] = replica.version.number
             requests.append(
                 GroupRequest(
                     group=group.prompt.id,
@@ -155,7 +155,11 @@ class Generation:
         """Consumes finished samples; waits for the reward service; unblocked by `_receive`."""
         while True:
             samples = await _take_all(self._to_grade)
-            pending = [(sample, *self._groups[sample.id.group]) for sample in samples if sample.id.group in self._groups]
+            pending = [
+                (sample, *self._groups[sample.id.group])
+                for sample in samples
+                if sample.id.group in self._groups
+            ]
             verdicts = await self._rewards.score([_score_item(sample, group) for sample, group, _ in pending])
             for (_, group, sink), verdict in zip(pending, verdicts, strict=True):
                 if group.prompt.id not in self._groups:

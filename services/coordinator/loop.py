@@ -44,8 +44,8 @@ class Parts:
     journal: Journal
     checkpoints: Checkpoints
     prompts: PromptSource | None  # not in a replay
-    rewards: Rewards | None  # not in train_only
-    generation: Generation | None  # not in train_only
+    rewards: Rewards
+    generation: Generation
     sync: WeightSync | None  # not in rollout_only and train_only
     trainer: TrainerClient | None  # not in rollout_only
     supervised: SupervisedSource | None
@@ -54,12 +54,12 @@ class Parts:
 
 class Loop:
     def __init__(
-        self, config: RunConfig, parts: Parts, version: Version, first_step: int, best: Best | None
+        self, config: RunConfig, parts: Parts, version: Version, step: int, best: Best | None
     ) -> None:
         self._config = config
         self._parts = parts
         self._version = version
-        self._step = first_step - 1  # the last finished one
+        self._step = step  # the last finished one
         self._best = best
         self._scores: deque[float] = deque(maxlen=config.run.target_window)
         self._rows: list[Mapping[str, float]] = []
@@ -201,7 +201,7 @@ class Loop:
 
     async def _validate(self) -> dict[str, float]:
         """Metrics of every validation set; remembers the best one."""
-        if not self._parts.generation or not self._parts.validation_sets:
+        if not self._parts.validation_sets:
             return {}
         control, before = self._parts.control, self._parts.control.progress.state
         await control.report(state=State.VALIDATING)
@@ -245,9 +245,7 @@ class Loop:
         num_tokens = sum(
             len(group.prompt.token_ids) + sample.num_tokens for group in groups for sample in group.samples
         )
-        metrics = timer.metrics()
-        if self._parts.rewards:
-            metrics["timing_s/reward"] = self._parts.rewards.take_seconds()
+        metrics = timer.metrics() | {"timing_s/reward": self._parts.rewards.take_seconds()}
         return metrics | {
             "perf/total_num_tokens": float(num_tokens),
             "perf/throughput": num_tokens / metrics["timing_s/step"],

@@ -1,8 +1,8 @@
 """Grading by whichever reward services are there: one of several, with retries."""
 
-import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from services.runtime.clients import RewardClient
@@ -13,10 +13,18 @@ log = logging.getLogger(__name__)
 
 
 class Rewards:
-    def __init__(self, clients: Sequence[RewardClient], retries: int) -> None:
-        self._clients = itertools.cycle(clients)
+    """Calls go round the services that are there."""
+
+    def __init__(self, retries: int, clients: Sequence[RewardClient] = ()) -> None:
+        self._clients = deque(clients)
         self._retries = retries
         self._seconds = 0.0
+
+    def add(self, client: RewardClient) -> None:
+        self._clients.append(client)
+
+    def remove(self, client: RewardClient) -> None:
+        self._clients.remove(client)
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
         """One verdict per item. What failed for a passing reason is asked again, `retries` times."""
@@ -37,9 +45,11 @@ class Rewards:
         return seconds
 
     async def _ask(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        client = next(self._clients)
         try:
-            return await client.score(items)
+            if not self._clients:
+                raise ServiceUnavailableError("no reward service is registered; see logs/reward-*.log")
+            self._clients.rotate(1)
+            return await self._clients[0].score(items)
         except ServiceUnavailableError as error:
             log.warning("%s", error)
             return [GradingError(item.id, "", str(error), retryable=True) for item in items]

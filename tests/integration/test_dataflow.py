@@ -129,7 +129,7 @@ class Dataflow:
             SimulatedReplica(f"rollout-{i}", self.dice, death_rate, self.version) for i in range(2)
         ]
         self.journal = Journal(store, "toy")
-        rewards = Rewards([graders or Graders()], retries=1)  # type: ignore[list-item]
+        rewards = Rewards(1, [graders or Graders()])  # type: ignore[list-item]
         self.generation = Generation(self.replicas, rewards, model="", max_attempts=50, timeout_s=5.0)
 
     async def start(self) -> None:
@@ -158,7 +158,8 @@ class Dataflow:
                 Replica(
                     ServiceEntry("rollout", simulated.name, "1", ""),
                     simulated,  # type: ignore[arg-type]
-                    SimpleNamespace(version=version),  # type: ignore[arg-type]
+                    SimpleNamespace(),  # type: ignore[arg-type]
+                    version,
                 )
             )
 
@@ -245,7 +246,7 @@ async def test_a_group_without_contrast_is_filtered_and_replaced(store: Store) -
 async def test_without_a_replica_the_run_ends_with_the_reason(store: Store) -> None:
     flow = Dataflow(store)
     flow.generation = Generation(
-        flow.replicas, Rewards([Graders()], 1), model="", max_attempts=2, timeout_s=0.1
+        flow.replicas, Rewards(1, [Graders()]), model="", max_attempts=2, timeout_s=0.1
     )  # type: ignore[list-item]
     flow.version = Version((await flow.journal.restore(None)).lineage, 0)
     source = flow.source(max_staleness=0, steps=1)

@@ -1,0 +1,80 @@
+"""The coordinator process: `python -m services.coordinator --config runs/NAME/config.json --store URL`."""
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from services.config.load import ConfigError, access_token, read_resolved
+from services.config.schema import RunConfig
+from services.coordinator.assembly import Assembly
+from services.coordinator.control import Control, State
+from services.coordinator.registry import Registry
+from services.coordinator.service import CoordinatorService
+from services.runtime.clients import Caller
+from services.runtime.errors import AtollError, UserError
+from services.runtime.process import announce
+from services.runtime.server import Server
+from services.runtime.store import Store
+from services.runtime.telemetry import configure_logging
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="atoll serve coordinator")
+    parser.add_argument("--config", type=Path, required=True, help="the run's resolved config.json")
+    parser.add_argument("--store", required=True, help="redis://, rediss:// or unix:// URL")
+    parser.add_argument("--ready-fd", type=int, help="a pipe that gets a line once the service answers")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    arguments = parser.parse_args()
+    configure_logging("coordinator")
+    try:
+        asyncio.run(
+            run(read_resolved(arguments.config), arguments.store, arguments.ready_fd, arguments.resume)
+        )
+    except (ConfigError, UserError) as error:
+        sys.exit(f"coordinator: {error}")
+    except AtollError as error:
+        log.exception("the run failed")
+        sys.exit(f"coordinator: {error}")
+
+
+async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: bool) -> None:
+    """Serves until the run has ended. Raises what ended it, if that was an error."""
+    store = Store(store_url, config.run.name)
+    caller = Caller(await store.take_epoch(), access_token())
+    registry, control = Registry(store, config.coordinator.lease_s), Control()
+    server = await Server.start(
+        "atoll.v1.Coordinator",
+        CoordinatorService(config.run.name, registry, control).add_to,
+        host=config.coordinator.host,
+        port=config.coordinator.port,
+        token=caller.token,
+        setting="coordinator.port",
+    )
+    try:
+        if ready_fd is not None:
+            announce(ready_fd, server.address)
+        await Assembly(config, store, registry, control, caller).run(resume)
+    except BaseException as error:
+        cause = _first_cause(error)
+        await control.report(state=State.FAILED, error=str(cause))
+        raise cause from error
+    finally:
+        await server.stop(STOP_GRACE_S)
+        await store.close()
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Of tasks that ended together, the one that failed first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    main()

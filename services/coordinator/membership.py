@@ -1,0 +1,100 @@
+"""The registry's services as clients: who joins is connected, who leaves gets no more calls."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from services.coordinator.registry import Joined, Registry
+from services.coordinator.replicas import Replica, Replicas
+from services.coordinator.rewards import Rewards
+from services.runtime.clients import Caller, RewardClient, TrainerClient
+from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
+from services.wire.types import ServiceEntry
+
+log = logging.getLogger(__name__)
+
+
+class Membership:
+    """`admit` brings a replica that joined up to the current weights before it gets work."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        replicas: Replicas,
+        rewards: Rewards,
+        caller: Caller,
+        request_timeout_s: float,
+        admit: Callable[[Replica], Awaitable[None]],
+    ) -> None:
+        self._registry = registry
+        self._replicas = replicas
+        self._rewards = rewards
+        self._caller = caller
+        self._timeout_s = request_timeout_s
+        self._admit = admit
+        self._clients: dict[str, RewardClient | TrainerClient | Replica] = {}
+        self._changed = asyncio.Condition()
+
+    async def follow(self) -> None:
+        """Consumes joins and leaves; waits for the registry; ends by an error only."""
+        async with asyncio.TaskGroup() as joining:
+            async for change in self._registry.changes():
+                if isinstance(change, Joined):
+                    joining.create_task(self._join(change.entry))
+                else:
+                    await self._leave(change.entry)
+
+    async def wait_for(self, expected: Mapping[str, int], timeout_s: float) -> None:
+        """Returns once that many services of each role are connected. Raises ServiceUnavailableError."""
+
+        def missing() -> str:
+            there = [name.rpartition("-")[0] for name in self._clients]
+            counts = {role: number - there.count(role) for role, number in expected.items()}
+            return ", ".join(f"{number} x {role}" for role, number in counts.items() if number > 0)
+
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: not missing())
+        except TimeoutError:
+            raise ServiceUnavailableError(
+                f"after {timeout_s:g} s still missing: {missing()}; see logs/*.log of the run"
+            ) from None
+
+    @property
+    def trainer(self) -> TrainerClient:
+        return next(client for client in self._clients.values() if isinstance(client, TrainerClient))
+
+    async def _join(self, entry: ServiceEntry) -> None:
+        log.info("%s joins at %s", entry.name, entry.address)
+        match entry.role:
+            case "trainer":
+                self._clients[entry.name] = TrainerClient(entry.address, self._caller, self._timeout_s)
+            case "reward":
+                client = RewardClient(entry.address, self._caller)
+                self._clients[entry.name] = client
+                self._rewards.add(client)
+            case "rollout":
+                try:
+                    replica = await self._replicas.connect(entry)
+                    await self._admit(replica)
+                except UserError:
+                    raise  # it serves another model: the config is wrong, not the replica
+                except AtollError as error:
+                    log.warning("%s joined and cannot be used: %s", entry.name, error)
+                    return
+                self._clients[entry.name] = replica
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _leave(self, entry: ServiceEntry) -> None:
+        log.info("%s leaves", entry.name)
+        client = self._clients.pop(entry.name, None)
+        match client:
+            case Replica():
+                self._replicas.lose(client, "its lease ended")
+                await client.client.close()
+            case RewardClient():
+                self._rewards.remove(client)
+                await client.close()
+            case TrainerClient():
+                raise ServiceUnavailableError(f"the trainer {entry.name} is gone; see its log")
