@@ -114,14 +114,15 @@ def trainer_of(config: RunConfig, *arguments: str) -> list[Service]:
 
 
 def claim_folder(folder: Path, *, resume: bool) -> None:
-    """A folder belongs to one run: raises UserError instead of mixing two runs' files."""
-    exists = (folder / "config.json").exists()
-    if exists and not resume:
+    """A folder belongs to the run that recorded a step in it; a start that failed before leaves it free."""
+    rows = folder / "metrics.jsonl"
+    taken = rows.exists() and rows.stat().st_size > 0
+    if taken and not resume:
         raise UserError(
             f"{folder} holds a run already: go on with it (--resume), "
             f"name this one otherwise (--set run.name=NAME), or delete the folder"
         )
-    if resume and not exists:
+    if resume and not taken:
         raise UserError(f"--resume: {folder} holds no run; start it without --resume")
     folder.mkdir(parents=True, exist_ok=True)
 

@@ -2,8 +2,12 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+
+# The launcher starts processes while gRPC runs; none of them uses gRPC before exec, so it need not mind.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 COMMANDS = {
     "quickstart": "make the arithmetic task and train on it (about four minutes on two cores)",

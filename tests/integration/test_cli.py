@@ -97,12 +97,12 @@ def test_a_model_folder_that_is_no_model_ends_the_run_with_its_name(
 def test_a_run_folder_is_not_used_twice(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs/toy"
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     answer = atoll("run", config)
     assert answer.returncode == 2
     assert "--resume" in answer.stderr
     assert "run.name" in answer.stderr
-    assert (folder / "config.json").read_text() == "{}"
+    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
 
 
 def test_resume_wants_a_run(config: Path) -> None:
