@@ -27,7 +27,7 @@ class Completion:
     index: int
     attempt: int
     token_ids: Int32  # [T] the response; includes the stop token
-    logprobs: Float32  # [T] of the sampling distribution
+    logprobs: Float32  # [T] of the sampling distribution; at temperature 0, of the one at temperature 1
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     text: str  # without the stop token or stop string

@@ -1,0 +1,321 @@
+"""Continuous batching: waiting groups, running rows, finished samples. One thread owns it.
+
+Rows [0, num_rows) run; each has the same number in the KV cache and in every array here. A row that
+finishes is replaced by the last one, so that a step costs what its running rows cost, and the next
+waiting sample takes the free row before the next step.
+
+Letters in shapes: R rows, P prompts, S prompt positions, V vocabulary, W stop tokens, T response tokens.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from services.rollout.engines.base import Completion
+from services.rollout.engines.local_model import KVCache, LocalModel, Prefix
+from services.rollout.engines.sampling import draw, stream_key, uniforms
+from services.wire.types import FinishReason, GroupRequest, Int32, SampleId, Version, VersionSpan
+
+Call = TypeVar("Call")  # whoever asked; only handed back
+
+PREFILL_TOKENS = 8192  # of one prefill, padding included; a longer prompt goes alone
+
+ROW = np.dtype(
+    [
+        ("key", np.uint64),  # names the random stream
+        ("length", np.int64),  # positions in the KV cache
+        ("produced", np.int64),  # response tokens
+        ("limit", np.int64),  # of response tokens
+        ("token", np.int64),  # the newest; not in the cache yet
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("top_k", np.int64),
+        ("watched", np.bool_),  # has stop strings
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ticket(Generic[Call]):
+    """One sample that somebody waits for."""
+
+    call: Call
+    request: GroupRequest
+    index: int
+    attempt: int
+
+    @property
+    def id(self) -> str:
+        """Of the request: "run/epoch/prompt/index/attempt/turn". This engine's samples have one turn."""
+        return f"{SampleId(self.request.group, self.index)}/{self.attempt}/0"
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting(Generic[Call]):
+    """The samples of a group that have no row yet."""
+
+    tickets: list[_Ticket[Call]]
+    prefix: Prefix | None = None  # kept where free rows did not suffice for the whole group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Running(Generic[Call]):
+    """What belongs to a row and no step looks at."""
+
+    ticket: _Ticket[Call]
+    started: float
+    versions: list[tuple[Version, int]]  # and the number of the first token of each
+
+
+class Decoder(Generic[Call]):
+    def __init__(
+        self, model: LocalModel, tokenizer: Tokenizer, slots: int, max_length: int, version: Version
+    ) -> None:
+        self.version = version
+        self.tokens_generated = 0
+        self._slots = slots
+        self._max_length = max_length
+        self._model = model
+        self._tokenizer = tokenizer
+        self._waiting: deque[_Waiting[Call]] = deque()
+        self._running: list[_Running[Call]] = []
+        self._cache = KVCache(model.spec, slots)
+        self._rows = np.zeros(slots, ROW)
+        self._stops_RW = np.full((slots, 1), -1)  # short lists are filled up with -1
+        self._tokens_RT = np.zeros((slots, 1), np.int32)
+        self._logprobs_RT = np.zeros((slots, 1), np.float32)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(waiting.tickets) for waiting in self._waiting)
+
+    def submit(self, requests: Sequence[GroupRequest], call: Call) -> None:
+        """Queues groups; their prompts are shorter than `max_length` and within the vocabulary."""
+        for request in requests:
+            samples = zip(request.indices, request.attempts, strict=True)
+            self._waiting.append(_Waiting([_Ticket(call, request, *sample) for sample in samples]))
+
+    def step(self, admit: bool) -> list[tuple[Call, Completion]]:
+        """One token for every running row, after waiting samples have got the free rows and their first."""
+        finished: list[tuple[Call, Completion]] = []
+        while admit and self._waiting and self.num_rows < self._slots:
+            finished += self._admit()
+        if self._running:
+            rows = self._rows[: self.num_rows]
+            tokens, positions = rows["token"].copy(), rows["length"].copy()
+            logits_RV = self._model.decode(
+                self._cache, torch.from_numpy(tokens), torch.from_numpy(positions), int(positions.max())
+            )
+            rows["length"] += 1
+            finished += self._advance(0, logits_RV)
+        return finished
+
+    def abort(self, chosen: Callable[[Call, str], bool]) -> list[tuple[Call, Completion]]:
+        """Ends what `chosen` picks by caller and request id; returns it with its partial output."""
+        aborted = []
+        for waiting in self._waiting:
+            picked = [ticket for ticket in waiting.tickets if chosen(ticket.call, ticket.id)]
+            aborted += [(ticket.call, _never_started(ticket)) for ticket in picked]
+            waiting.tickets = [ticket for ticket in waiting.tickets if ticket not in picked]
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.tickets)
+        tickets = [running.ticket for running in self._running]
+        rows = [row for row, ticket in enumerate(tickets) if chosen(ticket.call, ticket.id)]
+        return aborted + self._finish(
+            [(row, FinishReason.ABORT, self._text(self._response(row))) for row in rows]
+        )
+
+    def set_version(self, version: Version) -> None:
+        """The model's weights are now these; rows go on with the keys and values that they have."""
+        self.version = version
+        for running, row in zip(self._running, self._rows, strict=False):
+            running.versions.append((version, int(row["produced"])))
+        for waiting in self._waiting:
+            waiting.prefix = None
+
+    def _admit(self) -> list[tuple[Call, Completion]]:
+        """Prefills waiting groups, or takes the kept prefix of the first; starts rows with their samples."""
+        tickets: list[_Ticket[Call]] = []
+        prompts: list[int] = []  # of each ticket
+        groups: list[_Waiting[Call]] = []
+        longest, free = 0, self._slots - self.num_rows
+        for waiting in self._waiting:
+            longest = max(longest, len(waiting.tickets[0].request.prompt_ids))
+            full = groups and (groups[0].prefix is not None or (len(groups) + 1) * longest > PREFILL_TOKENS)
+            if full or len(tickets) == free:
+                break
+            taken = waiting.tickets[: free - len(tickets)]
+            prompts += [len(groups)] * len(taken)
+            tickets += taken
+            groups.append(waiting)
+        prefix = groups[0].prefix or self._prefill(groups)
+        for number, waiting in enumerate(groups):
+            waiting.tickets = waiting.tickets[prompts.count(number) :]
+            if not waiting.tickets:
+                self._waiting.popleft()
+            elif waiting.prefix is None:
+                waiting.prefix = prefix.only(number)
+        first = self.num_rows
+        self._start(tickets)
+        prompts_R = torch.tensor(prompts)
+        self._cache.fill(first, prefix, prompts_R)
+        return self._advance(first, prefix.logits_PV[prompts_R])
+
+    def _prefill(self, groups: Sequence[_Waiting[Call]]) -> Prefix:
+        prompts = [waiting.tickets[0].request.prompt_ids for waiting in groups]
+        lengths_P = np.array([len(prompt) for prompt in prompts])
+        tokens_PS = np.zeros((len(prompts), lengths_P.max()), np.int64)
+        for row, prompt in zip(tokens_PS, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        return self._model.prefill(torch.from_numpy(tokens_PS), torch.from_numpy(lengths_P))
+
+    def _start(self, tickets: Sequence[_Ticket[Call]]) -> None:
+        """Sets up the rows after the running ones."""
+        first, now = self.num_rows, time.time()
+        longest = 0
+        for row, ticket in enumerate(tickets, first):
+            group, sampling = ticket.request.group, ticket.request.sampling
+            length = len(ticket.request.prompt_ids)
+            limit = min(sampling.max_new_tokens, self._max_length - length)
+            key = stream_key(sampling.seed, group.epoch, group.prompt, ticket.index)
+            how = sampling.temperature, sampling.top_p, sampling.top_k, bool(sampling.stop)
+            self._rows[row] = (key, length, 0, limit, 0, *how)
+            stops = sampling.stop_token_ids
+            self._stops_RW = _widened(self._stops_RW, len(stops), -1)
+            self._stops_RW[row] = -1
+            self._stops_RW[row, : len(stops)] = stops
+            self._running.append(_Running(ticket, now, [(self.version, 0)]))
+            longest = max(longest, length + limit)
+        limits = self._rows["limit"][first : self.num_rows]
+        self._tokens_RT = _widened(self._tokens_RT, limits.max(), 0)
+        self._logprobs_RT = _widened(self._logprobs_RT, limits.max(), 0)
+        self._cache.reserve(longest)
+
+    def _advance(self, first: int, logits_RV: torch.Tensor) -> list[tuple[Call, Completion]]:
+        """Draws the next token of rows [first, num_rows); returns what that finished."""
+        end = self.num_rows
+        rows = self._rows[first:end]
+        at_R = np.arange(first, end), rows["produced"]
+        tokens_R, logprobs_R = draw(
+            logits_RV,
+            uniforms(rows["key"], rows["produced"]),
+            rows["temperature"],
+            rows["top_p"],
+            rows["top_k"],
+        )
+        self._tokens_RT[at_R] = tokens_R
+        self._logprobs_RT[at_R] = logprobs_R
+        rows["token"] = tokens_R
+        rows["produced"] += 1
+        self.tokens_generated += end - first
+        stopped_R = (self._stops_RW[first:end] == tokens_R[:, None]).any(1)
+        done_R = stopped_R | (rows["produced"] >= rows["limit"])
+        cut: dict[int, str] = {}  # the text of rows that met a stop string
+        for row in np.flatnonzero(rows["watched"] & ~stopped_R).tolist():
+            text = self._text_before_stop(first + row)
+            if text is not None:
+                cut[row], done_R[row] = text, True
+        ended = []
+        for row in np.flatnonzero(done_R).tolist():
+            ids_T = self._response(first + row)[: -1 if stopped_R[row] else None]
+            reason = FinishReason.STOP if stopped_R[row] or row in cut else FinishReason.LENGTH
+            ended.append((first + row, reason, cut[row] if row in cut else self._text(ids_T)))
+        return self._finish(ended)
+
+    def _finish(self, ended: Sequence[tuple[int, FinishReason, str]]) -> list[tuple[Call, Completion]]:
+        """Rows that ended, why, and their text: makes them completions and gives their places away."""
+        if not ended:
+            return []
+        finished = []
+        now = time.time()
+        for row, reason, text in ended:
+            running = self._running[row]
+            token_ids_T = self._response(row).copy()
+            starts = [start for _, start in running.versions] + [len(token_ids_T)]
+            completion = Completion(
+                group=running.ticket.request.group,
+                index=running.ticket.index,
+                attempt=running.ticket.attempt,
+                token_ids=token_ids_T,
+                logprobs=self._logprobs_RT[row, : len(token_ids_T)].copy(),
+                spans=tuple(
+                    VersionSpan(version, start, end)
+                    for (version, _), (start, end) in zip(running.versions, pairwise(starts), strict=True)
+                    if end > start
+                ),
+                finish_reason=reason,
+                text=text,
+                started=running.started,
+                finished=now,
+            )
+            finished.append((running.ticket.call, completion))
+        self._close_gaps({row for row, _, _ in ended})
+        return finished
+
+    def _close_gaps(self, gone: set[int]) -> None:
+        """Moves the last rows into the places of those that are gone."""
+        remaining = self.num_rows - len(gone)
+        targets = [row for row in gone if row < remaining]
+        sources = [row for row in range(remaining, self.num_rows) if row not in gone]
+        if sources:
+            length = int(self._rows["length"][sources].max())
+            self._cache.move(torch.tensor(sources), torch.tensor(targets), length)
+            for array in (self._rows, self._stops_RW, self._tokens_RT, self._logprobs_RT):
+                array[targets] = array[sources]
+            for target, source in zip(targets, sources, strict=True):
+                self._running[target] = self._running[source]
+        del self._running[remaining:]
+
+    def _response(self, row: int) -> Int32:
+        return self._tokens_RT[row, : self._rows["produced"][row]]
+
+    def _text(self, ids_T: Int32) -> str:
+        text: str = self._tokenizer.decode(ids_T.tolist(), skip_special_tokens=True)
+        return text
+
+    def _text_before_stop(self, row: int) -> str | None:
+        """The response up to its first stop string; None where it has none."""
+        stops = self._running[row].ticket.request.sampling.stop
+        ids_T = self._response(row)
+        # a token adds at least one byte of at most four per character: look only where a stop can end
+        tail = self._text(ids_T[-4 * max(map(len, stops)) - 4 :])
+        if not any(stop in tail for stop in stops):
+            return None
+        text = self._text(ids_T)
+        found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+        return text[: min(found)] if found else None
+
+
+def _never_started(ticket: _Ticket[Any]) -> Completion:
+    now = time.time()
+    return Completion(
+        group=ticket.request.group,
+        index=ticket.index,
+        attempt=ticket.attempt,
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        spans=(),
+        finish_reason=FinishReason.ABORT,
+        text="",
+        started=now,
+        finished=now,
+    )
+
+
+def _widened(array: NDArray[Any], columns: int, fill: int) -> NDArray[Any]:
+    """The array itself, or a copy with at least twice its columns where it has too few."""
+    have = array.shape[1]
+    if columns <= have:
+        return array
+    return np.pad(array, ((0, 0), (0, max(columns, 2 * have) - have)), constant_values=fill)

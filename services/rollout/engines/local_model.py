@@ -1,0 +1,177 @@
+"""The local engine's forward passes: prefill of prompts, and one decode step for all running rows.
+
+Letters in shapes: P prompts, S prompt positions (padded on the right), B running rows, T flat tokens,
+L cached positions, H hidden, N query heads, K key-value heads, G query heads per key-value head
+(N = K G), X = B K, D head dimension, V vocabulary, Y layers.
+
+On a CPU a step of a small model costs what its operator calls cost, so the code counts them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, scaled_dot_product_attention, silu
+
+from services.rollout.engines.local_weights import Layer, Weights
+from services.runtime.model_spec import ModelSpec
+
+SPAN = 16  # cached positions are attended to in multiples of this: a ragged softmax is 6 times slower
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """What prefilling left of P prompts."""
+
+    logits_PV: Tensor  # fp32, after each prompt's last token
+    keys_YPKDS: Tensor
+    values_YPKSD: Tensor
+
+    def only(self, prompt: int) -> "Prefix":
+        """A copy of one prompt's part, so that the others' memory can go."""
+        one = slice(prompt, prompt + 1)
+        return Prefix(
+            self.logits_PV[one].clone(), self.keys_YPKDS[:, one].clone(), self.values_YPKSD[:, one].clone()
+        )
+
+
+class KVCache:
+    """Keys and values of up to `slots` rows, in fp32 for weights of either dtype: oneDNN multiplies
+    batches of small bf16 matrices several times slower.
+
+    Keys are stored transposed, which a batched product of one query with many keys likes best. It
+    grows to the longest sequence that was admitted, so a large `max_length` costs nothing unless used.
+    """
+
+    def __init__(self, spec: ModelSpec, slots: int) -> None:
+        self._shape = (spec.num_layers, slots, spec.num_kv_heads)
+        self._head_dim = spec.head_dim
+        # zeros, since a masked position still meets probability 0, and 0 * nan is nan
+        self.keys_YBKDL = torch.zeros(*self._shape, spec.head_dim, SPAN)
+        self.values_YBKLD = torch.zeros(*self._shape, SPAN, spec.head_dim)
+
+    def reserve(self, length: int) -> None:
+        """Makes room for rows of `length` tokens."""
+        have = self.keys_YBKDL.shape[-1]
+        if length <= have:
+            return
+        capacity = length + -length % SPAN
+        keys_YBKDL = torch.zeros(*self._shape, self._head_dim, capacity)
+        values_YBKLD = torch.zeros(*self._shape, capacity, self._head_dim)
+        keys_YBKDL[..., :have] = self.keys_YBKDL
+        values_YBKLD[..., :have, :] = self.values_YBKLD
+        self.keys_YBKDL, self.values_YBKLD = keys_YBKDL, values_YBKLD
+
+    def fill(self, first: int, prefix: Prefix, prompts_B: Tensor) -> None:
+        """Rows from `first` on begin with the prefixes of these prompts."""
+        rows, length = slice(first, first + len(prompts_B)), prefix.keys_YPKDS.shape[-1]
+        self.keys_YBKDL[:, rows, :, :, :length] = prefix.keys_YPKDS[:, prompts_B]
+        self.values_YBKLD[:, rows, :, :length] = prefix.values_YPKSD[:, prompts_B]
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copies the first `length` positions of rows `sources` to rows `targets`."""
+        self.keys_YBKDL[:, targets, :, :, :length] = self.keys_YBKDL[:, sources, :, :, :length]
+        self.values_YBKLD[:, targets, :, :length] = self.values_YBKLD[:, sources, :, :length]
+
+
+class LocalModel:
+    def __init__(self, spec: ModelSpec, weights: Weights, max_length: int) -> None:
+        self.spec = spec
+        self.weights = weights  # may be replaced between two calls
+        self._eps = torch.tensor(spec.norm_eps).sqrt()
+        self._positions_L = torch.arange(max_length + SPAN)
+        frequencies = spec.rope_theta ** (
+            -torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+        )
+        angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        # the sign of rotate_half(x) = [-x2, x1] lies in the table
+        table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
+        self._rotary_L2D = table.to(weights.embedding.dtype)
+
+    def prefill(self, tokens_PS: Tensor, lengths_P: Tensor) -> Prefix:
+        """Padding needs no mask: under causal attention no real token sees what comes after it."""
+        P, S = tokens_PS.shape
+        rotary = self._rotary_L2D[:S].repeat(P, 1, 1)
+        last_P = torch.arange(P) * S + lengths_P - 1
+        hidden = embedding(tokens_PS.view(-1), self.weights.embedding)
+        keys, values = [], []
+        for layer in self.weights.layers:
+            query_PNSD, key_PKSD, value_PKSD = (
+                heads_TMD.view(P, S, -1, self.spec.head_dim).transpose(1, 2)
+                for heads_TMD in self._project(layer, hidden, rotary)
+            )
+            keys.append(key_PKSD.transpose(2, 3))
+            values.append(value_PKSD)
+            attended_PNSD = scaled_dot_product_attention(
+                query_PNSD, key_PKSD, value_PKSD, is_causal=True, enable_gqa=True
+            )
+            attended = attended_PNSD.transpose(1, 2).reshape(P * S, -1)
+            if layer is self.weights.layers[-1]:  # only the last token's logits are wanted
+                hidden, attended = hidden[last_P], attended[last_P]
+            hidden = self._finish_layer(layer, hidden, attended)
+        return Prefix(self._logits(hidden), torch.stack(keys), torch.stack(values))
+
+    def decode(self, cache: KVCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
+        """Logits fp32 [B, V] after one more token per row; its keys and values join the cache.
+
+        `positions_B` is each token's position, `longest` the largest of them.
+        """
+        spec, B = self.spec, len(tokens_B)
+        K, G = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
+        length = longest + SPAN - longest % SPAN
+        rows_B = self._positions_L[:B]
+        rotary = self._rotary_L2D[positions_B]
+        unseen_BL = self._positions_L[:length] > positions_B.unsqueeze(1)
+        bias_BL = torch.where(unseen_BL, -torch.inf, 0.0)
+        bias_XGL = bias_BL[:, None, None].expand(B, K, G, length).flatten(0, 1)
+        hidden_BH = embedding(tokens_B, self.weights.embedding)
+        for layer, keys_BKDL, values_BKLD, keys_XDL, values_XLD in zip(
+            self.weights.layers,
+            cache.keys_YBKDL.unbind(),
+            cache.values_YBKLD.unbind(),
+            cache.keys_YBKDL[:, :B, ..., :length].flatten(1, 2).unbind(),
+            cache.values_YBKLD[:, :B, :, :length].flatten(1, 2).unbind(),
+            strict=True,
+        ):
+            query_BND, key_BKD, value_BKD = self._project(layer, hidden_BH, rotary)
+            keys_BKDL[rows_B, :, :, positions_B] = key_BKD.float()
+            values_BKLD[rows_B, :, positions_B] = value_BKD.float()
+            query_XGD = query_BND.float().reshape(B * K, G, spec.head_dim)
+            scores_XGL = torch.baddbmm(bias_XGL, query_XGD, keys_XDL, alpha=spec.head_dim**-0.5)
+            attended_XGD = torch.bmm(torch.softmax(scores_XGL, -1), values_XLD)
+            attended = attended_XGD.view(B, -1).to(hidden_BH.dtype)
+            hidden_BH = self._finish_layer(layer, hidden_BH, attended)
+        return self._logits(hidden_BH)
+
+    def _project(self, layer: Layer, hidden_TH: Tensor, rotary_T2D: Tensor) -> tuple[Tensor, ...]:
+        """Query [T, N, D], key and value [T, K, D]; query and key rotated."""
+        spec = self.spec
+        N, K = spec.num_heads, spec.num_kv_heads
+        normed_TH = self._norm(hidden_TH, layer.input_norm)
+        if layer.qkv_bias is None:
+            fused = torch.mm(normed_TH, layer.qkv)
+        else:
+            fused = torch.addmm(layer.qkv_bias, normed_TH, layer.qkv)
+        rotated, value_TKD = torch.split_with_sizes(fused.view(len(fused), -1, spec.head_dim), [N + K, K], 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query, key = torch.split_with_sizes(rotated, [N, K], 1)
+            rotated = torch.cat([self._norm(query, layer.q_norm), self._norm(key, layer.k_norm)], 1)
+        cos_T1D, sin_T1D = torch.split_with_sizes(rotary_T2D, [1, 1], 1)
+        rotated = torch.addcmul(rotated * cos_T1D, rotated.roll(spec.head_dim // 2, -1), sin_T1D)
+        query_TND, key_TKD = torch.split_with_sizes(rotated, [N, K], 1)
+        return query_TND, key_TKD, value_TKD
+
+    def _finish_layer(self, layer: Layer, hidden_TH: Tensor, attended: Tensor) -> Tensor:
+        hidden_TH = torch.addmm(hidden_TH, attended, layer.out)
+        gate, up = torch.mm(self._norm(hidden_TH, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+        return torch.addmm(hidden_TH, silu(gate).mul_(up), layer.down)
+
+    def _logits(self, hidden_TH: Tensor) -> Tensor:
+        return torch.mm(self._norm(hidden_TH, self.weights.norm), self.weights.head).float()
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm over the last dimension n: x / hypot(|x| / sqrt(n), sqrt(eps)) * weight, which is
+        half the operator calls of F.rms_norm."""
+        rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).mul_(x.shape[-1] ** -0.5)
+        return x.div(rms.hypot_(self._eps)).to(x.dtype).mul_(weight)

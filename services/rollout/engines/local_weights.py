@@ -1,0 +1,171 @@
+"""The local engine's parameters: a Qwen2 or Qwen3 Hugging Face folder in one flat buffer.
+
+Tensors that the forward pass multiplies as one (q, k, v; gate, up) are neighbours in the buffer, so
+"fused" is only a wider view, and the catalog needs one box per canonical tensor.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from services.runtime.errors import UserError
+from services.runtime.model_spec import ModelSpec
+from services.wire.types import BOX, Catalog
+
+ALIGNMENT = 32  # elements: a fused parameter starts on a cache line in both dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Matrices are views [in, out], ready for `mm`. Letters: H hidden, A heads * head_dim,
+    K kv_heads * head_dim, D head_dim, F intermediate."""
+
+    input_norm: torch.Tensor  # [H]
+    qkv: torch.Tensor  # [H, A+2K]
+    qkv_bias: torch.Tensor | None  # [A+2K]
+    q_norm: torch.Tensor | None  # [D]
+    k_norm: torch.Tensor | None  # [D]
+    out: torch.Tensor  # [A, H]
+    mlp_norm: torch.Tensor  # [H]
+    gate_up: torch.Tensor  # [H, 2F]
+    down: torch.Tensor  # [F, H]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Views of one flat buffer."""
+
+    embedding: torch.Tensor  # [V, H]
+    layers: tuple[Layer, ...]
+    norm: torch.Tensor  # [H]
+    head: torch.Tensor  # [H, V]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One canonical tensor; a vector is a column."""
+
+    name: str
+    rows: int
+    columns: int = 1
+
+
+class Layout:
+    """Where each canonical tensor of a model lies in the flat buffer."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._outer = _outer_pieces(spec)
+        self._layers = [_layer_pieces(spec, i) for i in range(spec.num_layers)]
+        self._tied = spec.tied
+        self._starts: dict[str, int] = {}
+        self._size = 0
+        for fields in (self._outer, *self._layers):
+            for pieces in fields.values():
+                self._size += -self._size % ALIGNMENT
+                for piece in pieces:
+                    self._starts[piece.name] = self._size
+                    self._size += piece.rows * piece.columns
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        boxes = [
+            (t, 0, piece.rows, 0, piece.columns, 0, self._starts[piece.name], piece.columns)
+            for t, piece in enumerate(self._pieces())
+        ]
+        return Catalog(tuple(piece.name for piece in self._pieces()), np.array(boxes, BOX))
+
+    def read(self, folder: Path, dtype: torch.dtype) -> torch.Tensor:
+        """The flat buffer, filled from the folder's safetensors and cast to `dtype`.
+
+        Raises UserError where a tensor is missing, unknown or of another shape.
+        """
+        buffer = torch.zeros(self._size, dtype=dtype)
+        targets = {piece.name: self._view(buffer, [piece]) for piece in self._pieces()}
+        for name, tensor in _read_tensors(folder):
+            if self._tied and name == "lm_head.weight":
+                continue
+            target = targets.pop(name, None)
+            if target is None or target.shape != tensor.shape:
+                expected = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
+                raise UserError(
+                    f"{folder}: tensor {name} has shape {tuple(tensor.shape)}, config.json implies {expected}"
+                )
+            target.copy_(tensor)
+        if targets:
+            raise UserError(f"{folder}: its safetensors lack {', '.join(sorted(targets))}")
+        return buffer
+
+    def bind(self, buffer: torch.Tensor) -> Weights:
+        outer = {field: self._view(buffer, pieces) for field, pieces in self._outer.items()}
+        absent = dict.fromkeys(("qkv_bias", "q_norm", "k_norm"))
+        layers = [
+            {field: self._view(buffer, pieces).t() for field, pieces in fields.items()}
+            for fields in self._layers
+        ]
+        return Weights(
+            embedding=outer["embedding"],
+            layers=tuple(Layer(**(absent | fields)) for fields in layers),  # type: ignore[arg-type]
+            norm=outer["norm"],
+            head=outer.get("head", outer["embedding"]).t(),
+        )
+
+    def _pieces(self) -> list[_Piece]:
+        return [
+            piece for fields in (self._outer, *self._layers) for pieces in fields.values() for piece in pieces
+        ]
+
+    def _view(self, buffer: torch.Tensor, pieces: list[_Piece]) -> torch.Tensor:
+        """The neighbours as one tensor, top to bottom."""
+        rows, columns = sum(piece.rows for piece in pieces), pieces[0].columns
+        flat = buffer.narrow(0, self._starts[pieces[0].name], rows * columns)
+        return flat if columns == 1 else flat.view(rows, columns)
+
+
+def _outer_pieces(spec: ModelSpec) -> dict[str, list[_Piece]]:
+    """The fields of `Weights`; tied models have no head of their own."""
+    pieces = {
+        "embedding": [_Piece("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)],
+        "norm": [_Piece("model.norm.weight", spec.hidden_size)],
+    }
+    head = {"head": [_Piece("lm_head.weight", spec.vocab_size, spec.hidden_size)]}
+    return pieces if spec.tied else pieces | head
+
+
+def _layer_pieces(spec: ModelSpec, i: int) -> dict[str, list[_Piece]]:
+    """The fields of `Layer` that the model has, and the canonical tensors that each is made of."""
+    layer, hidden, ffn = f"model.layers.{i}", spec.hidden_size, spec.intermediate_size
+    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    rows = {"q_proj": heads, "k_proj": kv, "v_proj": kv}
+    pieces = {
+        "input_norm": [_Piece(f"{layer}.input_layernorm.weight", hidden)],
+        "qkv": [_Piece(f"{layer}.self_attn.{name}.weight", n, hidden) for name, n in rows.items()],
+        "out": [_Piece(f"{layer}.self_attn.o_proj.weight", hidden, heads)],
+        "mlp_norm": [_Piece(f"{layer}.post_attention_layernorm.weight", hidden)],
+        "gate_up": [_Piece(f"{layer}.mlp.{name}.weight", ffn, hidden) for name in ("gate_proj", "up_proj")],
+        "down": [_Piece(f"{layer}.mlp.down_proj.weight", hidden, ffn)],
+    }
+    if spec.qkv_bias:
+        pieces["qkv_bias"] = [_Piece(f"{layer}.self_attn.{name}.bias", n) for name, n in rows.items()]
+    if spec.qk_norm:
+        pieces["q_norm"] = [_Piece(f"{layer}.self_attn.q_norm.weight", spec.head_dim)]
+        pieces["k_norm"] = [_Piece(f"{layer}.self_attn.k_norm.weight", spec.head_dim)]
+    return pieces
+
+
+def _read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of every *.safetensors file, one at a time."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise UserError(f"model.path = {folder} holds no *.safetensors file: save the model in that format")
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise UserError(f"{path} is no readable safetensors file ({error}): copy it again") from error
