@@ -13,7 +13,7 @@ from services.coordinator.replicas import Replica, Replicas
 from services.runtime.clients import TrainerClient
 from services.runtime.errors import AtollError, UserError
 from services.weights.plan import plan
-from services.wire.types import Catalog, PauseMode, Plan, Published, StreamManifest, Version
+from services.wire.types import Catalog, Plan, Published, StreamManifest, Version
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -166,16 +166,9 @@ class WeightSync:
 
     async def _commit(self, replica: Replica, version: Version) -> float:
         """Returns the seconds that generation stood still."""
-        if self._finish_running:
-            await replica.client.pause(PauseMode.WAIT)
-        started = time.perf_counter()
-        try:
-            stall_s = await replica.client.commit_weights(version)
-            replica.version = version
-        finally:
-            if self._finish_running:
-                await replica.client.resume()
-        return time.perf_counter() - started if self._finish_running else stall_s
+        stall_s = await replica.client.commit_weights(version, finish_running=self._finish_running)
+        replica.version = version
+        return stall_s
 
     async def _each(
         self,

@@ -213,9 +213,14 @@ class RolloutClient(_Client):
             reply = await self._stub.ReceiveWeights(request, timeout=self._timeout_s, metadata=self._metadata)
         return reply.num_bytes
 
-    async def commit_weights(self, version: Version) -> float:
-        """Makes the staged version live; returns the seconds that generation stood still."""
-        request = rollout_pb2.CommitWeightsRequest(version=codec.encode_version(version))
+    async def commit_weights(self, version: Version, *, finish_running: bool) -> float:
+        """Makes the staged version live; returns the seconds that generation stood still.
+
+        `finish_running`: first the running sequences end; else they go on with the new weights.
+        """
+        request = rollout_pb2.CommitWeightsRequest(
+            version=codec.encode_version(version), finish_running=finish_running
+        )
         with self._translate("CommitWeights"):
             reply = await self._stub.CommitWeights(request, timeout=self._timeout_s, metadata=self._metadata)
         return reply.stall_s

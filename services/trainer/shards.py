@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.trainer.names import pieces
 from services.trainer.spec import ModelSpec
+from services.weights.boxes import box_view
 from services.wire.types import BOX, Catalog
 
 
@@ -54,7 +55,5 @@ def boxes_of(model: torch.nn.Module, spec: ModelSpec) -> Iterator[tuple[str, NDA
     """Each box of this rank with its tensor's name and the parameter's memory [rows, columns] it names."""
     listing, buffers = catalog(model, spec)
     for box in listing.boxes:
-        memory = buffers[box["buffer"]].as_strided(
-            (int(box["rows"]), int(box["columns"])), (int(box["stride"]), 1), int(box["offset"])
-        )
-        yield listing.tensors[box["tensor"]], box, memory
+        _, _, rows, _, columns, buffer, offset, stride = box.item()
+        yield listing.tensors[box["tensor"]], box, box_view(buffers[buffer], rows, columns, offset, stride)

@@ -12,7 +12,7 @@ from services.rollout.refit import Refit
 from services.runtime.clients import Caller, RolloutInfo, TrainerInfo
 from services.runtime.errors import AtollError, ServiceUnavailableError, UserError, WeightPushError
 from services.trainer import publish
-from services.wire.types import PauseMode, Plan, Published, ServiceEntry, StreamManifest, Version
+from services.wire.types import Plan, Published, ServiceEntry, StreamManifest, Version
 from tests.unit.weight_layouts import Shard, catalogs, random_model, shards
 
 V1, V2, V3, V4 = (Version("a3f0", number) for number in range(1, 5))
@@ -51,6 +51,7 @@ class Engine:
         self.refit = Refit(self.shard.buffers, Version("", 0))
         self.calls: list[str] = []
         self.plans = 0
+        self.finishes: list[bool] = []
         self.fails: dict[str, AtollError] = {}
 
     def _called(self, name: str) -> None:
@@ -65,20 +66,15 @@ class Engine:
         self.plans += plan is not None
         return self.refit.receive(version, streams, plan)
 
-    async def commit_weights(self, version: Version) -> float:
+    async def commit_weights(self, version: Version, *, finish_running: bool) -> float:
         self._called("commit")
+        self.finishes.append(finish_running)
         self.refit.commit(version)
         return 0.25
 
     async def rollback_weights(self, version: Version) -> None:
         self._called("rollback")
         self.refit.rollback(version)
-
-    async def pause(self, mode: PauseMode) -> None:
-        self._called(f"pause {mode.name}")
-
-    async def resume(self) -> None:
-        self._called("resume")
 
     def model(self) -> dict[str, torch.Tensor]:
         model = {name: torch.full_like(tensor, torch.nan) for name, tensor in random_model(0).items()}
@@ -218,15 +214,12 @@ async def test_trainer_fails_and_nothing_is_committed():
     assert_holds(engine, model, V2)
 
 
-async def test_running_sequences_may_finish_first():
-    run = Run(finish_running=True)
+@pytest.mark.parametrize("finish_running", [False, True])
+async def test_running_sequences_may_finish_first(finish_running):
+    run = Run(finish_running=finish_running)
     _, engine = await run.join("one")
-    run.trainer.train(1)
     await run.sync.push(V1)
-    assert engine.calls == ["receive", "pause WAIT", "commit", "resume"]
-    engine.fails["commit"] = WeightPushError("not staged")
-    await run.sync.push(V2)
-    assert engine.calls[-1] == "resume"  # whatever happens: a replica is never left paused
+    assert engine.finishes == [finish_running]
 
 
 async def test_another_model_is_the_users_error():

@@ -283,16 +283,22 @@ class CommitWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
+    FINISH_RUNNING_FIELD_NUMBER: _builtins.int
+    finish_running: _builtins.bool
+    """End the sequences that run before the commit (as Pause with WAIT and Resume around it would); else they
+    go on with the new weights from one token to the next.
+    """
     @_builtins.property
     def version(self) -> _types_pb2.Version: ...
     def __init__(
         self,
         *,
         version: _types_pb2.Version | None = ...,
+        finish_running: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_running", b"finish_running", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -304,7 +310,7 @@ class CommitWeightsReply(_message.Message):
 
     STALL_S_FIELD_NUMBER: _builtins.int
     stall_s: _builtins.float
-    """how long generation stood still"""
+    """how long generation stood still after the last sequence had to end"""
     def __init__(
         self,
         *,
