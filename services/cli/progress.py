@@ -51,17 +51,23 @@ def view() -> Iterator[Show]:
         yield _line_printer(console)
         return
     started = time.monotonic()
+    validation: dict[str, float] = {}  # of the last step that had one
     with Live(console=console, auto_refresh=False) as live:
-        yield lambda status: live.update(_picture(status, time.monotonic() - started), refresh=True)
+
+        def show(status: RunStatus) -> None:
+            validation.update({k: v for k, v in status.metrics.items() if k.startswith(VALIDATION)})
+            picture = _picture(status, {**status.metrics, **validation}, time.monotonic() - started)
+            live.update(picture, refresh=True)
+
+        yield show
 
 
 def line(status: RunStatus) -> str:
     """The status as one line of text."""
     words = [f"step {status.step}/{status.num_steps}", status.state]
     words += [f"{label} {value}" for label, value in _headlines(status.metrics)]
-    if f"{TIMING}step" in status.metrics:
-        timings = ", ".join(f"{name} {value:.2f}" for name, value in _timings(status.metrics))
-        words.append(f"{status.metrics[f'{TIMING}step']:.2f} s ({timings})")
+    if timings := _timings(status.metrics):
+        words.append("seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in timings))
     return "  ".join(words)
 
 
@@ -76,8 +82,9 @@ def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
             f"(mean of the first and the last {window} steps)"
         )
     for name, first in summary["validation_first"].items():
-        if last := summary["validation_last"].get(name):
-            print(f"  {name.removeprefix(VALIDATION):11} {first:.3f} -> {last:.3f}")
+        last = summary["validation_last"].get(name)
+        if "@" in name and last is not None:
+            print(f"  {name.removeprefix(VALIDATION)}  {first:.3f} -> {last:.3f}")
     print(f"  checkpoint  {summary['checkpoint'] or 'none'}")
     print(f"  metrics     {folder / 'metrics.jsonl'}")
 
@@ -95,7 +102,7 @@ def _line_printer(console: Console) -> Show:
     return show
 
 
-def _picture(status: RunStatus, elapsed_s: float) -> Group:
+def _picture(status: RunStatus, metrics: Mapping[str, float], elapsed_s: float) -> Group:
     head = Table.grid(padding=(0, 2))
     minutes, seconds = divmod(int(elapsed_s), 60)
     head.add_row(
@@ -106,10 +113,8 @@ def _picture(status: RunStatus, elapsed_s: float) -> Group:
         f"{minutes}:{seconds:02}",
     )
     body = Table.grid(padding=(0, 2))
-    body.add_row(
-        "metrics", "  ".join(f"{label} [bold]{value}[/]" for label, value in _headlines(status.metrics))
-    )
-    body.add_row("seconds", "  ".join(f"{name} {value:.2f}" for name, value in _timings(status.metrics)))
+    body.add_row("metrics", "  ".join(f"{label} [bold]{value}[/]" for label, value in _headlines(metrics)))
+    body.add_row("seconds", "  ".join(f"{name} {value:.2f}" for name, value in _timings(metrics)))
     body.add_row("services", "  ".join(entry.name for entry in status.services))
     return Group(head, body)
 
@@ -119,14 +124,10 @@ def _headlines(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     validation = [
         (key.removeprefix(VALIDATION), f"{value:.3f}")
         for key, value in metrics.items()
-        if key.startswith(VALIDATION)
+        if key.startswith(VALIDATION) and "@" in key  # not its lengths and drops
     ]
     return known + validation
 
 
 def _timings(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    return [
-        (key.removeprefix(TIMING), value)
-        for key, value in metrics.items()
-        if key.startswith(TIMING) and key != f"{TIMING}step"
-    ]
+    return [(key.removeprefix(TIMING), value) for key, value in metrics.items() if key.startswith(TIMING)]

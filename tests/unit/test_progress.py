@@ -13,12 +13,13 @@ def test_a_line_has_what_matters_in_the_order_that_matters() -> None:
         "perf/throughput": 1234.5,
         "staleness/mean": 0.0,
         "val/sums/avg@1": 0.5,
+        "val/sums/response_length/mean": 9.0,
         "actor/grad_norm": 9.0,
     }
     status = RunStatus("toy", "training", 3, 10, 4, "", (), metrics, 7)
     assert line(status) == (
         "step 3/10  training  reward 0.312  tokens/s 1,234  staleness 0.00  sums/avg@1 0.500  "
-        "0.80 s (gen 0.50, update_actor 0.25)"
+        "seconds: gen 0.50, update_actor 0.25, step 0.80"
     )
 
 
