@@ -1,6 +1,7 @@
 """The real command: what it refuses, and with which words."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,16 @@ def test_a_model_folder_that_is_no_model_ends_the_run_with_its_name(
     assert "config.json" in answer.stderr or "tokenizer.json" in answer.stderr
     assert "Traceback" not in answer.stderr
     assert str(tmp_path / "runs/toy/logs/coordinator.log") in answer.stderr
+
+
+def test_a_port_in_use_names_port_and_setting(config: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        answer = atoll("run", config, "--set", f"coordinator.port={port}")
+    assert answer.returncode == 1
+    assert str(port) in answer.stderr
+    assert "coordinator.port" in answer.stderr
+    assert "Traceback" not in answer.stderr
 
 
 def test_a_run_folder_is_not_used_twice(config: Path, tmp_path: Path) -> None:
