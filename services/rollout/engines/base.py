@@ -1,6 +1,6 @@
 """What the rollout service asks of an engine. `local` and SGLang stand behind it."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,10 +13,16 @@ from services.wire.types import (
     Int32,
     PauseMode,
     Plan,
+    SampleId,
     StreamManifest,
     Version,
     VersionSpan,
 )
+
+
+def request_id(group: GroupId, index: int, attempt: int) -> str:
+    """ "run/epoch/prompt/index/attempt/turn"; a sample of one turn has turn 0."""
+    return f"{SampleId(group, index)}/{attempt}/0"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,15 +60,18 @@ class Engine(Protocol):
     @property
     def version(self) -> Version: ...
 
-    def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[list[Completion]]:
+    def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Completion], None]:
         """Yields completions as they finish, those of one decode step together.
+
+        What a sample draws depends on seed, epoch, prompt, index and position alone. Raises UserError
+        for a request that the engine cannot take, such as ids outside the vocabulary.
 
         Closing the iterator early (deadline, cancelled call) aborts what is left of it.
         """
         ...
 
     async def abort(self, id_prefix: str) -> int:
-        """Ends every request whose "run/epoch/prompt/index/attempt/turn" starts with the prefix.
+        """Ends every request whose id (see `request_id`) starts with the prefix.
 
         Their partial output is yielded by `generate` with finish reason ABORT. Returns how many.
         """
@@ -94,8 +103,8 @@ class Engine(Protocol):
         """Forgets the staged version."""
         ...
 
-    async def checksums(self) -> dict[str, int]:
-        """xxh3-64 of each canonical tensor's live bytes in the serving dtype, row-major."""
+    async def checksums(self) -> tuple[Version, dict[str, int]]:
+        """The live version, and xxh3-64 of each canonical tensor's bytes in the serving dtype, row-major."""
         ...
 
     async def close(self) -> None: ...

@@ -7,7 +7,7 @@ completions back through the queue of each `generate` call.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import groupby
@@ -101,7 +101,7 @@ class LocalEngine:
     def version(self) -> Version:
         return self._decoder.version
 
-    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[list[Completion]]:
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Completion], None]:
         for request in requests:
             self._check(request)
         call = _Call()
@@ -167,10 +167,11 @@ class LocalEngine:
     async def rollback(self, version: Version) -> None:
         await asyncio.to_thread(self._refit.rollback, version)
 
-    async def checksums(self) -> dict[str, int]:
-        return await self._between_tokens(
-            lambda: tensor_checksums(self._layout.catalog, [self._live], self._live.dtype)
-        )
+    async def checksums(self) -> tuple[Version, dict[str, int]]:
+        def command() -> tuple[Version, dict[str, int]]:
+            return self.version, tensor_checksums(self._layout.catalog, [self._live], self._live.dtype)
+
+        return await self._between_tokens(command)
 
     async def close(self) -> None:
         def command() -> None:

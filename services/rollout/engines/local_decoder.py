@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from services.rollout.engines.base import Completion
+from services.rollout.engines.base import Completion, request_id
 from services.rollout.engines.local_model import KVCache, LocalModel, Prefix
 from services.rollout.engines.sampling import draw, stream_key, uniforms
-from services.wire.types import FinishReason, GroupRequest, Int32, SampleId, Version, VersionSpan
+from services.wire.types import FinishReason, GroupRequest, Int32, Version, VersionSpan
 
 Call = TypeVar("Call")  # whoever asked; only handed back
 
@@ -54,8 +54,7 @@ class _Ticket(Generic[Call]):
 
     @property
     def id(self) -> str:
-        """Of the request: "run/epoch/prompt/index/attempt/turn". This engine's samples have one turn."""
-        return f"{SampleId(self.request.group, self.index)}/{self.attempt}/0"
+        return request_id(self.request.group, self.index, self.attempt)
 
 
 @dataclass(slots=True, eq=False)

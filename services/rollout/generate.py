@@ -1,0 +1,156 @@
+"""Between service and engine: each request id is generated once, however often it is asked for."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from services.rollout.engines.base import Completion, Engine, request_id
+from services.wire.types import GroupRequest, Node, Provenance, Sample, SampleId
+
+MAX_REMEMBERED_TOKENS = 1 << 20  # of finished samples: some 10 MB
+
+
+@dataclass(eq=False, slots=True)
+class _Listener:
+    """A call that waits for samples."""
+
+    missing: set[str] = field(default_factory=set)  # request ids
+    inbox: asyncio.Queue[list[Sample] | Exception] = field(default_factory=asyncio.Queue)
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """One engine call, and who listens to it. It ends early when nobody does."""
+
+    running: set[str]  # request ids
+    listeners: set[_Listener] = field(default_factory=set)
+    task: asyncio.Task[None] | None = None
+
+
+class Generator:
+    def __init__(self, engine: Engine, replica: str, incarnation: str) -> None:
+        self._engine = engine
+        self._replica = replica
+        self._incarnation = incarnation
+        self._jobs: dict[str, _Job] = {}  # by the id of each request that runs
+        self._finished: OrderedDict[str, Sample] = OrderedDict()  # by request id, oldest first
+        self._finished_tokens = 0
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Sample], None]:
+        """Samples of all requests as they finish, those of one decode step together.
+
+        A request that runs is joined, one that has finished is answered again. Closing the iterator
+        aborts what nobody else waits for. Raises what the engine raises.
+        """
+        listener = _Listener()
+        answers: list[Sample] = []
+        jobs: set[_Job] = set()
+        new = []
+        for request in requests:
+            unknown = []
+            for index, attempt in zip(request.indices, request.attempts, strict=True):
+                id = request_id(request.group, index, attempt)
+                if id in self._finished:
+                    answers.append(self._finished[id])
+                    continue
+                listener.missing.add(id)
+                if id in self._jobs:
+                    jobs.add(self._jobs[id])
+                else:
+                    unknown.append((index, attempt))
+            if unknown:
+                indices, attempts = zip(*unknown, strict=True)
+                new.append(replace(request, indices=indices, attempts=attempts))
+        if new:
+            jobs.add(self._start(new))
+        for job in jobs:
+            job.listeners.add(listener)
+        expected = len(listener.missing)
+        try:
+            if answers:
+                yield answers
+            while expected:
+                samples = await listener.inbox.get()
+                if isinstance(samples, Exception):
+                    raise samples
+                expected -= len(samples)
+                yield samples
+        finally:
+            for job in jobs:
+                job.listeners.discard(listener)
+                if job.task is not None and not job.listeners:
+                    job.task.cancel()
+                    self._unlist(job)
+
+    def forget_finished(self) -> None:
+        """For a new lineage, which asks anew for ids that the old one has seen."""
+        self._finished.clear()
+        self._finished_tokens = 0
+
+    def _start(self, requests: Sequence[GroupRequest]) -> _Job:
+        job = _Job(
+            {
+                request_id(request.group, index, attempt)
+                for request in requests
+                for index, attempt in zip(request.indices, request.attempts, strict=True)
+            }
+        )
+        self._jobs.update(dict.fromkeys(job.running, job))
+        job.task = asyncio.create_task(self._run(job, requests))
+        return job
+
+    async def _run(self, job: _Job, requests: Sequence[GroupRequest]) -> None:
+        """Consumes one engine call for all listeners; ends with its last sample, with an error, or
+        cancelled by the last listener that leaves."""
+        try:
+            async with aclosing(self._engine.generate(requests)) as stream:
+                async for completions in stream:
+                    self._publish(job, completions)
+        except Exception as error:
+            for listener in job.listeners:
+                listener.inbox.put_nowait(error)
+        finally:
+            self._unlist(job)
+
+    def _unlist(self, job: _Job) -> None:
+        """Its unfinished requests may be asked for anew."""
+        for id in job.running:
+            del self._jobs[id]
+        job.running.clear()
+
+    def _publish(self, job: _Job, completions: Sequence[Completion]) -> None:
+        samples = {request_id(c.group, c.index, c.attempt): self._sample(c) for c in completions}
+        for id, sample in samples.items():
+            job.running.remove(id)
+            del self._jobs[id]
+            self._finished[id] = sample
+            self._finished_tokens += sample.num_tokens
+        while self._finished_tokens > MAX_REMEMBERED_TOKENS:
+            _, oldest = self._finished.popitem(last=False)
+            self._finished_tokens -= oldest.num_tokens
+        for listener in job.listeners:
+            awaited = [sample for id, sample in samples.items() if id in listener.missing]
+            if awaited:
+                listener.inbox.put_nowait(awaited)
+
+    def _sample(self, completion: Completion) -> Sample:
+        """A tree of one node."""
+        node = Node(
+            parent=-1,
+            token_ids=completion.token_ids,
+            loss_mask=np.ones(len(completion.token_ids), np.bool_),
+            logprobs=completion.logprobs,
+            spans=completion.spans,
+        )
+        return Sample(
+            id=SampleId(completion.group, completion.index),
+            attempt=completion.attempt,
+            nodes=(node,),
+            finish_reason=completion.finish_reason,
+            text=completion.text,
+            provenance=Provenance(self._replica, self._incarnation, completion.started, completion.finished),
+        )

@@ -1,0 +1,156 @@
+"""The rollout service's door: the Rollout methods of package atoll.v1."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from itertools import groupby
+from typing import Any, Self
+
+import grpc.aio
+import numpy as np
+import torch
+
+from services.rollout.engines.base import Engine
+from services.rollout.engines.local import LocalEngine
+from services.rollout.generate import Generator
+from services.runtime.errors import UserError
+from services.runtime.process import ServiceContext
+from services.wire import codec
+from services.wire.types import GroupRequest, PauseMode, Version
+from services.wire.v1 import rollout_pb2 as pb
+from services.wire.v1 import rollout_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+MODEL = "actor"  # the one model that a replica serves
+AS_IN_FOLDER = Version("", 0)  # before the first push
+
+
+class RolloutService(rollout_pb2_grpc.RolloutServicer):
+    def __init__(self, engine: Engine, name: str, incarnation: str) -> None:
+        self._engine = engine
+        self._generator = Generator(engine, name, incarnation)
+        self._name = name
+        self._incarnation = incarnation
+
+    @classmethod
+    async def build(cls, context: ServiceContext) -> Self:
+        config = context.config.rollout
+        torch.set_num_threads(config.threads)
+        engine = await asyncio.to_thread(
+            LocalEngine,
+            context.config.model.path,
+            dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype],
+            slots=config.local.slots,
+            max_length=config.local.max_length,
+            version=AS_IN_FOLDER,
+        )
+        return cls(engine, context.name, context.incarnation)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        rollout_pb2_grpc.add_RolloutServicer_to_server(self, server)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateReply]:
+        if request.model != MODEL:
+            raise UserError(f"Generate asks for model {request.model!r}; this replica serves {MODEL!r}")
+        sampling = codec.decode_sampling(request.sampling)
+        requests = [
+            GroupRequest(
+                group=codec.decode_group_id(group.group),
+                prompt_ids=np.frombuffer(group.prompt_ids, "<i4"),
+                indices=tuple(group.index),
+                attempts=tuple(group.attempt),
+                sampling=sampling,
+            )
+            for group in request.groups
+        ]
+        async with aclosing(self._generator.generate(requests)) as stream:
+            async for samples in stream:
+                samples.sort(key=lambda sample: sample.id)
+                groups = groupby(samples, key=lambda sample: sample.id.group)
+                yield pb.GenerateReply(samples=[codec.encode_samples(list(group)) for _, group in groups])
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
+        return pb.AbortReply(aborted=await self._engine.abort(request.id_prefix))
+
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseReply:
+        try:
+            mode = PauseMode(request.mode)
+        except ValueError:
+            raise UserError(
+                f"Pause has mode {request.mode}; expected PAUSE_MODE_WAIT or PAUSE_MODE_IN_PLACE"
+            ) from None
+        await self._engine.pause(mode)
+        return pb.PauseReply(running=self._engine.info().running)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeReply:
+        await self._engine.resume()
+        return pb.ResumeReply()
+
+    async def ReceiveWeights(
+        self, request: pb.ReceiveWeightsRequest, context: Context
+    ) -> pb.ReceiveWeightsReply:
+        num_bytes = await self._engine.receive(
+            codec.decode_version(request.version),
+            [codec.decode_stream(stream) for stream in request.streams],
+            codec.decode_plan(request.plan) if request.HasField("plan") else None,
+        )
+        return pb.ReceiveWeightsReply(num_bytes=num_bytes)
+
+    async def CommitWeights(
+        self, request: pb.CommitWeightsRequest, context: Context
+    ) -> pb.CommitWeightsReply:
+        version, old = codec.decode_version(request.version), self._engine.version
+        if request.finish_running:
+            stall_s = await self._commit_quietly(version)
+        else:
+            stall_s = await self._engine.commit(version)
+        if version.lineage != old.lineage:
+            self._generator.forget_finished()
+        return pb.CommitWeightsReply(stall_s=stall_s)
+
+    async def _commit_quietly(self, version: Version) -> float:
+        """Commits after the running sequences have ended; returns the seconds from then on."""
+        try:
+            await self._engine.pause(PauseMode.WAIT)
+            quiet = time.perf_counter()
+            await self._engine.commit(version)
+        finally:
+            await self._engine.resume()
+        return time.perf_counter() - quiet
+
+    async def RollbackWeights(
+        self, request: pb.RollbackWeightsRequest, context: Context
+    ) -> pb.RollbackWeightsReply:
+        await self._engine.rollback(codec.decode_version(request.version))
+        return pb.RollbackWeightsReply()
+
+    async def Checksums(self, request: pb.ChecksumsRequest, context: Context) -> pb.ChecksumsReply:
+        version, checksums = await self._engine.checksums()
+        return pb.ChecksumsReply(
+            version=codec.encode_version(version),
+            tensors=list(checksums),
+            checksums=codec.encode_tensor(np.array(list(checksums.values()), np.uint64)),
+        )
+
+    async def Info(self, request: pb.RolloutInfoRequest, context: Context) -> pb.RolloutInfoReply:
+        info = self._engine.info()
+        return pb.RolloutInfoReply(
+            name=self._name,
+            incarnation=self._incarnation,
+            version=codec.encode_version(self._engine.version),
+            vocab_size=info.vocab_size,
+            max_length=info.max_length,
+            slots=info.slots,
+            dtype=info.dtype,
+            boxes=codec.encode_catalog(self._engine.catalog()),
+            running=info.running,
+            queued=info.queued,
+            tokens_generated=info.tokens_generated,
+        )
