@@ -1,7 +1,6 @@
 """The plan's padded calls against attention with one dense mask over all tokens."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,20 +31,19 @@ def random_forest(seed: int, num_segments: int, longest: int) -> Segments:
 
 
 def dense_mask(segments: Segments) -> torch.Tensor:
-    """[T, T], written from the definition, token by token."""
+    """[T, T], from the definition: what came before, in the own segment or an ancestor."""
     owner = np.repeat(np.arange(len(segments.parents)), np.diff(segments.offsets))
     mask = torch.zeros(len(owner), len(owner), dtype=torch.bool)
     for q, segment in enumerate(owner):
         sees = {int(segment)}
         while (segment := segments.parents[segment]) >= 0:
             sees.add(int(segment))
-        for k in range(q + 1):
-            mask[q, k] = int(owner[k]) in sees
+        mask[q, : q + 1] = torch.from_numpy(np.isin(owner[: q + 1], list(sees)))
     return mask
 
 
 def run(segments: Segments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    core = TreeAttention(SimpleNamespace(attention_dropout=0.0, softmax_scale=None))  # type: ignore[arg-type]
+    core = TreeAttention()
     still = rotation(torch.zeros(len(q)), q.shape[-1], 10000.0, q.dtype)  # position 0 turns nothing
     return core(q, k, v, None, packed_seq_params=AttentionInputs(plan_attention(segments, CPU), still))
 

@@ -1,0 +1,202 @@
+"""Megatron's model against transformers: logits, gradients, catalog, export. One launch per layout."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from services.wire.types import Segments
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+# A prompt of 7 with three answers, one of which goes on in two branches, and a lone sequence.
+LENGTHS, PARENTS, GROUPS = [7, 5, 3, 9, 4, 6, 11], [-1, 0, 0, 0, 1, 1, -1], [0, 0, 0, 0, 0, 0, 1]
+
+
+def tree() -> Segments:
+    offsets = np.concatenate([[0], np.cumsum(LENGTHS)])
+    # no token 0: it is the padding token, whose embedding transformers gives no gradient
+    tokens = np.random.default_rng(0).integers(1, 64, offsets[-1]).astype(np.int32)
+    return Segments(tokens, offsets, np.array(PARENTS, np.int32), np.array(GROUPS, np.int32))
+
+
+def paths(segments: Segments) -> list[np.ndarray]:
+    """Token indices of every segment's whole sequence, from its root to its end."""
+    found: list[np.ndarray] = []
+    for s, parent in enumerate(segments.parents):
+        own = np.arange(segments.offsets[s], segments.offsets[s + 1])
+        found.append(np.concatenate([found[parent], own]) if parent >= 0 else own)
+    return found
+
+
+def duplicated(segments: Segments) -> Segments:
+    """Every segment's whole sequence as a root of its own."""
+    sequences = paths(segments)
+    return Segments(
+        token_ids=segments.token_ids[np.concatenate(sequences)],
+        offsets=np.concatenate([[0], np.cumsum([len(sequence) for sequence in sequences])]),
+        parents=np.full(len(sequences), -1, np.int32),
+        groups=segments.groups,
+    )
+
+
+def on_megatron(check: Callable[..., Any], tensor: int, folder: Path, *args: Any) -> Any:
+    """In a rank: `check(policy, ...)` on the model of `folder`."""
+    from services.trainer import cpu_compat
+
+    torch.set_num_threads(1)
+    with cpu_compat.apply():
+        from services.trainer.model import build, initialize_parallel
+
+        if not torch.distributed.is_initialized():
+            initialize_parallel(tensor=tensor, data=1)
+        return check(build(folder), *args)
+
+
+def hidden(policy: Any, segments: Segments) -> Tensor:
+    from services.trainer.attention import plan_attention
+
+    tokens, positions = torch.from_numpy(segments.token_ids).long(), torch.from_numpy(segments.positions)
+    return policy.model(tokens, positions, plan_attention(segments, CPU))  # type: ignore[no-any-return]
+
+
+def logits(policy: Any, segments: Segments) -> Tensor:
+    """[T, vocabulary], joined over the tensor-parallel ranks."""
+    from services.trainer.model import output_weight
+
+    own = hidden(policy, segments) @ output_weight(policy.model).T
+    parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(parts, own.detach())
+    return torch.cat(parts, -1)
+
+
+def reference(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def agrees_with_transformers(policy: Any) -> None:
+    """Logits of every token, and gradients of every parameter, of trees and of repeated sequences."""
+    theirs = reference(policy.folder)
+    segments = tree()
+    sequences, repeated = paths(segments), duplicated(segments)
+    expected = [
+        theirs(torch.from_numpy(segments.token_ids[path]).long()[None]).logits[0] for path in sequences
+    ]
+
+    got = logits(policy, segments)
+    for path, expected_logits in zip(sequences, expected, strict=True):
+        torch.testing.assert_close(got[path], expected_logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(policy, repeated), torch.cat(expected), rtol=0, atol=1e-5)
+
+    # a loss that weighs each tree token once, whichever copy of it carries the weight
+    weights = (
+        torch.randn(len(segments.token_ids), policy.spec.hidden_size, generator=torch.manual_seed(1)) / 100
+    )
+    (hidden(policy, segments) * weights).sum().backward()
+    own_tokens = torch.zeros(len(repeated.token_ids), 1)
+    ends = repeated.offsets[1:]
+    for end, length in zip(ends, LENGTHS, strict=True):
+        own_tokens[end - length : end] = 1
+    flat_weights = weights[np.concatenate(sequences)] * own_tokens
+    shared = canonical_gradients(policy)
+    policy.model.zero_grad()
+    (hidden(policy, repeated) * flat_weights).sum().backward()
+    for (name, grad), (_, grad_shared) in zip(
+        canonical_gradients(policy).items(), shared.items(), strict=True
+    ):
+        torch.testing.assert_close(grad_shared, grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+    for start, end in zip(repeated.offsets, ends, strict=False):
+        ids = torch.from_numpy(repeated.token_ids[start:end]).long()[None]
+        (theirs.model(ids).last_hidden_state[0] * flat_weights[start:end]).sum().backward()
+    parameters = dict(theirs.named_parameters())
+    for name, grad in shared.items():
+        if name != "lm_head.weight":  # hidden states stop before it
+            expected_grad = parameters[name].grad
+            torch.testing.assert_close(
+                grad, expected_grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def canonical_gradients(policy: Any) -> dict[str, Tensor]:
+    """Hugging Face name -> whole gradient, put together from all ranks' boxes."""
+    from services.trainer.names import pieces, shapes
+
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    whole = {name: torch.zeros(shape) for name, shape in shapes(policy.spec).items()}
+    grads = {name: parameter.grad for name, parameter in policy.model.named_parameters()}
+    for name, held in pieces(policy.spec, rank, size).items():
+        if grads[name] is None:
+            continue
+        values = grads[name].flatten()
+        for piece in held:
+            # norms of the residual stream see the same gradient on every rank, all else sees its own part
+            share = size if name.endswith("layernorm.weight") and "self_attention" not in name else 1
+            target = whole[piece.tensor].view(
+                -1, piece.columns if piece.columns == 1 else whole[piece.tensor].shape[-1]
+            )
+            count = piece.rows * piece.columns
+            target[piece.row : piece.row + piece.rows, piece.column : piece.column + piece.columns] += (
+                values[:count].view(piece.rows, piece.columns) / share
+            )
+            values = values[count:]
+    for tensor in whole.values():
+        torch.distributed.all_reduce(tensor)
+    return whole
+
+
+def exports_bit_equal(policy: Any, target: Path) -> None:
+    """Changed weights, several files, transformers reads back exactly what the ranks hold."""
+    from services.trainer import hf
+    from services.trainer.shards import boxes_of
+
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.5)
+    hf.FILE_BYTES = 100_000
+    num_bytes = hf.export_hf(policy.model, policy.spec, policy.folder, target)
+    torch.distributed.barrier()
+    exported, original = reference(target).state_dict(), reference(policy.folder).state_dict()
+    assert exported.keys() == original.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, original[name] * 1.5), name
+    for name, box, memory in boxes_of(policy.model, policy.spec):
+        rows, columns = (
+            slice(box[at], box[at] + box[n]) for at, n in (("row", "rows"), ("column", "columns"))
+        )
+        assert torch.equal(memory, exported[name].view(len(exported[name]), -1)[rows, columns]), name
+    if torch.distributed.get_rank() > 0:
+        assert num_bytes == 0
+        return
+    files = sorted(target.glob("*.safetensors"))
+    assert len(files) > 1
+    assert num_bytes == sum(file.stat().st_size for file in files)
+    assert (target / "tokenizer.json").read_bytes() == (policy.folder / "tokenizer.json").read_bytes()
+
+
+def reads_a_folder_of_several_files(policy: Any, whole: Path) -> None:
+    from services.trainer.model import build
+
+    again = build(whole)
+    for (name, got), expected in zip(policy.model.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(got, expected), name
+
+
+def check_layout(tensor: int, folders: list[Path], target: Path) -> None:
+    for folder in folders:
+        on_megatron(agrees_with_transformers, tensor, folder)
+        on_megatron(exports_bit_equal, tensor, folder, target / folder.name)
+    on_megatron(reads_a_folder_of_several_files, tensor, target / folders[0].name, target / folders[0].name)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_model_equals_transformers(
+    tensor: int, tiny_qwen2: Path, tiny_qwen2_tied: Path, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    run_ranks(check_layout, tensor, tensor, [tiny_qwen2, tiny_qwen2_tied, tiny_qwen3], tmp_path)
