@@ -30,8 +30,7 @@ def load_weights(model: torch.nn.Module, spec: ModelSpec, folder: Path) -> None:
     Raises UserError where a file or tensor is missing, unknown, or of a wrong shape.
     """
     with ExitStack() as files:
-        slices = _open_tensors(folder, files)
-        _check_tensors(folder, {name: tuple(part.get_shape()) for name, part in slices.items()}, spec)
+        slices = open_tensors(folder, spec, files)
         for name, box, memory in boxes_of(model, spec):
             rows = slice(int(box["row"]), int(box["row"] + box["rows"]))
             columns = slice(int(box["column"]), int(box["column"] + box["columns"]))
@@ -39,8 +38,8 @@ def load_weights(model: torch.nn.Module, spec: ModelSpec, folder: Path) -> None:
             memory.copy_(slices[name][rows].unsqueeze(1) if is_vector else slices[name][rows, columns])
 
 
-def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
-    """Tensor name -> safetensors slice, over all weight files of the folder."""
+def open_tensors(folder: Path, spec: ModelSpec, files: ExitStack) -> dict[str, Any]:
+    """Tensor name -> safetensors slice, for exactly the tensors of `spec`; `files` keeps them open."""
     index = folder / INDEX
     names = {"model.safetensors"}
     if index.exists():
@@ -57,13 +56,15 @@ def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
         except SafetensorError as error:
             raise UserError(f"{folder / name} is not a safetensors file ({error}); copy it again") from error
         slices |= {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118 (no mapping)
+    if spec.tied:
+        slices.pop("lm_head.weight", None)  # some tied checkpoints repeat the embedding
+    _check_tensors(folder, {name: tuple(part.get_shape()) for name, part in slices.items()}, shapes(spec))
     return slices
 
 
-def _check_tensors(folder: Path, got: dict[str, tuple[int, ...]], spec: ModelSpec) -> None:
-    expected = shapes(spec)
-    if spec.tied:
-        got.pop("lm_head.weight", None)  # some tied checkpoints repeat the embedding
+def _check_tensors(
+    folder: Path, got: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]
+) -> None:
     for problem, names in (
         ("lacks", sorted(expected.keys() - got.keys())),
         ("has unknown", sorted(got.keys() - expected.keys())),

@@ -1,0 +1,67 @@
+"""Canaries: each symbol that the shim replaces still exists and takes the arguments that the shim expects.
+
+Signatures are those of torch 2.13.0 and megatron-core 0.16.1. The shim itself runs in another process,
+since its patches would stay.
+"""
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+
+from services.trainer import cpu_compat
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize("name", cpu_compat.TORCH_CUDA)
+def test_torch_cuda_takes_what_its_replacement_takes(name: str) -> None:
+    original, replacement = getattr(torch.cuda, name), cpu_compat.TORCH_CUDA[name]
+    assert callable(replacement)
+    if not isinstance(original, type):
+        assert _names(original) == _names(replacement)[: len(_names(original))]
+
+
+@pytest.mark.parametrize("name", cpu_compat.MEGATRON_RANDOM)
+def test_megatron_random_takes_what_its_replacement_takes(name: str) -> None:
+    replacement = cpu_compat.MEGATRON_RANDOM[name]
+    assert callable(replacement)
+    assert _names(getattr(megatron_random, name)) == _names(replacement)
+
+
+def _names(function: Callable[..., object]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def under_the_shim() -> None:
+    mode = cpu_compat.apply()
+    assert torch.cuda.current_device() == torch.device("cpu")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        torch.cuda.Event().record()
+
+    torch.cuda.manual_seed(5)
+    state = torch.cuda.get_rng_state()
+    drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), drawn)
+    megatron_random._set_cuda_rng_state(megatron_random._get_cuda_rng_state())
+
+    with mode:
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.zeros(2, device=torch.device("cuda", 0)).device.type == "cpu"
+        assert torch.zeros(2).to(device="cuda").device.type == "cpu"
+        assert torch.zeros(2).cuda().device.type == "cpu"
+        assert not torch.zeros(2, pin_memory=True).is_pinned()
+        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+        assert torch.zeros(2, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+        assert torch.zeros(2).type(torch.float64).dtype == torch.float64
+    assert torch.zeros(2).type() == "torch.FloatTensor"
+
+
+def test_what_the_shim_answers() -> None:
+    run_ranks(under_the_shim, 1)

@@ -1,0 +1,75 @@
+"""The map between Hugging Face tensors and Megatron shards, without Megatron."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from services.trainer.names import Piece, pieces, shapes
+from services.trainer.spec import ModelSpec, read_spec
+
+SPEC = ModelSpec(
+    vocab_size=24,
+    hidden_size=6,
+    intermediate_size=8,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=2,
+    rope_theta=10000.0,
+    norm_eps=1e-6,
+    max_positions=64,
+    tied=False,
+    qkv_bias=True,
+    qk_norm=True,
+)
+
+
+@pytest.mark.parametrize("model", ["tiny_qwen2", "tiny_qwen2_tied", "tiny_qwen3"])
+def test_shapes_are_those_of_the_file(model: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(model)
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert shapes(read_spec(folder)) == written
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, tied=True, qkv_bias=False)], ids=["untied", "tied"])
+def test_ranks_cover_every_element_once(spec: ModelSpec, size: int) -> None:
+    count = {name: np.zeros(shape, int).reshape(shape[0], -1) for name, shape in shapes(spec).items()}
+    for rank in range(size):
+        for held in pieces(spec, rank, size).values():
+            for piece in held:
+                rows = slice(piece.row, piece.row + piece.rows)
+                columns = slice(piece.column, piece.column + piece.columns)
+                count[piece.tensor][rows, columns] += 1
+    for name, counted in count.items():
+        copies = size if "norm" in name else 1  # every tensor-parallel rank holds the norms whole
+        assert (counted == copies).all(), name
+
+
+def test_qkv_is_interleaved_by_group() -> None:
+    """8 query heads of size 2 share 4 key-value heads: a group is 4 query rows, 2 key rows, 2 value rows."""
+    attention = "model.layers.1.self_attn"
+    assert pieces(SPEC, rank=1, size=2)["decoder.layers.1.self_attention.linear_qkv.weight"] == [
+        Piece(f"{attention}.q_proj.weight", row=8, rows=4, column=0, columns=6),
+        Piece(f"{attention}.k_proj.weight", row=4, rows=2, column=0, columns=6),
+        Piece(f"{attention}.v_proj.weight", row=4, rows=2, column=0, columns=6),
+        Piece(f"{attention}.q_proj.weight", row=12, rows=4, column=0, columns=6),
+        Piece(f"{attention}.k_proj.weight", row=6, rows=2, column=0, columns=6),
+        Piece(f"{attention}.v_proj.weight", row=6, rows=2, column=0, columns=6),
+    ]
+
+
+def test_each_rank_joins_its_gate_and_up_rows() -> None:
+    mlp = "model.layers.0.mlp"
+    held = pieces(SPEC, rank=1, size=2)
+    assert held["decoder.layers.0.mlp.linear_fc1.weight"] == [
+        Piece(f"{mlp}.gate_proj.weight", row=4, rows=4, column=0, columns=6),
+        Piece(f"{mlp}.up_proj.weight", row=4, rows=4, column=0, columns=6),
+    ]
+    assert held["decoder.layers.0.mlp.linear_fc2.weight"] == [
+        Piece(f"{mlp}.down_proj.weight", row=0, rows=6, column=4, columns=4)
+    ]
