@@ -245,6 +245,7 @@ def _adamw(model: DistributedDataParallel, config: OptimizerConfig) -> MegatronO
             clip_grad=config.max_grad_norm,
         ),
         [model],
+        config_overrides={},  # Megatron's own default leaves out biases and norms
         use_gloo_process_groups=False,
     )
     for group in optimizer.param_groups:

@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 TEMPERATURE = 0.8
 PPO = LossSettings("ppo_clip", clip_low=0.2, clip_high=0.28, temperature=TEMPERATURE)
 NLL = replace(PPO, kind="nll", temperature=1.0)
-ADAMW = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+ADAMW = OptimizerConfig(learning_rate=1e-3, weight_decay=1.0, max_grad_norm=0.5)
 STEPS = 3
 
 
@@ -225,15 +225,12 @@ def check_not_finite(learner: Learner, batch: Batch) -> None:
     assert learner.optim_step(key(10), 1e-3)["actor/skipped_step"] == 0
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_qwen2: Path) -> Reference:
-    return reference_loop(tiny_qwen2)
-
-
-@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (1, 2), (2, 1)])
-def test_updates_equal_a_plain_loop(tiny_qwen2: Path, reference: Reference, tensor: int, data: int) -> None:
-    run_ranks(check_layout, tensor * data, tiny_qwen2, reference, tensor, data)
-
-
-def test_updates_of_qwen3_equal_a_plain_loop(tiny_qwen3: Path) -> None:
-    run_ranks(check_layout, 2, tiny_qwen3, reference_loop(tiny_qwen3), 2, 1)
+@pytest.mark.parametrize(
+    ("family", "tensor", "data"),
+    [("qwen2", 1, 1), ("qwen2", 1, 2), ("qwen2_tied", 2, 1), ("qwen3", 2, 1)],
+)
+def test_updates_equal_a_plain_loop(
+    request: pytest.FixtureRequest, family: str, tensor: int, data: int
+) -> None:
+    folder = request.getfixturevalue(f"tiny_{family}")
+    run_ranks(check_layout, tensor * data, folder, reference_loop(folder), tensor, data)
