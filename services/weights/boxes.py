@@ -39,16 +39,17 @@ def checksum(box_RC: torch.Tensor, dtype: torch.dtype) -> int:
     """xxh3-64 of the box's bytes in `dtype`, row-major."""
     hasher = xxhash.xxh3_64()
     for rows in _chunks(box_RC, dtype):
-        hasher.update(box_RC[rows].to(dtype).contiguous().view(torch.uint8).numpy().data)
+        hasher.update(_bytes(box_RC[rows].to(dtype)))
     return hasher.intdigest()
 
 
 def copy(into_RC: torch.Tensor, from_RC: torch.Tensor) -> int:
     """Copies, casting; returns xxh3-64 of what `into` holds afterwards, row-major."""
+    if into_RC.nbytes <= CHUNK_BYTES:  # most tensors of a small model: no views of chunks
+        return xxhash.xxh3_64_intdigest(_bytes(into_RC.copy_(from_RC)))
     hasher = xxhash.xxh3_64()
     for rows in _chunks(into_RC, into_RC.dtype):
-        into = into_RC[rows].copy_(from_RC[rows])
-        hasher.update(into.contiguous().view(torch.uint8).numpy().data)
+        hasher.update(_bytes(into_RC[rows].copy_(from_RC[rows])))
     return hasher.intdigest()
 
 
@@ -67,6 +68,10 @@ def tensor_checksums(catalog: Catalog, buffers: Sequence[torch.Tensor], dtype: t
             whole[row : row + rows, column : column + columns] = view
         checksums[name] = checksum(whole, dtype)
     return checksums
+
+
+def _bytes(box_RC: torch.Tensor) -> memoryview:
+    return box_RC.contiguous().view(torch.uint8).numpy().data
 
 
 def _chunks(box_RC: torch.Tensor, dtype: torch.dtype) -> list[slice]:
