@@ -1,0 +1,169 @@
+"""Rollout replicas over real gRPC, in this process and in their own."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.config.load import write_resolved
+from services.config.schema import RunConfig
+from services.rollout.engines.local import LocalEngine
+from services.rollout.service import AS_IN_FOLDER, RolloutService
+from services.runtime.clients import Caller, RolloutClient
+from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
+from services.runtime.server import Server
+from services.wire.types import FinishReason, GroupId, GroupRequest, PauseMode, Sample, Sampling, VersionSpan
+
+GREEDY = Sampling(8, temperature=0.0)
+
+
+def ask(row: int, indices: Sequence[int] = (0, 1), prompt: Sequence[int] = (7, 30, 12)) -> GroupRequest:
+    group = GroupId("toy", 0, row)
+    return GroupRequest(group, np.array(prompt, np.int32), tuple(indices), (0,) * len(indices), GREEDY)
+
+
+async def collect(client: RolloutClient, sampling: Sampling, *requests: GroupRequest) -> list[Sample]:
+    return [sample async for samples in client.generate("actor", sampling, requests) for sample in samples]
+
+
+async def eventually_idle(client: RolloutClient) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            info = await client.info()
+            if info.running == info.queued == 0:
+                return
+
+
+@pytest.fixture
+async def client(tiny_qwen2: Path) -> AsyncIterator[RolloutClient]:
+    engine = LocalEngine(tiny_qwen2, dtype=torch.float32, slots=4, max_length=512, version=AS_IN_FOLDER)
+    service = RolloutService(engine, "rollout-0", "a1")
+    server = await Server.start(
+        "atoll.v1.Rollout", service.add_to, host="127.0.0.1", port=0, token=None, setting="--port"
+    )
+    client = RolloutClient(server.address, Caller(fence=1), timeout_s=30)
+    yield client
+    await client.close()
+    await server.stop(0)
+    await service.close()
+
+
+async def test_samples_cross_the_wire_whole(client, tiny_qwen2):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float32)
+    samples = await collect(client, GREEDY, ask(3), ask(4, (5,), (20, 21)))
+    assert sorted(str(sample.id) for sample in samples) == ["toy/0/3/0", "toy/0/3/1", "toy/0/4/5"]
+    for sample in samples:
+        prompt = [7, 30, 12] if sample.id.group.prompt == 3 else [20, 21]
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        (node,) = sample.nodes
+        assert node.token_ids.tolist() == expected[0, len(prompt) :].tolist()
+        logits = model(expected).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        np.testing.assert_allclose(
+            node.logprobs, logits.gather(1, expected[0, len(prompt) :, None])[:, 0].detach(), atol=1e-4
+        )
+        assert node.loss_mask.all()
+        assert node.spans == (VersionSpan(AS_IN_FOLDER, 0, 8),)
+        assert sample.finish_reason is FinishReason.LENGTH
+        assert (sample.provenance.replica, sample.provenance.incarnation) == ("rollout-0", "a1")
+        assert sample.provenance.started <= sample.provenance.finished
+
+
+async def test_a_repeated_call_generates_nothing_twice(client):
+    at_once = await asyncio.gather(*(collect(client, GREEDY, ask(1)) for _ in range(3)))
+    again = await collect(client, GREEDY, ask(1))
+    tokens = [
+        sorted((s.id.index, tuple(s.nodes[0].token_ids)) for s in samples) for samples in [*at_once, again]
+    ]
+    assert tokens == [tokens[0]] * 4
+    assert (await client.info()).tokens_generated == 2 * 8
+
+
+async def test_samples_of_one_step_come_in_one_message(client):
+    batches = [len(samples) async for samples in client.generate("actor", GREEDY, [ask(1), ask(2)])]
+    assert batches == [4]
+
+
+async def test_expired_and_cancelled_calls_free_their_slots(client):
+    endless = Sampling(500)
+    impatient = RolloutClient(client.address, Caller(fence=1), timeout_s=0.2)
+    with pytest.raises(ServiceUnavailableError, match="no answer within"):
+        await collect(impatient, endless, *(ask(row, range(8)) for row in range(20)))
+    await impatient.close()
+    await eventually_idle(client)
+    call = asyncio.create_task(collect(client, endless, *(ask(row, range(8)) for row in range(20, 40))))
+    async with asyncio.timeout(10):
+        while not (await client.info()).queued:
+            pass
+    call.cancel()
+    await eventually_idle(client)
+
+
+async def test_abort_and_pause(client):
+    await client.pause(PauseMode.IN_PLACE)
+    call = asyncio.create_task(collect(client, Sampling(100), ask(1), ask(2)))
+    async with asyncio.timeout(10):
+        while (await client.info()).queued < 4:
+            pass
+    assert await client.abort("toy/0/2/") == 2
+    await client.resume()
+    samples = {str(sample.id): sample for sample in await call}
+    assert samples["toy/0/2/1"].finish_reason is FinishReason.ABORT
+    assert samples["toy/0/2/1"].num_tokens == 0
+    assert samples["toy/0/1/1"].num_tokens == 100
+
+
+async def test_requests_at_fault_are_the_callers_errors(client):
+    with pytest.raises(UserError, match="token id 64, expected 0 to 63"):
+        await collect(client, GREEDY, ask(1, prompt=(3, 64)))
+    with pytest.raises(UserError, match="serves 'actor'"):
+        [s async for s in client.generate("critic", GREEDY, [ask(1)])]
+    with pytest.raises(AtollError, match="nothing is staged"):
+        await client.commit_weights(AS_IN_FOLDER.__class__("a3f0", 1), finish_running=True)
+    assert len(await collect(client, GREEDY, ask(1))) == 2  # a failed commit leaves no pause behind
+
+
+async def test_a_replica_is_a_process(tiny_qwen2, tmp_path):
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "toy", "steps": 1, "dir": tmp_path},
+            "model": {"path": tiny_qwen2},
+            "data": {"train": [{"path": tmp_path / "none.parquet"}]},
+            "rollout": {"dtype": "bfloat16", "local": {"slots": 3, "max_length": 64}},
+        }
+    )
+    write_resolved(config, tmp_path / "config.json")
+    ready, ready_fd = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.rollout", "--config", tmp_path / "config.json"),
+        *("--name", "rollout-3", "--coordinator", "127.0.0.1:1", "--ready-fd", str(ready_fd)),
+        pass_fds=[ready_fd],
+    )
+    try:
+        os.close(ready_fd)
+        with os.fdopen(ready) as pipe:
+            async with asyncio.timeout(90):
+                line = await asyncio.to_thread(pipe.readline)
+        client = RolloutClient(json.loads(line)["address"], Caller(fence=1), timeout_s=30)
+        info = await client.info()
+        assert (info.name, info.dtype, info.slots, info.max_length) == ("rollout-3", "bfloat16", 3, 64)
+        assert info.vocab_size == 64
+        assert len(await collect(client, GREEDY, ask(1, range(7)))) == 7
+        await client.close()
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
