@@ -1,7 +1,6 @@
 """A real store server, once per session; each test has its own run's keys in it."""
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 

@@ -32,7 +32,7 @@ async def test_an_earlier_writer_is_refused_and_changes_nothing(
     second = Store(store_server.url, "test_an_earlier_writer_is_refused_and_changes_nothing")
     assert await second.take_epoch() > store.epoch
     with pytest.raises(
-        StaleFenceError, match=f"has seen epoch {second.epoch}, this caller has {store.epoch}"
+        StaleFenceError, match=f"seen epoch {second.epoch}, this caller has {store.epoch}"
     ):
         await store.write(PUT, ["h"], "who", "ghost")
     assert await second.read("HGET", "h", "who") == b"first"

@@ -1,0 +1,439 @@
+"""The journal against the real store, and against a model of it that was written on its own."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from services.coordinator import journal_scripts as scripts
+from services.coordinator.journal import Checkpoint, Journal, JournalError, Lineage, RestoredGroup
+from services.runtime.errors import StaleFenceError
+from services.runtime.store import EmbeddedServer, Script, Store, embedded
+from services.wire.types import (
+    FinishReason,
+    GroupId,
+    Node,
+    Provenance,
+    Sample,
+    SampleId,
+    Version,
+    VersionSpan,
+)
+
+
+def sample_id(prompt: int, index: int = 0) -> SampleId:
+    return SampleId(GroupId("toy", 0, prompt), index)
+
+
+def sample(id: SampleId, version: Version, attempt: int = 0) -> Sample:
+    """Its text tells samples and attempts apart."""
+    node = Node(
+        parent=-1,
+        token_ids=np.array([id.group.prompt, id.index, 2], np.int32),
+        loss_mask=np.array([True, True, True]),
+        logprobs=np.array([-0.5, -0.25, -attempt], np.float32),
+        spans=(VersionSpan(version, 0, 3),),
+    )
+    provenance = Provenance("rollout-0", "1", 1.0, 2.0)
+    return Sample(id, attempt, (node,), FinishReason.STOP, f"{id}:{attempt}", provenance)
+
+
+async def opened(store: Store) -> tuple[Journal, str]:
+    journal = Journal(store, "toy")
+    return journal, (await journal.restore(None)).lineage
+
+
+def texts(groups: tuple[RestoredGroup, ...]) -> list[tuple[str | None, ...]]:
+    return [tuple(s.text if s else None for s in group.samples) for group in groups]
+
+
+async def test_the_first_finished_attempt_wins_and_a_second_is_refused_and_counted(store: Store) -> None:
+    journal, lineage = await opened(store)
+    id, now = sample_id(1), Version(lineage, 0)
+    await journal.issue([id])
+    await journal.retry([id], "replica lost")
+    first, second = sample(id, now, 0), sample(id, now, 1)
+    assert await journal.finish([first]) == [first]
+    assert await journal.finish([second]) == []
+    assert (await journal.counts())["refused"] == 1
+    restored = await journal.restore(Checkpoint(0, now, await journal.snapshot()))
+    assert texts(restored.groups) == [("toy/0/1/0:0",)]
+
+
+async def test_a_finished_sample_that_was_replaced_may_not_return(store: Store) -> None:
+    journal, lineage = await opened(store)
+    id, now = sample_id(1), Version(lineage, 0)
+    await journal.issue([id])
+    await journal.finish([sample(id, now, 0)])
+    await journal.retry([id], "stale")
+    assert await journal.finish([sample(id, now, 0)]) == []
+    fresh = sample(id, now, 1)
+    assert await journal.finish([fresh]) == [fresh]
+    counts = await journal.counts()
+    assert (counts["retried: stale"], counts["refused"]) == (1, 1)
+
+
+async def test_a_sample_is_consumed_once_and_all_or_nothing(store: Store) -> None:
+    journal, lineage = await opened(store)
+    a, b, c = (sample_id(prompt) for prompt in range(3))
+    await journal.issue([a, b, c])
+    await journal.finish([sample(id, Version(lineage, 0)) for id in (a, b)])
+    with pytest.raises(JournalError, match="toy/0/2/0 is not finished: still issued; nothing was consumed"):
+        await journal.consume(1, [a, c])
+    await journal.consume(1, [a])
+    with pytest.raises(JournalError, match="toy/0/0/0 was consumed before, by step 1"):
+        await journal.consume(2, [b, a])
+    await journal.consume(2, [b])
+    await journal.commit(2)
+    with pytest.raises(JournalError, match="never issued, dropped, or covered by a checkpoint"):
+        await journal.consume(3, [a])
+
+
+async def test_a_consumed_sample_can_be_neither_retried_nor_dropped(store: Store) -> None:
+    journal, lineage = await opened(store)
+    id = sample_id(1)
+    await journal.issue([id])
+    await journal.finish([sample(id, Version(lineage, 0))])
+    await journal.consume(1, [id])
+    await journal.retry([id], "late")
+    await journal.drop([id], "late")
+    assert await journal.finish([sample(id, Version(lineage, 0), 1)]) == []
+    with pytest.raises(JournalError, match="by step 1"):
+        await journal.consume(2, [id])
+
+
+async def test_a_sample_comes_back_byte_for_byte(store: Store) -> None:
+    journal, lineage = await opened(store)
+    now = Version(lineage, 0)
+    original = sample(sample_id(7, 0), now)
+    await journal.issue([original.id])
+    await journal.finish([original])
+    ((back,),) = [g.samples for g in (await journal.restore(Checkpoint(0, now, b""))).groups]
+    assert back is not None
+    np.testing.assert_array_equal(back.nodes[0].token_ids, [7, 0, 2])
+    np.testing.assert_array_equal(back.nodes[0].logprobs, np.float32([-0.5, -0.25, 0.0]))
+    np.testing.assert_array_equal(back.nodes[0].loss_mask, [True, True, True])
+    assert back.nodes[0].spans == (VersionSpan(now, 0, 3),)
+    assert (back.id, back.attempt, back.text) == (original.id, 0, "toy/0/7/0:0")
+    assert (back.finish_reason, back.provenance) == (
+        FinishReason.STOP,
+        Provenance("rollout-0", "1", 1.0, 2.0),
+    )
+
+
+async def test_commit_frees_payloads_with_the_last_sample_that_needs_them(store: Store) -> None:
+    journal, lineage = await opened(store)
+    ids = [sample_id(prompt) for prompt in range(3)]
+    await journal.issue(ids)
+    await journal.finish([sample(id, Version(lineage, 0)) for id in ids])  # one payload for all three
+    await journal.consume(1, ids[:1])
+    await journal.consume(2, ids[1:2])
+    await journal.commit(2)
+    assert await store.read("HLEN", "journal/payloads") == 1
+    await journal.drop(ids[2:], "filtered")
+    for table in ("payloads", "refs", "finished", "issued"):
+        assert await store.read("HLEN", f"journal/{table}") == 0
+    assert await store.read("ZCARD", "journal/consumed") == 0
+
+
+async def test_every_drop_and_retry_is_a_record_with_its_reason(store: Store) -> None:
+    journal, _ = await opened(store)
+    await journal.issue([sample_id(1, 0), sample_id(1, 1)])
+    await journal.retry([sample_id(1, 1)], "lost with rollout-0")
+    await journal.drop([sample_id(1, 0), sample_id(1, 1)], "reward gsm8k: NaN")
+    events = await store.read("XRANGE", "journal/events", "-", "+")
+    assert [fields for _, fields in events] == [
+        [b"event", b"retried: lost with rollout-0", b"samples", b"0/1/1"],
+        [b"event", b"dropped: reward gsm8k: NaN", b"samples", b"0/1/0 0/1/1"],
+    ]
+
+
+async def test_a_second_coordinator_shuts_the_first_one_out(
+    store_server: EmbeddedServer, store: Store, request: pytest.FixtureRequest
+) -> None:
+    journal, lineage = await opened(store)
+    await journal.issue([sample_id(1)])
+    successor = Store(store_server.url, request.node.name)
+    await successor.take_epoch()
+    with pytest.raises(StaleFenceError):
+        await journal.finish([sample(sample_id(1), Version(lineage, 0))])
+    assert await successor.read("HLEN", "journal/finished") == 0
+    await successor.close()
+
+
+async def test_samples_of_a_branch_that_was_left_are_generated_again(store: Store) -> None:
+    """Lineage A publishes 0, 1, 2; a checkpoint at 1 is restored: samples of A:2 are of another model."""
+    journal, a = await opened(store)
+    ids = [sample_id(prompt) for prompt in range(4)]
+    await journal.issue(ids)
+    await journal.finish([sample(ids[0], Version(a, 1)), sample(ids[1], Version(a, 2))])
+    restored = await journal.restore(Checkpoint(1, Version(a, 1), b""))
+    assert texts(restored.groups) == [("toy/0/0/0:0",), (None,), (None,), (None,)]
+    assert [group.attempts for group in restored.groups] == [(0,), (1,), (1,), (1,)]
+    counts = await journal.counts()
+    assert (counts["retried: lineage"], counts["retried: restart"]) == (1, 2)
+    # the new lineage B goes on from A:1; a checkpoint at B:3 keeps what A made up to 1 and B up to 3
+    b = restored.lineage
+    await journal.finish([sample(ids[2], Version(b, 3), 1), sample(ids[3], Version(b, 4), 1)])
+    restored = await journal.restore(Checkpoint(1, Version(b, 3), b""))
+    assert texts(restored.groups) == [("toy/0/0/0:0",), (None,), ("toy/0/2/0:1",), (None,)]
+
+
+async def test_an_older_checkpoint_than_the_last_brings_its_own_journal(store: Store) -> None:
+    journal, a = await opened(store)
+    x, y = sample_id(0), sample_id(1)
+    await journal.issue([x, y])
+    await journal.finish([sample(x, Version(a, 0))])
+    old = Checkpoint(0, Version(a, 0), await journal.snapshot())
+    await journal.consume(1, [x])
+    await journal.commit(1)  # the store has forgotten x
+    restored = await journal.restore(old)
+    assert texts(restored.groups) == [("toy/0/0/0:0",), (None,)]
+    assert [group.id.prompt for group in restored.groups] == [0, 1]
+
+
+async def test_a_checkpoint_of_another_branch_brings_its_own_journal(store: Store) -> None:
+    """Lineage A is saved at steps 1 and 2; after a restore of 1 the store belongs to branch B."""
+    journal, a = await opened(store)
+    await journal.issue([sample_id(0)])
+    early = Checkpoint(1, Version(a, 1), await journal.snapshot())
+    await journal.issue([sample_id(1)])
+    late = Checkpoint(2, Version(a, 2), await journal.snapshot())
+    await journal.restore(early)
+    await journal.drop([sample_id(0)], "test")
+    await journal.issue([sample_id(2)])
+    restored = await journal.restore(late)
+    assert [group.id.prompt for group in restored.groups] == [0, 1]
+
+
+async def test_a_crash_between_checkpoint_and_commit_trains_on_nothing_twice(store: Store) -> None:
+    journal, a = await opened(store)
+    ids = [sample_id(0), sample_id(1)]
+    await journal.issue(ids)
+    await journal.finish([sample(id, Version(a, 0)) for id in ids])
+    await journal.consume(1, ids[:1])
+    checkpoint = Checkpoint(1, Version(a, 1), await journal.snapshot())
+    await journal.consume(2, ids[1:])  # after the checkpoint, so it comes back
+    restored = await journal.restore(checkpoint)
+    assert texts(restored.groups) == [("toy/0/1/0:0",)]
+
+
+def test_a_lineage_holds_its_ancestors_up_to_the_fork() -> None:
+    """A forks at 5 to B, B at 8 to C, and B at 3, where it was still A's, to D."""
+    b = Lineage("A", {}).branch("B", 5)
+    c, d = b.branch("C", 8), b.branch("D", 3)
+    assert [
+        d.contains(Version(*v)) for v in (("A", 3), ("A", 4), ("B", 3), ("B", 4), ("C", 1), ("D", 9))
+    ] == [*(True, False, True, False, False, True)]
+    assert [
+        c.contains(Version(*v)) for v in (("A", 5), ("A", 6), ("B", 8), ("B", 9), ("D", 1), ("C", 9))
+    ] == [*(True, False, True, False, False, True)]
+
+
+async def test_no_finished_sample_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
+    with embedded(tmp_path) as server:
+        store = Store(server.url, "toy")
+        await store.take_epoch()
+        journal, lineage = await opened(store)
+        ids = [sample_id(prompt, index) for prompt in range(50) for index in range(4)]
+        await journal.issue(ids)
+        for start in range(0, len(ids), 10):
+            await journal.finish([sample(id, Version(lineage, 0)) for id in ids[start : start + 10]])
+        await journal.consume(1, ids[:100])
+        server.process.kill()
+        server.process.wait()
+    with embedded(tmp_path) as server:
+        store = Store(server.url, "toy")
+        await store.take_epoch()
+        restored = await Journal(store, "toy").restore(Checkpoint(0, Version(lineage, 0), b""))
+        assert texts(restored.groups) == [
+            tuple(f"toy/0/{prompt}/{index}:0" for index in range(4)) for prompt in range(50)
+        ]
+        await store.close()
+
+
+@dataclasses.dataclass
+class Entry:
+    """What the model knows of one sample."""
+
+    state: str = "issued"  # or "finished", "consumed"
+    first: int = 0
+    last: int = 0
+    won: int = -1
+    version: tuple[str, int] = ("", 0)
+    step: int = 0
+
+    def retry(self) -> None:
+        self.last += 1
+        if self.state == "finished":
+            self.state, self.first = "issued", self.last
+
+
+@dataclasses.dataclass
+class World:
+    """The run as it should be; a checkpoint keeps a copy."""
+
+    entries: dict[SampleId, Entry]  # in the order of their issue
+    path: list[tuple[str, int]]  # every version that led to the current one, and that one
+    trained: set[SampleId]  # by the steps that led to the current one
+    step: int = 0
+
+    def copy(self) -> "World":
+        entries = {id: dataclasses.replace(entry) for id, entry in self.entries.items()}
+        return World(entries, list(self.path), set(self.trained), self.step)
+
+    def without_consumed(self, step: int) -> dict[SampleId, Entry]:
+        return {id: e for id, e in self.entries.items() if not (e.state == "consumed" and e.step <= step)}
+
+
+SIZE = 2  # samples of a group
+prompts = st.integers(0, 3)
+attempts = st.tuples(st.integers(0, SIZE - 1), st.integers(0, 3))
+
+
+def group_of(prompt: int) -> list[SampleId]:
+    return [sample_id(prompt, index) for index in range(SIZE)]
+
+
+class JournalMachine(RuleBasedStateMachine):
+    """Random runs with crashes: nothing finished is lost, nothing is trained on twice."""
+
+    server: EmbeddedServer
+    number = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        JournalMachine.number += 1
+        self.runner = asyncio.Runner()
+        self.store = Store(self.server.url, f"machine-{JournalMachine.number}")
+        self.runner.run(self.store.take_epoch())
+        self.journal = Journal(self.store, "toy")
+        lineage = self.runner.run(self.journal.restore(None)).lineage
+        self.world = World({}, [(lineage, 0)], set())
+        self.committed = 0
+        self.checkpoints: list[tuple[Checkpoint, World]] = []
+        self.checkpoint(commits=True)
+
+    def teardown(self) -> None:
+        self.runner.run(self.store.close())
+        self.runner.close()
+
+    @rule(prompt=prompts)
+    def issue(self, prompt: int) -> None:
+        if set(group_of(prompt)) & self.world.trained:
+            return  # the data cursor is past it
+        self.runner.run(self.journal.issue(group_of(prompt)))
+        for id in group_of(prompt):
+            self.world.entries.setdefault(id, Entry())
+
+    @rule(prompt=prompts, attempts=st.lists(attempts, min_size=1, unique=True))
+    def finish(self, prompt: int, attempts: list[tuple[int, int]]) -> None:
+        version = self.world.path[-1]
+        samples = [sample(sample_id(prompt, i), Version(*version), attempt) for i, attempt in attempts]
+        expected = []
+        for each in samples:
+            entry = self.world.entries.get(each.id)
+            if entry and entry.state == "issued" and each.attempt >= entry.first:
+                expected.append(each)
+                entry.state, entry.won, entry.version = "finished", each.attempt, version
+        assert self.runner.run(self.journal.finish(samples)) == expected
+
+    @rule()
+    def finish_all(self) -> None:
+        version = self.world.path[-1]
+        running = {id: entry for id, entry in self.world.entries.items() if entry.state == "issued"}
+        samples = [sample(id, Version(*version), entry.last) for id, entry in running.items()]
+        for entry in running.values():
+            entry.state, entry.won, entry.version = "finished", entry.last, version
+        assert self.runner.run(self.journal.finish(samples)) == samples
+
+    @rule(prompt=prompts, index=st.integers(0, SIZE - 1))
+    def retry(self, prompt: int, index: int) -> None:
+        self.runner.run(self.journal.retry([sample_id(prompt, index)], "test"))
+        entry = self.world.entries.get(sample_id(prompt, index))
+        if entry and entry.state != "consumed":
+            entry.retry()
+
+    @rule(prompt=prompts)
+    def drop(self, prompt: int) -> None:
+        self.runner.run(self.journal.drop(group_of(prompt), "test"))
+        for id in group_of(prompt):
+            if id in self.world.entries and self.world.entries[id].state != "consumed":
+                del self.world.entries[id]
+
+    @rule(chosen=st.sets(prompts, min_size=1, max_size=2))
+    def train(self, chosen: set[int]) -> None:
+        ids = [id for prompt in chosen for id in group_of(prompt)]
+        entries = [self.world.entries.get(id, Entry()) for id in ids]
+        if any(entry.state != "finished" for entry in entries):
+            with pytest.raises(JournalError):
+                self.runner.run(self.journal.consume(self.world.step + 1, ids))
+            return
+        self.world.step += 1
+        self.runner.run(self.journal.consume(self.world.step, ids))
+        assert not self.world.trained & set(ids), "trained on twice"
+        self.world.trained |= set(ids)
+        for entry in entries:
+            entry.state, entry.step = "consumed", self.world.step
+        lineage, number = self.world.path[-1]
+        self.world.path.append((lineage, number + 1))
+
+    @rule(commits=st.booleans())
+    def checkpoint(self, commits: bool) -> None:
+        """Without the commit: a crash comes after the checkpoint was written, before the store knows."""
+        version = Version(*self.world.path[-1])
+        checkpoint = Checkpoint(self.world.step, version, self.runner.run(self.journal.snapshot()))
+        self.checkpoints.append((checkpoint, self.world.copy()))
+        if commits:
+            self.runner.run(self.journal.commit(self.world.step))
+            self.committed = self.world.step
+            self.world.entries = self.world.without_consumed(self.world.step)
+
+    @rule(data=st.data(), wiped=st.booleans(), latest=st.booleans())
+    def restore(self, data: st.DataObject, wiped: bool, latest: bool) -> None:
+        """A crash, with or without the loss of the store; the run goes on from any checkpoint."""
+        last = len(self.checkpoints) - 1
+        checkpoint, then = self.checkpoints[last if latest else data.draw(st.integers(0, last))]
+        if wiped:
+            self.runner.run(self.store.write(Script("redis.call('DEL', unpack(KEYS))"), scripts.TABLES))
+        version = (checkpoint.version.lineage, checkpoint.version.number)
+        continues = not wiped and self.committed <= checkpoint.step and version in self.world.path
+        restored = self.runner.run(self.journal.restore(checkpoint))
+
+        then = then.copy()
+        path = [*then.path, (restored.lineage, checkpoint.version.number)]
+        entries = (self.world if continues else then).without_consumed(checkpoint.step)
+        for entry in entries.values():
+            if entry.state == "consumed":
+                entry.state = "finished"
+            if entry.state == "issued" or entry.version not in path:
+                entry.retry()
+        self.world = World(entries, path, then.trained, checkpoint.step)
+        self.committed = checkpoint.step
+
+        expected: dict[GroupId, list[tuple[int, str | None, int]]] = {}
+        for id, entry in entries.items():
+            text = f"{id}:{entry.won}" if entry.state == "finished" else None
+            expected.setdefault(id.group, []).append((id.index, text, entry.last))
+        got = {
+            group.id: [
+                (index, s.text if s else None, attempt)
+                for index, (s, attempt) in enumerate(zip(group.samples, group.attempts, strict=True))
+            ]
+            for group in restored.groups
+        }
+        assert got == expected
+        assert list(got) == list(expected), "another order than that of issue"
+
+
+def test_random_runs_lose_nothing_and_train_on_nothing_twice(store_server: EmbeddedServer) -> None:
+    JournalMachine.server = store_server
+    run_state_machine_as_test(
+        JournalMachine,
+        settings=settings(max_examples=80, stateful_step_count=30, deadline=None, derandomize=True),
+    )

@@ -1,0 +1,92 @@
+"""Leases against the real store. Times are short leases, never sleeps that hope."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.coordinator.registry import Joined, Left, Registry
+from services.runtime.errors import ReplacedError, StaleFenceError, UserError
+from services.runtime.store import EmbeddedServer, Store
+from services.wire.types import ServiceEntry
+
+OLD = ServiceEntry("rollout", "rollout-0", "0001-a", "127.0.0.1:1000")
+NEW = ServiceEntry("rollout", "rollout-0", "0002-b", "127.0.0.1:2000")
+OTHER = ServiceEntry("trainer", "trainer-0", "0001-c", "127.0.0.1:3000")
+
+
+async def following(changes: AsyncIterator[Joined | Left], count: int) -> list[Joined | Left]:
+    async with asyncio.timeout(5):
+        return [await anext(changes) for _ in range(count)]
+
+
+async def test_services_join_are_listed_and_leave(store: Store) -> None:
+    registry = Registry(store, lease_s=60)
+    changes = registry.changes()
+    assert await registry.register(OTHER) == 60
+    await registry.register(OLD)
+    assert await following(changes, 2) == [Joined(OLD), Joined(OTHER)]
+    assert registry.services() == (OLD, OTHER)
+    await registry.deregister(OLD)
+    assert await following(changes, 1) == [Left(OLD)]
+    assert registry.services() == (OTHER,)
+
+
+async def test_a_lease_without_heartbeats_lapses_and_one_with_them_does_not(store: Store) -> None:
+    registry = Registry(store, lease_s=1.0)
+    changes = registry.changes()
+    await registry.register(OLD)
+    await registry.register(OTHER)
+    await following(changes, 2)
+    left = asyncio.create_task(following(changes, 1))
+    while not left.done():
+        assert await registry.renew(OTHER)
+        await asyncio.wait((left,), timeout=0.2)
+    assert left.result() == [Left(OLD)]
+    assert not await registry.renew(OLD)  # so its process registers again
+    await registry.register(OLD)
+    assert await following(changes, 1) == [Joined(OLD)]
+
+
+async def test_a_newer_incarnation_replaces_an_older_one_and_never_the_reverse(store: Store) -> None:
+    registry = Registry(store, lease_s=60)
+    changes = registry.changes()
+    await registry.register(OLD)
+    await following(changes, 1)
+    await registry.register(NEW)
+    assert await following(changes, 2) == [Left(OLD), Joined(NEW)]
+    assert not await registry.renew(OLD)
+    with pytest.raises(ReplacedError, match=r"rollout-0 is taken.*0002-b.*--name"):
+        await registry.register(OLD)
+    await registry.deregister(OLD)  # the goodbye of the replaced process takes nothing away
+    assert await registry.renew(NEW)
+
+
+async def test_the_next_coordinator_finds_the_services_and_fences_the_last(
+    store_server: EmbeddedServer, store: Store, request: pytest.FixtureRequest
+) -> None:
+    first = Registry(store, lease_s=60)
+    await first.register(OLD)
+    next_store = Store(store_server.url, request.node.name)
+    await next_store.take_epoch()
+    second = Registry(next_store, lease_s=60)
+    assert await following(second.changes(), 1) == [Joined(OLD)]
+    assert await second.renew(OLD)
+    with pytest.raises(StaleFenceError):
+        await first.register(OTHER)
+    await next_store.close()
+
+
+async def test_every_follower_sees_every_change(store: Store) -> None:
+    registry = Registry(store, lease_s=60)
+    followers = [asyncio.create_task(following(registry.changes(), 2)) for _ in range(3)]
+    await registry.register(OLD)
+    await registry.register(OTHER)
+    for follower in followers:
+        assert set(await follower) == {Joined(OLD), Joined(OTHER)}
+
+
+async def test_an_entry_that_would_not_come_back_the_same_is_refused(store: Store) -> None:
+    registry = Registry(store, lease_s=60)
+    with pytest.raises(UserError, match="spaces"):
+        await registry.register(ServiceEntry("rollout", "my rollout", "1", "127.0.0.1:1"))
