@@ -30,7 +30,7 @@ class Publisher:
         """Writes part `part` of the live weights for each plan; parts come in order from 0.
 
         Repeating a call answers from its record. Where every byte equals the last version's, nothing
-        is written. Raises WeightPushError for a plan that this rank was never sent.
+        is written. Raises WeightPushError for a plan that this rank was never sent, or a part out of order.
         """
         for plan in new_plans:
             if (plan.id, dtype) not in self._streams:
@@ -80,9 +80,13 @@ class _Stream:
     def write(self, version: Version, part: int) -> Published:
         if part + 1 >= len(self._borders):  # other ranks have more parts
             return Published((), 0, True)
-        if version != self._version:
+        if version != self._version and part == 0:
             self._begin(version)
-        assert part <= self._parts_written, f"part {part} of {version} before part {self._parts_written}"
+        if version != self._version or part > self._parts_written:
+            raise WeightPushError(
+                f"trainer rank {self._rank}: part {part} of {version} is asked for after part "
+                f"{self._parts_written - 1} of {self._version}: ask for the parts in order, from 0"
+            )
         first, end = self._borders[part : part + 2]
         num_bytes = 0
         if part == self._parts_written:

@@ -1,5 +1,9 @@
 """Publisher and Refit in one process: what arrives, what is refused, what is not sent again."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -248,6 +252,19 @@ def test_unknown_plan_is_refused_by_the_trainer():
         fleet.publishers[0].publish(V1, "float32", ["feed"], [], 0)
 
 
+def test_parts_are_asked_for_in_order(monkeypatch):
+    monkeypatch.setattr(publish, "PART_BYTES", 512)
+    fleet = Fleet(shards(1), shards(1))
+    fleet.train(1)
+    with pytest.raises(WeightPushError, match="part 1 of a3f0:1 is asked for after part -1 of None"):
+        fleet.publishers[0].publish(V1, "float32", [fleet.plan.id], [fleet.plan], 1)
+    fleet.push(V1)
+    fleet.train(2)
+    fleet.publishers[0].publish(V2, "float32", [fleet.plan.id], [], 0)
+    with pytest.raises(WeightPushError, match="part 2 of a3f0:2 is asked for after part 0 of a3f0:2"):
+        fleet.publishers[0].publish(V2, "float32", [fleet.plan.id], [], 2)
+
+
 def test_writer_is_gone():
     fleet = Fleet(shards(1), shards(1))
     fleet.train(1)
@@ -255,6 +272,27 @@ def test_writer_is_gone():
     gone = StreamManifest(0, "/proc/1/fd/99999", 0, stream.plan_id, 0, stream.checksums)
     with pytest.raises(WeightPushError, match="cannot map the weights of trainer rank 0"):
         fleet.replica[0].receive(V1, [gone], fleet.plan)
+
+
+def test_killed_writer_leaves_nothing():
+    script = (
+        "from services.weights.transport.shm import Segment\n"
+        "segment = Segment(1 << 20)\n"
+        "segment.memory.fill_(7)\n"
+        "print(segment.location, flush=True)\n"
+        "input()\n"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        location = writer.stdout.readline().strip()
+        memory = shm.attach(location)
+        writer.kill()
+    assert memory.shape == (1 << 20,)
+    assert memory.unique().tolist() == [7]  # who has it mapped can go on reading
+    with pytest.raises(OSError, match="No such file"):
+        shm.attach(location)
+    assert not [name for name in os.listdir("/dev/shm") if "atoll" in name]
 
 
 def test_tensor_checksums():
