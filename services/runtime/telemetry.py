@@ -48,10 +48,11 @@ class MetricsFile:
     """A JSON object per step and line, on disk when `write` returns, so that a reader can follow.
 
     Rows after `last_step`, the step that a run resumes from, belong to steps that it repeats: they go.
+    A run that starts at its beginning (0) starts with an empty file.
     """
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
-        rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+        rows = path.read_text().splitlines(keepends=True) if last_step and path.exists() else []
         self._file = path.open("w")
         self._file.writelines(
             row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= last_step

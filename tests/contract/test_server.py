@@ -1,0 +1,294 @@
+"""What every server of ours does with every call, over real gRPC on loopback."""
+# ruff: noqa: N802 gRPC gives the methods their names
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from services.runtime.clients import Caller, RolloutClient
+from services.runtime.errors import (
+    AtollError,
+    ServiceUnavailableError,
+    StaleFenceError,
+    UnauthenticatedError,
+    UserError,
+    WeightPushError,
+)
+from services.runtime.server import Server
+from services.wire.types import PauseMode
+from services.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+TOKEN = "s3cret-token"
+
+
+class FakeRollout(rollout_pb2_grpc.RolloutServicer):
+    """Answers by what the request asks for; counts what reached it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def Info(self, request, context):  # type: ignore[no-untyped-def]
+        self.calls += 1
+        return rollout_pb2.RolloutInfoReply(name="r" * (10 << 20))
+
+    async def Pause(self, request, context):  # type: ignore[no-untyped-def]
+        self.calls += 1
+        return rollout_pb2.PauseReply(running=7)
+
+    async def Abort(self, request, context):  # type: ignore[no-untyped-def]
+        self.calls += 1
+        match request.id_prefix:
+            case "push":
+                raise WeightPushError("tensor lm_head: checksum 1, expected 2")
+            case "bug":
+                raise KeyError("no such slot")
+            case "long":
+                raise UserError("x" * 100_000)
+            case "own":
+                await context.abort(grpc.StatusCode.OUT_OF_RANGE, "its own words")
+        return rollout_pb2.AbortReply(aborted=3)
+
+    async def Generate(self, request, context):  # type: ignore[no-untyped-def]
+        yield rollout_pb2.GenerateReply()
+        raise WeightPushError("in the middle of a stream")
+
+
+class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
+    async def ForwardBackward(self, request_iterator, context):  # type: ignore[no-untyped-def]
+        chunks = [request async for request in request_iterator]
+        return trainer_pb2.ForwardBackwardReply(metrics={"chunks": len(chunks)})
+
+    async def ComputeLogprobs(self, request_iterator, context):  # type: ignore[no-untyped-def]
+        async for _ in request_iterator:
+            yield trainer_pb2.ComputeLogprobsReply()
+
+
+@asynccontextmanager
+async def serving(servicer: FakeRollout, token: str | None = None) -> AsyncIterator[str]:
+    server = await Server.start(
+        "atoll.v1.Rollout",
+        lambda s: rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, s),
+        host="127.0.0.1",
+        port=0,
+        token=token,
+        setting="--port",
+    )
+    yield server.address
+    await server.stop(0)
+
+
+@pytest.fixture
+async def servicer() -> FakeRollout:
+    return FakeRollout()
+
+
+@pytest.fixture
+async def address(servicer: FakeRollout) -> AsyncIterator[str]:
+    async with serving(servicer) as address:
+        yield address
+
+
+@asynccontextmanager
+async def calling(
+    address: str, fence: int | None = None, token: str | None = None
+) -> AsyncIterator[RolloutClient]:
+    client = RolloutClient(address, Caller(fence, token), timeout_s=5)
+    yield client
+    await client.close()
+
+
+async def test_a_call_without_a_deadline_is_refused_before_it_does_anything(
+    address: str, servicer: FakeRollout
+) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = rollout_pb2_grpc.RolloutStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Info(rollout_pb2.RolloutInfoRequest())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "/atoll.v1.Rollout/Info: the call has no deadline; set a timeout"
+    assert servicer.calls == 0
+
+
+async def test_a_lower_epoch_is_refused_once_a_higher_one_has_called(
+    address: str, servicer: FakeRollout
+) -> None:
+    async with calling(address, fence=5) as old, calling(address, fence=6) as new:
+        await old.pause(PauseMode.WAIT)
+        await new.pause(PauseMode.WAIT)
+        await new.pause(PauseMode.WAIT)  # its own epoch stays welcome
+        assert servicer.calls == 3
+        with pytest.raises(StaleFenceError, match="epoch 5 is over, epoch 6 has called"):
+            await old.pause(PauseMode.WAIT)
+        assert servicer.calls == 3
+
+
+async def test_who_holds_no_fence_may_look_and_not_touch(address: str, servicer: FakeRollout) -> None:
+    async with grpc.aio.insecure_channel(
+        address, options=[("grpc.max_receive_message_length", 64 << 20)]
+    ) as channel:
+        info = await rollout_pb2_grpc.RolloutStub(channel).Info(rollout_pb2.RolloutInfoRequest(), timeout=5)
+        assert len(info.name) == 10 << 20  # beyond gRPC's default limit of 4 MiB
+    async with calling(address) as client:
+        with pytest.raises(StaleFenceError, match="only a coordinator may call it"):
+            await client.pause(PauseMode.WAIT)
+    assert servicer.calls == 1
+
+
+async def test_our_errors_arrive_as_the_class_that_was_raised(address: str) -> None:
+    async with calling(address, fence=1) as client:
+        with pytest.raises(WeightPushError, match="lm_head: checksum 1, expected 2"):
+            await client.abort("push")
+        with pytest.raises(UserError) as long:
+            await client.abort("long")
+        assert 3_000 < len(str(long.value)) < 5_000
+        with pytest.raises(AtollError, match="OUT_OF_RANGE: its own words"):
+            await client.abort("own")
+        assert await client.abort("") == 3
+
+
+async def test_an_error_in_a_stream_arrives_after_what_came_before(address: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = rollout_pb2_grpc.RolloutStub(channel).Generate(
+            rollout_pb2.GenerateRequest(), timeout=5, metadata=(("atoll-fence", "1"),)
+        )
+        assert await call.read() == rollout_pb2.GenerateReply()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+    assert caught.value.trailing_metadata()["atoll-error"] == "WeightPushError"
+
+
+async def test_a_bug_names_itself_and_leaves_its_traceback_in_the_log(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with calling(address, fence=1) as client:
+        with pytest.raises(AtollError, match=r"INTERNAL: KeyError: 'no such slot'.*the service's log"):
+            await client.abort("bug")
+    assert "Traceback" in caplog.text
+    assert "Abort failed" in caplog.text
+
+
+async def test_streams_of_requests_pass_the_gate_too() -> None:
+    server = await Server.start(
+        "atoll.v1.Trainer",
+        lambda s: trainer_pb2_grpc.add_TrainerServicer_to_server(FakeTrainer(), s),
+        host="127.0.0.1",
+        port=0,
+        token=None,
+        setting="--port",
+    )
+    fenced = (("atoll-fence", "1"),)
+    requests = [trainer_pb2.ForwardBackwardRequest()] * 3
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = trainer_pb2_grpc.TrainerStub(channel)
+        reply = await stub.ForwardBackward(iter(requests), timeout=5, metadata=fenced)
+        assert dict(reply.metrics) == {"chunks": 3.0}
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ForwardBackward(iter(requests), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        call = stub.ComputeLogprobs(iter([trainer_pb2.ComputeLogprobsRequest()] * 2), timeout=5)
+        assert len([reply async for reply in call]) == 2
+    await server.stop(0)
+
+
+async def test_a_token_is_asked_of_everything_but_health_and_never_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    servicer = FakeRollout()
+    async with serving(servicer, TOKEN) as address:
+        for wrong in (None, "other-token"):
+            async with calling(address, fence=1, token=wrong) as client:
+                with pytest.raises(UnauthenticatedError) as caught:
+                    await client.pause(PauseMode.WAIT)
+                assert TOKEN not in str(caught.value)
+                assert "other-token" not in str(caught.value)
+        assert servicer.calls == 0
+        async with calling(address, fence=1, token=TOKEN) as client:
+            await client.pause(PauseMode.WAIT)
+        assert servicer.calls == 1
+        async with grpc.aio.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            for name in ("", "atoll.v1.Rollout"):
+                reply = await health.Check(health_pb2.HealthCheckRequest(service=name))
+                assert reply.status == health_pb2.HealthCheckResponse.SERVING
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await described(channel)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert TOKEN not in caplog.text
+    assert "other-token" not in caplog.text
+
+
+async def described(channel: grpc.aio.Channel) -> list[str]:
+    """Names that reflection lists."""
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    async for reply in stub.ServerReflectionInfo(iter([request])):
+        return [service.name for service in reply.list_services_response.service]
+    raise AssertionError("reflection did not answer")
+
+
+async def test_reflection_lists_the_service_without_a_deadline(address: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        assert "atoll.v1.Rollout" in await described(channel)
+
+
+async def test_a_port_in_use_is_an_error_that_names_port_and_setting(address: str) -> None:
+    port = int(address.rpartition(":")[2])
+    with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}.*in use.*coordinator\.port.*0 for any"):
+        await Server.start(
+            "atoll.v1.Coordinator",
+            lambda server: None,
+            host="127.0.0.1",
+            port=port,
+            token=None,
+            setting="coordinator.port",
+        )
+
+
+async def test_off_loopback_needs_a_token() -> None:
+    with pytest.raises(UserError, match=r"0\.0\.0\.0 is reachable from other machines.*ATOLL_TOKEN"):
+        await Server.start(
+            "atoll.v1.Rollout", lambda server: None, host="0.0.0.0", port=0, token=None, setting="--port"
+        )
+
+
+async def test_a_stopped_server_is_unavailable_to_its_callers() -> None:
+    async with serving(FakeRollout()) as address:
+        pass
+    async with calling(address, fence=1) as client:
+        with pytest.raises(ServiceUnavailableError, match="the service may have died: see its log"):
+            await client.pause(PauseMode.WAIT)
+
+
+async def test_stopping_waits_for_calls_in_progress() -> None:
+    reached, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(FakeRollout):
+        async def Pause(self, request, context):  # type: ignore[no-untyped-def]
+            reached.set()
+            await go_on.wait()
+            return rollout_pb2.PauseReply(running=1)
+
+    server = await Server.start(
+        "atoll.v1.Rollout",
+        lambda s: rollout_pb2_grpc.add_RolloutServicer_to_server(Slow(), s),
+        host="127.0.0.1",
+        port=0,
+        token=None,
+        setting="--port",
+    )
+    async with calling(server.address, fence=1) as client:
+        call = asyncio.create_task(client.pause(PauseMode.WAIT))
+        await asyncio.wait_for(reached.wait(), 5)
+        stopping = asyncio.create_task(server.stop(5))
+        go_on.set()
+        await asyncio.wait_for(call, 5)
+        await asyncio.wait_for(stopping, 5)
