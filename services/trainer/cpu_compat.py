@@ -15,6 +15,21 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 
 
+def _import_without_compiler() -> None:
+    """Megatron passes functions to torch.compile while it is imported, and that alone loads the compiler:
+    half of the start-up of a CPU process, which calls none of them. Import this module first."""
+    compiler = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch.compile = compiler
+
+
+if not torch.cuda.is_available():
+    _import_without_compiler()
+
+
 class _Nothing:
     """Stands in for a stream or an event: every method does nothing."""
 

@@ -74,19 +74,19 @@ class Learner:
     def compute_logprobs(self, segments: Segments, temperature: float) -> Float32:
         """[T] log-probability of each token at `temperature`; 0 for the first token of a root."""
         self._check(segments, temperature)
-        parts = Selection(segments, np.arange(len(segments.token_ids)))
-        asked = segments.predecessors >= 0
+        num_tokens = len(segments.token_ids)
+        whole, asked = Selection(segments, np.arange(num_tokens)), np.ones(num_tokens, bool)
         if not self._shares_prefix:
-            parts, first = flatten_trees(segments)
-            asked = first & (parts.segments.predecessors >= 0)
-        logprobs = torch.zeros(len(segments.token_ids), device=self._device)
+            whole, asked = flatten_trees(segments)  # of a repeated token, the first copy
+        asked = asked & (whole.segments.predecessors >= 0)
+        logprobs = torch.zeros(num_tokens, device=self._device)
         with torch.no_grad():
-            for part in self._microbatches(parts.segments):
+            for part in self._microbatches(whole.segments):
                 targets = np.flatnonzero(asked[part.source])
                 if len(targets) == 0:
                     continue
                 logprobs_N, _ = self._logprobs(part.segments, targets, temperature)
-                logprobs[parts.source[part.source[targets]]] = logprobs_N.float()
+                logprobs[whole.source[part.source[targets]]] = logprobs_N.float()
         _sum_over_data_parallel(logprobs)  # each token is on one data-parallel rank, 0 on the others
         return logprobs.cpu().numpy()
 

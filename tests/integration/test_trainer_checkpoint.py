@@ -8,7 +8,8 @@ import pytest
 
 from services.config.schema import OptimizerConfig
 from services.runtime.errors import CheckpointError, UserError
-from services.trainer import checkpoint, cpu_compat
+from services.trainer import cpu_compat
+from services.trainer.checkpoint import load, save
 from services.trainer.model import build, initialize_parallel
 from services.trainer.step import Learner
 from services.wire.types import Batch, LossSettings, Segments, StepKey
@@ -50,16 +51,16 @@ def save_and_go_on(model: Path, folder: Path, tensor: int, data: int) -> list[li
     with cpu_compat.apply():
         initialize_parallel(tensor, data)
         learner = new_learner(model)
-        checkpoint.save(learner, folder / "new")
+        save(learner, folder / "new")
         first = [update(learner, step) for step in (0, 1)]
-        checkpoint.save(learner, folder / "two")
+        save(learner, folder / "two")
         then = [update(learner, step) for step in (2, 3)]
 
         resumed = new_learner(model)
-        checkpoint.load(resumed, folder / "two")
+        load(resumed, folder / "two")
         assert resumed.num_updates == 2
         assert [update(resumed, step) for step in (2, 3)] == then
-        checkpoint.load(resumed, folder / "new")  # back to before the first update: no optimizer state
+        load(resumed, folder / "new")  # back to before the first update: no optimizer state
         assert [update(resumed, step) for step in (0, 1)] == first
         return then
 
@@ -69,7 +70,7 @@ def resume_alone(model: Path, other_model: Path, folder: Path, expected: list[li
     with cpu_compat.apply():
         initialize_parallel(tensor=1, data=1)
         learner = new_learner(model)
-        checkpoint.load(learner, folder / "two")
+        load(learner, folder / "two")
         np.testing.assert_allclose([update(learner, step) for step in (2, 3)], expected, rtol=1e-3, atol=1e-5)
 
         kept = {file.name: file.read_bytes() for file in (folder / "two").iterdir()}
@@ -79,15 +80,15 @@ def resume_alone(model: Path, other_model: Path, folder: Path, expected: list[li
         ):  # bytes of any one file: in the first file that is written, in the tensors
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             with pytest.raises(CheckpointError, match=r"was not written: .*\. Look at the free space"):
-                checkpoint.save(learner, folder / "two")
+                save(learner, folder / "two")
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         assert sorted(path.name for path in folder.iterdir()) == ["new", "two"]
         assert {file.name: file.read_bytes() for file in (folder / "two").iterdir()} == kept
-        checkpoint.load(learner, folder / "two")
+        load(learner, folder / "two")
         assert learner.num_updates == 2
 
         with pytest.raises(UserError, match="does not fit this model"):
-            checkpoint.load(new_learner(other_model), folder / "two")
+            load(new_learner(other_model), folder / "two")
 
 
 def test_resume_is_exact_and_any_layout_loads(tmp_path: Path, tiny_qwen2: Path, tiny_qwen3: Path) -> None:
