@@ -102,6 +102,7 @@ class _Client:
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_reconnect_backoff_ms", 2000),  # else two minutes after a long absence
                 ("grpc.service_config", _RETRY),
             ],
         )

@@ -21,7 +21,7 @@ import grpc.aio
 from services.config.load import ConfigError, access_token, read_resolved
 from services.config.schema import RunConfig
 from services.runtime.clients import Caller, CoordinatorClient
-from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
+from services.runtime.errors import AtollError, ReplacedError, UnauthenticatedError, UserError
 from services.runtime.server import Server
 from services.runtime.telemetry import configure_logging
 from services.wire.types import ServiceEntry
@@ -58,13 +58,13 @@ class Service(Protocol):
 def run_service(role: str, build: Callable[[ServiceContext], Awaitable[Service]]) -> None:
     """Runs a service of `role` ("trainer", "rollout", "reward") until SIGTERM or SIGINT.
 
-    Ends the process with exit code 1 where it cannot start or another process took its name.
+    Ends the process with exit code 1 where it cannot start or the run does not want it.
     """
     arguments = parse_arguments(role)
     configure_logging(arguments.name)
     try:
         asyncio.run(_serve(role, build, arguments))
-    except (UserError, ConfigError) as error:
+    except (UserError, ReplacedError, UnauthenticatedError, ConfigError) as error:
         sys.exit(f"{arguments.name}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)  # before the service was built; afterwards SIGINT stops it in order
@@ -137,7 +137,7 @@ async def _hold_lease(
 ) -> None:
     """Keeps `entry` registered until `stop` is set, however long the coordinator is away; then removes it.
 
-    Raises ReplacedError where a newer process took the name.
+    Raises ReplacedError where a newer process took the name, UnauthenticatedError for a wrong token.
     """
     if coordinator is None:
         await stop.wait()
@@ -158,7 +158,7 @@ async def _hold_lease(
 
 
 async def _renew(entry: ServiceEntry, client: CoordinatorClient) -> None:
-    """Registers, then sends three heartbeats in the time of a lease. Ends only by an error."""
+    """Registers, then sends three heartbeats in the time of a lease; ends where it is not wanted."""
     registered = away = False
     pause_s = AWAY_PAUSE_S
     while True:
@@ -170,8 +170,10 @@ async def _renew(entry: ServiceEntry, client: CoordinatorClient) -> None:
                 registered = True
                 _log.info("registered at %s as %s", client.address, entry.incarnation)
             away = False
-        except ServiceUnavailableError as error:
+        except (ReplacedError, UnauthenticatedError):
+            raise
+        except AtollError as error:  # it is away, or has lost its store, or another one takes over
             if not away:
-                _log.warning("the coordinator is away, trying on: %s", error)
+                _log.warning("no lease, trying on: %s", error)
             away = True
         await asyncio.sleep(AWAY_PAUSE_S if away else pause_s)

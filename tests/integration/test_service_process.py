@@ -1,0 +1,205 @@
+"""`run_service` in a process of its own, against a real coordinator servicer and store."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from services.coordinator.control import Control
+from services.coordinator.registry import Joined, Left, Registry
+from services.coordinator.service import CoordinatorService
+from services.runtime.clients import Caller, RewardClient
+from services.runtime.server import Server
+from services.runtime.store import EmbeddedServer, Store
+from services.wire.types import ServiceEntry
+
+# A reward service that answers Describe with its incarnation; config's run.seed 13 refuses to build,
+# 14 has a bug.
+PROGRAM = """
+from services.runtime.errors import UserError
+from services.runtime.process import run_service
+from services.wire.v1 import reward_pb2, reward_pb2_grpc
+
+class Fake(reward_pb2_grpc.RewardServicer):
+    def __init__(self, incarnation): self.incarnation = incarnation
+    def add_to(self, server): reward_pb2_grpc.add_RewardServicer_to_server(self, server)
+    async def Describe(self, request, context):
+        return reward_pb2.DescribeReply(graders=[self.incarnation])
+    async def close(self): print("closed", flush=True)
+
+async def build(context):
+    if context.config.run.seed == 13: raise UserError("model.path: no such folder")
+    if context.config.run.seed == 14: raise KeyError("a bug")
+    return Fake(context.incarnation)
+
+run_service("reward", build)
+"""
+
+Start = Callable[..., Awaitable[tuple[Process, str]]]
+
+
+def config_file(folder: Path, seed: int = 0) -> Path:
+    tree = {
+        "run": {"name": "toy", "steps": 1, "seed": seed},
+        "model": {"path": "model"},
+        "data": {"train": [{"path": "rows.jsonl"}]},
+    }
+    path = folder / f"config-{seed}.json"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """Starts the program; returns its process and the line of its readiness pipe."""
+    started: list[Process] = []
+
+    async def start(*arguments: str, seed: int = 0, token: str = "") -> tuple[Process, str]:
+        read_end, write_end = os.pipe()
+        ready = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(ready), os.fdopen(read_end, "rb")
+        )
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", PROGRAM, "--config", str(config_file(tmp_path, seed))),
+            *("--name", "reward-0", "--ready-fd", str(write_end), *arguments),
+            pass_fds=[write_end],
+            stdout=PIPE,
+            stderr=PIPE,
+            env=os.environ | ({"ATOLL_TOKEN": token} if token else {}),
+        )
+        os.close(write_end)
+        started.append(process)
+        return process, (await asyncio.wait_for(ready.readline(), 30)).decode()
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@asynccontextmanager
+async def coordinator(registry: Registry, port: int = 0, token: str | None = None) -> AsyncIterator[str]:
+    server = await Server.start(
+        "atoll.v1.Coordinator",
+        CoordinatorService("toy", registry, Control()).add_to,
+        host="127.0.0.1",
+        port=port,
+        token=token,
+        setting="coordinator.port",
+    )
+    yield server.address
+    await server.stop(0)
+
+
+async def next_of(changes: AsyncIterator[Joined | Left]) -> Joined | Left:
+    return await asyncio.wait_for(anext(changes), 30)
+
+
+async def test_a_service_announces_itself_serves_registers_and_leaves_in_order(
+    start: Start, store: Store
+) -> None:
+    registry = Registry(store, lease_s=60)
+    async with coordinator(registry) as address:
+        process, line = await start("--coordinator", address)
+        served_at = json.loads(line)["address"]
+        client = RewardClient(served_at, Caller(), timeout_s=5)
+        (incarnation,) = await client.describe()
+        await client.close()
+        changes = registry.changes()
+        expected = ServiceEntry("reward", "reward-0", incarnation, served_at)
+        assert await next_of(changes) == Joined(expected)
+        process.send_signal(signal.SIGTERM)
+        assert await next_of(changes) == Left(expected)  # long before its lease ends
+        stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, stdout) == (0, b"closed\n")
+    assert f"INFO reward-0 services.runtime.process: serves reward at {served_at}" in stderr.decode()
+
+
+async def test_a_service_outlives_its_coordinator_and_registers_with_the_next(
+    start: Start, store: Store, store_server: EmbeddedServer
+) -> None:
+    first = Registry(store, lease_s=1)
+    async with coordinator(first) as address:
+        process, _ = await start("--coordinator", address)
+        assert isinstance(await next_of(first.changes()), Joined)
+    other_store = Store(store_server.url, "another run of the store's keys")
+    await other_store.take_epoch()
+    second = Registry(other_store, lease_s=1)
+    async with coordinator(second, port=int(address.rpartition(":")[2])):
+        change = await next_of(second.changes())
+    assert isinstance(change, Joined)
+    assert change.entry.name == "reward-0"
+    assert process.returncode is None
+    await other_store.close()
+
+
+async def test_a_newer_process_of_the_same_name_sends_the_older_one_home(start: Start, store: Store) -> None:
+    registry = Registry(store, lease_s=0.5)
+    async with coordinator(registry) as address:
+        changes = registry.changes()
+        older, _ = await start("--coordinator", address)
+        first = await next_of(changes)
+        await start("--coordinator", address)
+        assert await next_of(changes) == Left(first.entry)
+        second = await next_of(changes)
+        assert second.entry.incarnation > first.entry.incarnation
+        _, stderr = await asyncio.wait_for(older.communicate(), 30)
+        assert older.returncode == 1
+        assert "reward-0 is taken by a process that started later" in stderr.decode().splitlines()[-1]
+        assert registry.services() == (second.entry,)
+
+
+async def test_a_service_killed_loses_its_lease(start: Start, store: Store) -> None:
+    registry = Registry(store, lease_s=1)
+    async with coordinator(registry) as address:
+        changes = registry.changes()
+        process, _ = await start("--coordinator", address)
+        joined = await next_of(changes)
+        process.kill()
+        assert await next_of(changes) == Left(joined.entry)
+
+
+async def test_what_the_user_can_mend_is_one_message_and_the_rest_a_traceback(start: Start) -> None:
+    process, line = await start(seed=13)
+    _, stderr = await process.communicate()
+    assert (line, process.returncode) == ("", 1)
+    assert stderr.decode() == "reward-0: model.path: no such folder\n"
+    process, line = await start(seed=14)
+    _, stderr = await process.communicate()
+    assert (line, process.returncode) == ("", 1)
+    assert "Traceback" in stderr.decode()
+    assert stderr.decode().endswith("KeyError: 'a bug'\n")
+
+
+async def test_a_port_in_use_closes_what_was_built(start: Start, store: Store) -> None:
+    async with coordinator(Registry(store, lease_s=60)) as address:
+        process, line = await start("--port", address.rpartition(":")[2])
+        stdout, stderr = await process.communicate()
+    assert (line, process.returncode, stdout) == ("", 1, b"closed\n")
+    assert f"cannot listen on {address}" in stderr.decode()
+    assert "set --port to a free port, or to 0 for any" in stderr.decode()
+
+
+async def test_tokens_are_shared_and_never_logged(start: Start, store: Store) -> None:
+    registry = Registry(store, lease_s=60)
+    async with coordinator(registry, token="right-secret") as address:
+        process, _ = await start("--coordinator", address, token="wrong-secret")
+        _, stderr = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 1
+        assert "give caller and service the same ATOLL_TOKEN" in stderr.decode()
+        assert "secret" not in stderr.decode()
+        process, _ = await start("--coordinator", address, token="right-secret")
+        assert isinstance(await next_of(registry.changes()), Joined)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 0
+        assert "secret" not in stderr.decode()

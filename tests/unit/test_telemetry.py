@@ -1,0 +1,76 @@
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from services.runtime.telemetry import MetricsFile, StepTimer
+
+
+def rows(path: Path) -> list[dict[str, float | None]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_row_is_on_disk_when_write_returns(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.write(1, {"critic/score/mean": 0.25, "timing_s/gen": 1.5})
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "critic/score/mean": 0.25, "timing_s/gen": 1.5}]
+
+
+def test_numbers_that_json_lacks_become_null_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(3, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) == {
+        "step": 3,
+        "loss": None,
+        "grad_norm": None,
+        "lr": 0.5,
+    }
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 3: loss is nan; written as null",
+        "step 3: grad_norm is inf; written as null",
+    ]
+
+
+def test_a_resumed_run_has_one_row_per_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        for step in range(1, 6):
+            metrics.write(step, {"lineage": 1.0})
+    path.write_text(path.read_text() + '{"step": 6, "line')  # the process was killed in the middle of a row
+    with MetricsFile(path, last_step=3) as metrics:
+        metrics.write(4, {"lineage": 2.0})
+    assert [(row["step"], row["lineage"]) for row in rows(path)] == [(1, 1), (2, 1), (3, 1), (4, 2)]
+    with MetricsFile(path):
+        assert rows(path) == []
+
+
+def test_phases_add_up_and_may_nest() -> None:
+    timer = StepTimer()
+    with timer.phase("step"):
+        for _ in range(2):
+            with timer.phase("gen"):
+                time.sleep(0.02)
+        with pytest.raises(ValueError, match="x"), timer.phase("reward"):
+            raise ValueError("x")  # a phase that fails counts too
+    metrics = timer.metrics()
+    assert set(metrics) == {"timing_s/step", "timing_s/gen", "timing_s/reward"}
+    assert 0.04 <= metrics["timing_s/gen"] <= metrics["timing_s/step"]
+
+
+def test_a_log_line_has_time_level_service_and_module() -> None:
+    program = (
+        "import logging; from services.runtime.telemetry import configure_logging\n"
+        "configure_logging('rollout-1'); logging.getLogger('services.x').info('sample %s', 'toy/0/7/1')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    when, rest = done.stderr.split(" ", 1)
+    assert time.strptime(when[:19], "%Y-%m-%dT%H:%M:%S")
+    assert rest == "INFO rollout-1 services.x: sample toy/0/7/1\n"
