@@ -120,7 +120,7 @@ class LocalModel:
         spec, B = self.spec, len(tokens_B)
         K, G = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
         length = longest + SPAN - longest % SPAN
-        rows_B = self._positions_L[:B]
+        rows_B = torch.arange(B)
         rotary = self._rotary_L2D[positions_B]
         unseen_BL = self._positions_L[:length] > positions_B.unsqueeze(1)
         bias_BL = torch.where(unseen_BL, -torch.inf, 0.0)
