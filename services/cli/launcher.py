@@ -1,6 +1,7 @@
 """One run on this machine: which processes it has, and their life from start to end."""
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -13,10 +14,13 @@ from services.cli.processes import Fleet, Service
 from services.config.load import access_token, write_resolved
 from services.config.schema import RunConfig
 from services.runtime.clients import Caller, CoordinatorClient
-from services.runtime.errors import ServiceUnavailableError, UserError
+from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from services.runtime.store import embedded
 
+_log = logging.getLogger(__name__)
+
 ADDRESS_FILE = "coordinator.address"  # in the run's folder for as long as the run goes on
+STOP_TIMEOUT_S = 60.0  # for the step in progress and the last checkpoint
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
 
@@ -149,7 +153,7 @@ def address_file(folder: Path, address: str) -> Iterator[None]:
 
 @contextmanager
 def interrupts(stop: asyncio.Event) -> Iterator[None]:
-    """SIGINT or SIGTERM sets `stop`, a second one cancels the calling task."""
+    """SIGINT or SIGTERM sets `stop`; a second one cancels the calling task."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -170,11 +174,16 @@ def interrupts(stop: asyncio.Event) -> Iterator[None]:
 
 
 async def stop_run(stop: asyncio.Event, client: CoordinatorClient) -> None:
-    """Hands the user's wish to the coordinator once; how the run then ends is seen by its exit."""
+    """Hands the user's wish to the coordinator, whose exit ends the run. Raises where that takes too long."""
     await stop.wait()
+    _log.warning("stopping after the step in progress; interrupt again to stop at once")
     with suppress(ServiceUnavailableError):  # it is ending already
         await client.stop_run()
-    await asyncio.Event().wait()
+    await asyncio.sleep(STOP_TIMEOUT_S)
+    raise AtollError(
+        f"the run did not stop within {STOP_TIMEOUT_S:g} s, so its services were ended; "
+        "--resume goes on from the last checkpoint"
+    )
 
 
 async def first_of(*coroutines: Coroutine[None, None, None]) -> None:

@@ -90,14 +90,14 @@ def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
 
 
 def _line_printer(console: Console) -> Show:
-    printed_at = -LINE_EVERY_S
-    state = ""
+    last, state, printed_at = "", "", -LINE_EVERY_S
 
     def show(status: RunStatus) -> None:
-        nonlocal printed_at, state
-        if status.state != state or time.monotonic() - printed_at >= LINE_EVERY_S:
-            printed_at, state = time.monotonic(), status.state
-            console.print(line(status), soft_wrap=True, highlight=False, markup=False)
+        nonlocal last, state, printed_at
+        text, now = line(status), time.monotonic()
+        if text != last and (status.state != state or now - printed_at >= LINE_EVERY_S):
+            last, state, printed_at = text, status.state, now
+            console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     return show
 

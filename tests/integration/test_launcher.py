@@ -1,5 +1,7 @@
 """The launcher's promises, with fake services: deaths are told, restarts counted, nothing is left behind."""
 
+import asyncio
+import os
 import re
 import signal
 import subprocess
@@ -11,8 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.cli import processes
+from services.cli import launcher, processes
+from services.cli.launcher import supervise
 from services.cli.processes import Fleet, ServiceDiedError
+from services.runtime.clients import CoordinatorClient
+from services.runtime.errors import AtollError
 from tests.integration.fake_run import fake
 
 TIMEOUT_S = 30
@@ -27,7 +32,7 @@ def pids(logs: Path, name: str) -> list[int]:
 def running(folder: Path, coordinator: str, *behaviours: str) -> Iterator[subprocess.Popen[str]]:
     """A launcher of fakes whose services have all registered."""
     script = Path(__file__).with_name("fake_run.py")
-    launcher = subprocess.Popen(
+    command = subprocess.Popen(
         [sys.executable, "-m", "tests.integration.fake_run", str(folder), coordinator, *behaviours],
         cwd=script.parents[2],
         stdout=subprocess.PIPE,
@@ -35,16 +40,16 @@ def running(folder: Path, coordinator: str, *behaviours: str) -> Iterator[subpro
         text=True,
     )
     try:
-        assert launcher.stdout is not None
-        assert launcher.stdout.readline() == "up\n"
-        yield launcher
+        assert command.stdout is not None
+        assert command.stdout.readline() == "up\n"
+        yield command
     finally:
-        launcher.kill()
-        launcher.wait()
+        command.kill()
+        command.wait()
 
 
-def children(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(launcher.pid).children(recursive=True)
+def children(command: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(command.pid).children(recursive=True)
 
 
 async def test_death_at_start_is_told_and_not_repeated(tmp_path: Path) -> None:
@@ -99,35 +104,51 @@ async def test_leaving_ends_even_those_that_ignore_sigterm(
 
 
 def test_the_death_of_a_service_ends_the_run(tmp_path: Path) -> None:
-    with running(tmp_path, "coordinates", "serves", "serves") as launcher:
-        services = children(launcher)
+    with running(tmp_path, "coordinates", "serves", "serves") as command:
+        services = children(command)
         psutil.Process(pids(tmp_path / "logs", "service-1")[0]).kill()
-        assert "service-1 died (signal SIGKILL)" in launcher.communicate(timeout=TIMEOUT_S)[1]
+        assert "service-1 died (signal SIGKILL)" in command.communicate(timeout=TIMEOUT_S)[1]
         assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
 
 
 def test_the_first_interrupt_stops_the_run_through_the_coordinator(tmp_path: Path) -> None:
-    with running(tmp_path, "coordinates", "serves", "serves") as launcher:
-        services = children(launcher)
+    with running(tmp_path, "coordinates", "serves", "serves") as command:
+        services = children(command)
         assert len(services) == 3
         assert (tmp_path / "coordinator.address").exists()
-        launcher.send_signal(signal.SIGINT)
-        assert launcher.communicate(timeout=TIMEOUT_S)[0] == "stopped\n"
+        command.send_signal(signal.SIGINT)
+        assert command.communicate(timeout=TIMEOUT_S)[0] == "stopped\n"
         assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
         assert not (tmp_path / "coordinator.address").exists()
 
 
 def test_the_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
-    with running(tmp_path, "coordinates-stubbornly", "serves") as launcher:
-        services = children(launcher)
-        launcher.send_signal(signal.SIGTERM)
-        launcher.send_signal(signal.SIGINT)
-        assert launcher.communicate(timeout=TIMEOUT_S)[0] == "stopped\n"
+    with running(tmp_path, "coordinates-stubbornly", "serves") as command:
+        services = children(command)
+        command.send_signal(signal.SIGTERM)
+        command.send_signal(signal.SIGINT)
+        assert command.communicate(timeout=TIMEOUT_S)[0] == "stopped\n"
         assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
 
 
+async def test_a_run_that_does_not_stop_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "STOP_TIMEOUT_S", 0.2)
+
+    async def follow(client: CoordinatorClient) -> None:
+        await client.status()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    coordinator = fake("coordinator", "coordinates-stubbornly", "--expected", "1")
+    with pytest.raises(AtollError, match=r"did not stop within 0\.2 s"):
+        await supervise(tmp_path, coordinator, lambda at: [fake("service-0", "serves", at)], follow)
+    assert not any(
+        psutil.pid_exists(pids(tmp_path / "logs", name)[0]) for name in ("coordinator", "service-0")
+    )
+
+
 def test_a_killed_launcher_takes_its_services_along(tmp_path: Path) -> None:
-    with running(tmp_path, "coordinates", "serves", "serves-stubbornly") as launcher:
-        services = children(launcher)
-        launcher.kill()
+    with running(tmp_path, "coordinates", "serves", "serves-stubbornly") as command:
+        services = children(command)
+        command.kill()
         assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
