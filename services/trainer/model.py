@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,22 +32,11 @@ from torch import Tensor
 from services.runtime.errors import UserError
 from services.trainer.attention import AttentionInputs, AttentionPlan, TreeAttention
 from services.trainer.hf import load_weights
+from services.trainer.layers import GatedMLP, RMSNorm
 from services.trainer.rope import rotation
 from services.trainer.spec import ModelSpec, check_tensor_parallel, read_spec
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """The constructor's arguments are those that Megatron passes.
-
-    The tag tells Megatron to sum this weight's gradient over tensor-parallel ranks where each of them
-    normalises its own part of the sequence.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
-        super().__init__(hidden_size, eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -185,7 +174,7 @@ def _block(spec: ModelSpec) -> TransformerBlockSubmodules:
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=RMSNorm,
         mlp=ModuleSpec(
-            module=MLP,
+            module=GatedMLP,
             submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
         ),
         mlp_bda=get_bias_dropout_add,

@@ -1,0 +1,87 @@
+"""The norm and the MLP of Qwen, with gradients written out: fewer passes over memory than autograd's.
+
+Letters in shapes: N rows (tokens, or tokens x heads), H size of a row, F width of the MLP on this rank.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import silu
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), computed in fp32.
+
+    The constructor's arguments are those that Megatron passes. The tag tells Megatron to sum this
+    weight's gradient over tensor-parallel ranks where each of them normalises its own part of the
+    sequence.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        x_NH = x.float().reshape(-1, x.shape[-1])
+        length_N1 = torch.linalg.vector_norm(x_NH, dim=-1, keepdim=True)
+        scale_N1 = (length_N1.square() / x.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, weight_H, scale_N1)
+        unit_NH: Tensor = (x_NH * scale_N1).to(x.dtype)
+        return unit_NH.mul_(weight_H).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """With u = x * scale: d weight = sum of grad * u; d x = scale * (grad w - u * mean(grad w u))."""
+        x, weight_H, scale_N1 = ctx.saved_tensors
+        grad_NH = grads[0].float().reshape(-1, x.shape[-1])
+        unit_NH = x.float().reshape(-1, x.shape[-1]) * scale_N1
+        product_NH = grad_NH * unit_NH
+        mean_N1 = (product_NH @ weight_H.float() / x.shape[-1]).unsqueeze(1)
+        grad_x_NH = torch.addcmul(grad_NH * weight_H, unit_NH, mean_N1, value=-1).mul_(scale_N1)
+        return grad_x_NH.view(x.shape).to(x.dtype), product_NH.sum(0).to(weight_H.dtype), None
+
+
+class GatedMLP(MLP):  # type: ignore[misc]
+    """Megatron's MLP with silu(gate) * up in one autograd function."""
+
+    def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
+        gate_up, _ = self.linear_fc1(hidden_states)
+        output, _ = self.linear_fc2(silu_gate(gate_up))
+        return output, None
+
+
+def silu_gate(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up [..., F] of [gate; up] side by side in the last dimension."""
+    return _Gate.apply(gate_up)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate_NF, up_NF = gate_up.chunk(2, -1)
+        open_NF = silu(gate_NF)
+        ctx.save_for_backward(gate_up, open_NF)
+        return open_NF * up_NF
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        gate_up, open_NF = ctx.saved_tensors
+        gate_NF, up_NF = gate_up.chunk(2, -1)
+        grad = torch.empty_like(gate_up)
+        grad_gate_NF, grad_up_NF = grad.chunk(2, -1)
+        torch.mul(grads[0], open_NF, out=grad_up_NF)
+        torch.ops.aten.silu_backward(grads[0] * up_NF, gate_NF, grad_input=grad_gate_NF)
+        return grad

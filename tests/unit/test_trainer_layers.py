@@ -1,0 +1,36 @@
+"""The written-out gradients against torch's norm and finite differences."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from services.trainer.layers import RMSNorm, silu_gate
+
+
+def test_norm_equals_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    torch.manual_seed(0)
+    config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=True)
+    norm = RMSNorm(config, hidden_size=6, eps=1e-3)  # type: ignore[arg-type]
+    assert norm.weight.sequence_parallel
+    torch.nn.init.normal_(norm.weight)
+    # neither lies row after row in memory
+    x = torch.randn(3, 4, 6).transpose(0, 1).requires_grad_()
+    upstream = torch.randn(4, 3, 12)[..., ::2]
+    got, expected = norm(x), torch.nn.functional.rms_norm(x, (6,), norm.weight, 1e-3)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+    for grad, expected_grad in zip(
+        torch.autograd.grad(got, (x, norm.weight), upstream),
+        torch.autograd.grad(expected, (x, norm.weight), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(grad, expected_grad, rtol=0, atol=5e-6)
+
+
+def test_gate_equals_its_definition_and_its_gradient_is_exact() -> None:
+    torch.manual_seed(0)
+    gate_up = torch.randn(5, 1, 8, dtype=torch.float64, requires_grad=True)
+    gate, up = gate_up[..., :4], gate_up[..., 4:]
+    torch.testing.assert_close(silu_gate(gate_up), gate / (1 + (-gate).exp()) * up, rtol=0, atol=1e-14)
+    assert torch.autograd.gradcheck(silu_gate, (gate_up,))
