@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from itertools import groupby
 from typing import Any, Self
 
 import grpc.aio
@@ -72,9 +71,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         ]
         async with aclosing(self._generator.generate(requests)) as stream:
             async for samples in stream:
-                samples.sort(key=lambda sample: sample.id)
-                groups = groupby(samples, key=lambda sample: sample.id.group)
-                yield pb.GenerateReply(samples=[codec.encode_samples(list(group)) for _, group in groups])
+                yield codec.encode_generated(samples)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         return pb.AbortReply(aborted=await self._engine.abort(request.id_prefix))

@@ -229,10 +229,11 @@ async def test_stop_string_ends_the_response_and_is_not_in_the_text(start_engine
 
 
 async def test_response_ends_where_the_model_does(start_engine, tiny_qwen2):
-    engine = await start_engine(tiny_qwen2, max_length=20)
-    completion = await one(engine, ask(PROMPTS[2], Sampling(100, temperature=0.0)))
-    assert completion.token_ids.tolist() == reference_greedy(tiny_qwen2, PROMPTS[2], 8)
-    assert completion.finish_reason is FinishReason.LENGTH
+    engine = await start_engine(tiny_qwen2, slots=30, max_length=20)
+    done = await collect(engine, [ask(PROMPTS[2], Sampling(100, temperature=0.0), indices=range(30))])
+    for completion in done.values():
+        assert completion.token_ids.tolist() == reference_greedy(tiny_qwen2, PROMPTS[2], 8)
+        assert completion.finish_reason is FinishReason.LENGTH
 
 
 async def test_a_free_slot_is_used_at_once(start_engine, tiny_qwen2):
