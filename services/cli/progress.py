@@ -123,11 +123,13 @@ def _headlines(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     known = [(label, form.format(metrics[key])) for label, key, form in HEADLINES if key in metrics]
     validation = [
         (key.removeprefix(VALIDATION), f"{value:.3f}")
-        for key, value in metrics.items()
+        for key, value in sorted(metrics.items())
         if key.startswith(VALIDATION) and "@" in key  # not its lengths and drops
     ]
     return known + validation
 
 
 def _timings(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    return [(key.removeprefix(TIMING), value) for key, value in metrics.items() if key.startswith(TIMING)]
+    return [
+        (key.removeprefix(TIMING), value) for key, value in sorted(metrics.items()) if key.startswith(TIMING)
+    ]
