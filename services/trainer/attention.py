@@ -57,44 +57,47 @@ class AttentionInputs:
 
 @dataclass(eq=False)
 class _Row:
-    """Segments side by side below one path of ancestors."""
+    """Consecutive tokens: a segment, a part of a long one, or several short ones."""
 
     base: int  # the segment that they hang off; -1: none
     before: Int64  # [B] tokens of `base` and of its ancestors
-    tokens: Int64  # [Q]
-    parents: list[int] = field(default_factory=list)  # of each segment: place in the row, or -1
-    ends: list[int] = field(default_factory=list)  # of each segment, in `tokens`
-    members: dict[int, int] = field(default_factory=dict)  # segment -> place in the row
+    start: int  # first token
+    end: int
+    parts: list[tuple[int, int]] = field(default_factory=list)  # of each segment: parent's last token, end
+    last: dict[int, int] = field(default_factory=dict)  # of each segment: its last token; all from `start`
 
-    def fits(self, parent: int, length: int) -> bool:
-        return len(self.tokens) + length <= ROW_TOKENS and (parent == self.base or parent in self.members)
+    def fits(self, parent: int, end: int) -> bool:
+        return end - self.start <= ROW_TOKENS and (parent == self.base or parent in self.last)
 
-    def add(self, segment: int, parent: int, tokens: Int64) -> None:
-        self.members[segment] = len(self.parents)
-        self.parents.append(self.members.get(parent, -1))
-        self.tokens = np.concatenate([self.tokens, tokens])
-        self.ends.append(len(self.tokens))
+    def add(self, segment: int, parent: int, end: int) -> None:
+        self.end = end
+        self.parts.append((self.last.get(parent, -1), end - self.start))
+        self.last[segment] = end - self.start - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
 
     @property
     def bucket(self) -> tuple[bool, int, int]:
         """Rows that agree in it share a call: masked or not, padded sizes."""
-        masked = len(self.before) > 0 or len(self.ends) > 1
-        return masked, _round_up(len(self.before)), _round_up(len(self.tokens))
+        masked = len(self.before) > 0 or len(self.parts) > 1
+        return masked, _round_up(len(self.before)), _round_up(self.num_tokens)
 
     def own_mask(self) -> Bool:
-        """Which of the row's own tokens each of them attends to."""
-        sees = np.zeros((len(self.tokens), len(self.tokens)), bool)
+        """[Q, Q] which of the row's own tokens each of them attends to."""
+        sees_QQ = np.zeros((self.num_tokens, self.num_tokens), bool)
         start = 0
-        for parent, end in zip(self.parents, self.ends, strict=True):
-            if parent >= 0:  # its parent's last token has seen all that is above
-                sees[start:end] = sees[self.ends[parent] - 1]
-            sees[start:end, start:end] = np.tri(end - start, dtype=bool)
+        for parent, end in self.parts:
+            if parent >= 0:  # it has seen all that is above
+                sees_QQ[start:end] = sees_QQ[parent]
+            sees_QQ[start:end, start:end] = np.tri(end - start, dtype=bool)
             start = end
-        return sees
+        return sees_QQ
 
 
 def plan_attention(segments: Segments, device: torch.device) -> AttentionPlan:
-    """Groups the segments of one micro-batch into padded attention calls."""
+    """Groups the segments of one micro-batch, none of them empty, into padded attention calls."""
     rows = sorted(_rows(segments), key=lambda row: row.bucket)
     buckets: list[list[_Row]] = []
     for row in rows:
@@ -105,12 +108,12 @@ def plan_attention(segments: Segments, device: torch.device) -> AttentionPlan:
         buckets[-1].append(row)
 
     outputs_T = np.empty(len(segments.token_ids), np.int64)
-    start = 0
+    place = 0
     for bucket in buckets:
-        width = max(len(row.tokens) for row in bucket)
-        for n, row in enumerate(bucket):
-            outputs_T[row.tokens] = np.arange(len(row.tokens)) + start + n * width
-        start += len(bucket) * width
+        width = max(row.num_tokens for row in bucket)
+        for row in bucket:
+            outputs_T[row.start : row.end] = np.arange(place, place + row.num_tokens)
+            place += width
     return AttentionPlan(
         buckets=tuple(_pad(bucket, device) for bucket in buckets),
         outputs_T=torch.from_numpy(outputs_T).to(device),
@@ -118,22 +121,24 @@ def plan_attention(segments: Segments, device: torch.device) -> AttentionPlan:
 
 
 def _rows(segments: Segments) -> list[_Row]:
+    offsets, parents = segments.offsets.tolist(), segments.parents.tolist()
+    paths: dict[int, Int64] = {-1: np.empty(0, np.int64)}  # tokens of a parent and of its ancestors
     rows: list[_Row] = []
-    paths: list[Int64] = []  # of each segment: its ancestors' tokens and its own
-    tokens_T = np.arange(len(segments.token_ids), dtype=np.int64)
-    for s, parent in enumerate(segments.parents.tolist()):  # parents come first
-        tokens = tokens_T[segments.offsets[s] : segments.offsets[s + 1]]
-        before = paths[parent] if parent >= 0 else tokens[:0]
-        paths.append(np.concatenate([before, tokens]))
-        if rows and rows[-1].fits(parent, len(tokens)):
-            rows[-1].add(s, parent, tokens)
+    for s, parent in enumerate(parents):
+        start, end = offsets[s], offsets[s + 1]
+        if parent not in paths:  # parents come first, so the grandparent's path is there
+            own = np.arange(offsets[parent], offsets[parent + 1])
+            paths[parent] = np.concatenate([paths[parents[parent]], own])
+        if rows and rows[-1].fits(parent, end):
+            rows[-1].add(s, parent, end)
             continue
+        before = paths[parent]
         # a long segment below a prefix is cut, so that the mask of each part stays within the limit
-        block = len(tokens) if parent < 0 else max(1, MASK_LIMIT // len(paths[s]))
-        for first in range(0, len(tokens), max(1, block)):
-            base = s if first else parent
-            rows.append(_Row(base, paths[s][: len(before) + first], tokens[:0]))
-            rows[-1].add(s, parent, tokens[first : first + block])
+        block = end - start if parent < 0 else max(1, MASK_LIMIT // (len(before) + end - start))
+        for first in range(start, end, block):
+            above = np.concatenate([before, np.arange(start, first)])
+            rows.append(_Row(s if first > start else parent, above, first, first))
+            rows[-1].add(s, parent, min(first + block, end))
     return rows
 
 
@@ -143,17 +148,17 @@ def _round_up(length: int) -> int:
 
 
 def _pad(bucket: list[_Row], device: torch.device) -> Bucket:
-    num_queries = max(len(row.tokens) for row in bucket)
+    num_queries = max(row.num_tokens for row in bucket)
     num_before = max(len(row.before) for row in bucket)
     queries_NQ = np.zeros((len(bucket), num_queries), np.int64)
     keys_NK = np.zeros((len(bucket), num_before + num_queries), np.int64)
     masked = bucket[0].bucket[0]
     mask_NQK = np.zeros((len(bucket), num_queries, keys_NK.shape[1]) if masked else (0, 0, 0), bool)
     for n, row in enumerate(bucket):
-        length = len(row.tokens)
-        queries_NQ[n, :length] = row.tokens
+        length = row.num_tokens
+        queries_NQ[n, :length] = np.arange(row.start, row.end)
         keys_NK[n, : len(row.before)] = row.before
-        keys_NK[n, num_before : num_before + length] = row.tokens
+        keys_NK[n, num_before : num_before + length] = queries_NQ[n, :length]
         if masked:
             mask_NQK[n, :length, : len(row.before)] = True
             mask_NQK[n, :length, num_before : num_before + length] = row.own_mask()
