@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 from services.coordinator.groups import PendingGroup
 from services.coordinator.replicas import Replica, Replicas
 from services.coordinator.rewards import Rewards
+from services.runtime.clients import Arrival
 from services.runtime.errors import AtollError
 from services.wire.types import (
     FinishReason,
@@ -30,8 +31,8 @@ NUM_GRADERS = 4  # Score calls at once: what arrives while all are out goes into
 class Sink(Protocol):
     """Where groups go. A training run journals them, a validation only counts."""
 
-    async def finished(self, samples: Sequence[Sample]) -> None:
-        """These samples are generated, not yet graded."""
+    async def finished(self, samples: Sequence[Sample], payload: bytes) -> None:
+        """These samples are generated, not yet graded; `payload` holds them as they came."""
         ...
 
     async def retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
@@ -108,10 +109,10 @@ class Generation:
         expected = sum(len(request.indices) for request in requests)
         reason = "the replica ended the stream without it"
         try:
-            async for samples in replica.client.generate(self._model, sampling, requests):
-                expected -= len(samples)
-                replica.outstanding -= len(samples)
-                await self._receive(samples)
+            async for arrival in replica.client.generate(self._model, sampling, requests):
+                expected -= len(arrival.samples)
+                replica.outstanding -= len(arrival.samples)
+                await self._receive(arrival)
         except AtollError as error:
             if isinstance(error, ValueError):
                 raise  # the request itself is at fault: no replica would take it
@@ -126,17 +127,17 @@ class Generation:
             ]
             await self._retry(group, lost, reason)
 
-    async def _receive(self, samples: Sequence[Sample]) -> None:
+    async def _receive(self, arrival: Arrival) -> None:
         """Accepts the first finished attempt of each sample and queues it for grading."""
         accepted: dict[Sink, list[Sample]] = {}
-        for sample in samples:
+        for sample in arrival.samples:
             group, sink = self._groups.get(sample.id.group, (None, None))
             if group is None or sink is None:
                 continue  # cancelled or dropped in the meantime
             if sample.finish_reason is not FinishReason.ABORT and group.accept(sample):
                 accepted.setdefault(sink, []).append(sample)
         for sink, finished in accepted.items():
-            await sink.finished(finished)
+            await sink.finished(finished, arrival.payload)
             for sample in finished:
                 self._to_grade.put_nowait(sample)
 

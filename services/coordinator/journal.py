@@ -71,13 +71,15 @@ class Journal:
         """These samples are to be generated, from attempt 0 on. Those that are known stay as they are."""
         await self._write(scripts.ISSUE, _names(samples))
 
-    async def finish(self, samples: Sequence[Sample]) -> list[Sample]:
+    async def finish(self, samples: Sequence[Sample], payload: bytes) -> list[Sample]:
         """Keeps finished samples; returns those whose attempt was the first to finish.
 
         Refuses, and counts, what another attempt has won or what was dropped in the meantime.
+        `payload` is the message that brought the samples, perhaps among others: encoding each again
+        would cost more than all the rest of the journal's work.
         """
         attempts = " ".join(f"{_name(sample.id)} {sample.attempt}" for sample in samples)
-        accepted = await self._write(scripts.FINISH, attempts, codec.encode_payload(samples))
+        accepted = await self._write(scripts.FINISH, attempts, payload)
         return [sample for sample, flag in zip(samples, accepted.decode(), strict=True) if flag == "1"]
 
     async def retry(self, samples: Sequence[SampleId], reason: str) -> None:

@@ -4,7 +4,7 @@ A sample of this run is named "epoch/prompt/index". Each is in `issued` or in `f
 
     issued    hash        sample -> "number first last": number of issue; attempts that may finish it
     finished  hash        sample -> "number payload last attempt": of issue; where it is; which one won
-    payloads  hash        payload -> encoded samples that finished together
+    payloads  hash        payload -> encoded samples that arrived together
     refs      hash        payload -> how many samples still need it
     consumed  sorted set  sample -> step; it stays in `finished`
     lineages  list        "name parent fork", the current one last

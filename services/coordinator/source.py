@@ -24,7 +24,7 @@ MIN_JUDGED = 2  # batches issued before the share of dropped groups is judged
 
 
 class Source(Protocol):
-    async def take(self, step: int, count: int, current: Version) -> Sequence[Group]:
+    async def take(self, step: int, count: int, current: Version) -> list[Group]:
         """The batch that `step` trains on, at version `current`."""
         ...
 
@@ -164,8 +164,8 @@ class GenerateSource:
 
     # What Generation reports
 
-    async def finished(self, samples: Sequence[Sample]) -> None:
-        await self._journal.finish(samples)
+    async def finished(self, samples: Sequence[Sample], payload: bytes) -> None:
+        await self._journal.finish(samples, payload)
 
     async def retried(self, samples: Sequence[SampleId], reason: str) -> None:
         self._count(reason, len(samples))
@@ -211,7 +211,7 @@ class ReplaySource:
             )
         self._next = iter(self._files)
 
-    async def take(self, step: int, count: int, current: Version) -> Sequence[Group]:
+    async def take(self, step: int, count: int, current: Version) -> list[Group]:
         file = next(self._next, None)
         if file is None:
             raise UserError(f"the dump ends after {len(self._files)} batches; set run.steps to at most that")

@@ -154,6 +154,14 @@ class RolloutInfo:
     tokens_generated: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """Samples that finished together, and the bytes that they came in, as the journal keeps them."""
+
+    samples: list[Sample]
+    payload: bytes
+
+
 class RolloutClient(_Client):
     def __init__(self, address: str, caller: Caller, timeout_s: float = 600.0) -> None:
         super().__init__(address, caller, timeout_s)
@@ -161,8 +169,8 @@ class RolloutClient(_Client):
 
     async def generate(
         self, model: str, sampling: Sampling, groups: Sequence[GroupRequest]
-    ) -> AsyncIterator[list[Sample]]:
-        """Samples as they finish, those of one message together; of any of the groups."""
+    ) -> AsyncIterator[Arrival]:
+        """Samples of any of the groups as they finish, those of one message together."""
         request = rollout_pb2.GenerateRequest(
             model=model,
             sampling=codec.encode_sampling(sampling),
@@ -179,7 +187,7 @@ class RolloutClient(_Client):
         with self._translate("Generate"):
             call = self._stub.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
             async for reply in call:
-                yield [sample for samples in reply.samples for sample in codec.decode_samples(samples)]
+                yield Arrival(codec.decode_generated(reply), reply.SerializeToString())
 
     async def abort(self, id_prefix: str) -> int:
         with self._translate("Abort"):

@@ -37,7 +37,7 @@ from services.wire.types import (
     Version,
     VersionSpan,
 )
-from services.wire.v1 import coordinator_pb2, journal_pb2, reward_pb2, trainer_pb2, types_pb2
+from services.wire.v1 import coordinator_pb2, journal_pb2, reward_pb2, rollout_pb2, trainer_pb2, types_pb2
 
 MAX_CHUNK_BYTES = 2 << 20  # of one streamed message; whole groups, so a single huge group may exceed it
 
@@ -233,6 +233,18 @@ def decode_dump(content: bytes) -> tuple[int, list[Group]]:
     return message.step, [
         Group(decode_prompt(group.prompt), tuple(decode_samples(group.samples))) for group in message.groups
     ]
+
+
+def encode_generated(samples: Iterable[Sample]) -> rollout_pb2.GenerateReply:
+    """Samples of any groups."""
+    groups: dict[GroupId, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.id.group, []).append(sample)
+    return rollout_pb2.GenerateReply(samples=[encode_samples(group) for group in groups.values()])
+
+
+def decode_generated(message: rollout_pb2.GenerateReply) -> list[Sample]:
+    return [sample for samples in message.samples for sample in decode_samples(samples)]
 
 
 def _offsets(lengths: Iterable[int]) -> list[int]:
@@ -483,18 +495,9 @@ def decode_service(message: coordinator_pb2.Service) -> ServiceEntry:
     return ServiceEntry(message.role, message.name, message.incarnation, message.address)
 
 
-def encode_payload(samples: Sequence[Sample]) -> bytes:
-    """Samples of any groups, as the store keeps them."""
-    groups: dict[GroupId, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.id.group, []).append(sample)
-    message = journal_pb2.Payload(samples=[encode_samples(group) for group in groups.values()])
-    return message.SerializeToString()
-
-
 def decode_payload(content: bytes) -> list[Sample]:
-    message = journal_pb2.Payload.FromString(content)
-    return [sample for samples in message.samples for sample in decode_samples(samples)]
+    """What the journal keeps of finished samples: the message that they came in."""
+    return decode_generated(rollout_pb2.GenerateReply.FromString(content))
 
 
 def encode_journal(snapshot: JournalSnapshot) -> bytes:

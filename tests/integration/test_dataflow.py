@@ -21,9 +21,10 @@ from services.coordinator.journal import Journal
 from services.coordinator.replicas import Replica, Replicas
 from services.coordinator.rewards import Rewards
 from services.coordinator.source import GenerateSource
-from services.runtime.clients import Caller
+from services.runtime.clients import Arrival, Caller
 from services.runtime.errors import AtollError, ServiceUnavailableError
 from services.runtime.store import Store, embedded
+from services.wire import codec
 from services.wire.types import (
     FinishReason,
     Graded,
@@ -70,7 +71,7 @@ class SimulatedReplica:
 
     async def generate(
         self, model: str, sampling: Sampling, requests: Sequence[GroupRequest]
-    ) -> AsyncIterator[list[Sample]]:
+    ) -> AsyncIterator[Arrival]:
         finished: asyncio.Queue[Sample] = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._sample(request, index, attempt, finished))
@@ -82,7 +83,7 @@ class SimulatedReplica:
                 sample = await finished.get()
                 if self.dice.random() < self.death_rate:
                     raise ServiceUnavailableError(f"{self.name} was killed")
-                yield [sample]
+                yield Arrival([sample], codec.encode_generated([sample]).SerializeToString())
         finally:
             for task in tasks:
                 task.cancel()

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -14,6 +15,7 @@ from services.coordinator import journal_scripts as scripts
 from services.coordinator.journal import Checkpoint, Journal, JournalError, Lineage, RestoredGroup
 from services.runtime.errors import StaleFenceError
 from services.runtime.store import EmbeddedServer, Script, Store, embedded
+from services.wire import codec
 from services.wire.types import (
     FinishReason,
     GroupId,
@@ -48,6 +50,10 @@ async def opened(store: Store) -> tuple[Journal, str]:
     return journal, (await journal.restore(None)).lineage
 
 
+async def finish(journal: Journal, samples: Sequence[Sample]) -> list[Sample]:
+    return await journal.finish(samples, codec.encode_generated(samples).SerializeToString())
+
+
 def texts(groups: tuple[RestoredGroup, ...]) -> list[tuple[str | None, ...]]:
     return [tuple(s.text if s else None for s in group.samples) for group in groups]
 
@@ -58,8 +64,8 @@ async def test_the_first_finished_attempt_wins_and_a_second_is_refused_and_count
     await journal.issue([id])
     await journal.retry([id], "replica lost")
     first, second = sample(id, now, 0), sample(id, now, 1)
-    assert await journal.finish([first]) == [first]
-    assert await journal.finish([second]) == []
+    assert await finish(journal, [first]) == [first]
+    assert await finish(journal, [second]) == []
     assert (await journal.counts())["refused"] == 1
     restored = await journal.restore(Checkpoint(0, now, await journal.snapshot()))
     assert texts(restored.groups) == [("toy/0/1/0:0",)]
@@ -69,11 +75,11 @@ async def test_a_finished_sample_that_was_replaced_may_not_return(store: Store) 
     journal, lineage = await opened(store)
     id, now = sample_id(1), Version(lineage, 0)
     await journal.issue([id])
-    await journal.finish([sample(id, now, 0)])
+    await finish(journal, [sample(id, now, 0)])
     await journal.retry([id], "stale")
-    assert await journal.finish([sample(id, now, 0)]) == []
+    assert await finish(journal, [sample(id, now, 0)]) == []
     fresh = sample(id, now, 1)
-    assert await journal.finish([fresh]) == [fresh]
+    assert await finish(journal, [fresh]) == [fresh]
     counts = await journal.counts()
     assert (counts["retried: stale"], counts["refused"]) == (1, 1)
 
@@ -82,7 +88,7 @@ async def test_a_sample_is_consumed_once_and_all_or_nothing(store: Store) -> Non
     journal, lineage = await opened(store)
     a, b, c = (sample_id(prompt) for prompt in range(3))
     await journal.issue([a, b, c])
-    await journal.finish([sample(id, Version(lineage, 0)) for id in (a, b)])
+    await finish(journal, [sample(id, Version(lineage, 0)) for id in (a, b)])
     with pytest.raises(JournalError, match="toy/0/2/0 is not finished: still issued; nothing was consumed"):
         await journal.consume(1, [a, c])
     await journal.consume(1, [a])
@@ -98,11 +104,11 @@ async def test_a_consumed_sample_can_be_neither_retried_nor_dropped(store: Store
     journal, lineage = await opened(store)
     id = sample_id(1)
     await journal.issue([id])
-    await journal.finish([sample(id, Version(lineage, 0))])
+    await finish(journal, [sample(id, Version(lineage, 0))])
     await journal.consume(1, [id])
     await journal.retry([id], "late")
     await journal.drop([id], "late")
-    assert await journal.finish([sample(id, Version(lineage, 0), 1)]) == []
+    assert await finish(journal, [sample(id, Version(lineage, 0), 1)]) == []
     with pytest.raises(JournalError, match="by step 1"):
         await journal.consume(2, [id])
 
@@ -112,7 +118,7 @@ async def test_a_sample_comes_back_byte_for_byte(store: Store) -> None:
     now = Version(lineage, 0)
     original = sample(sample_id(7, 0), now)
     await journal.issue([original.id])
-    await journal.finish([original])
+    await finish(journal, [original])
     ((back,),) = [g.samples for g in (await journal.restore(Checkpoint(0, now, b""))).groups]
     assert back is not None
     np.testing.assert_array_equal(back.nodes[0].token_ids, [7, 0, 2])
@@ -130,7 +136,7 @@ async def test_commit_frees_payloads_with_the_last_sample_that_needs_them(store:
     journal, lineage = await opened(store)
     ids = [sample_id(prompt) for prompt in range(3)]
     await journal.issue(ids)
-    await journal.finish([sample(id, Version(lineage, 0)) for id in ids])  # one payload for all three
+    await finish(journal, [sample(id, Version(lineage, 0)) for id in ids])  # one payload for all three
     await journal.consume(1, ids[:1])
     await journal.consume(2, ids[1:2])
     await journal.commit(2)
@@ -161,7 +167,7 @@ async def test_a_second_coordinator_shuts_the_first_one_out(
     successor = Store(store_server.url, request.node.name)
     await successor.take_epoch()
     with pytest.raises(StaleFenceError):
-        await journal.finish([sample(sample_id(1), Version(lineage, 0))])
+        await finish(journal, [sample(sample_id(1), Version(lineage, 0))])
     assert await successor.read("HLEN", "journal/finished") == 0
     await successor.close()
 
@@ -171,7 +177,7 @@ async def test_samples_of_a_branch_that_was_left_are_generated_again(store: Stor
     journal, a = await opened(store)
     ids = [sample_id(prompt) for prompt in range(4)]
     await journal.issue(ids)
-    await journal.finish([sample(ids[0], Version(a, 1)), sample(ids[1], Version(a, 2))])
+    await finish(journal, [sample(ids[0], Version(a, 1)), sample(ids[1], Version(a, 2))])
     restored = await journal.restore(Checkpoint(1, Version(a, 1), b""))
     assert texts(restored.groups) == [("toy/0/0/0:0",), (None,), (None,), (None,)]
     assert [group.attempts for group in restored.groups] == [(0,), (1,), (1,), (1,)]
@@ -179,7 +185,7 @@ async def test_samples_of_a_branch_that_was_left_are_generated_again(store: Stor
     assert (counts["retried: lineage"], counts["retried: restart"]) == (1, 2)
     # the new lineage B goes on from A:1; a checkpoint at B:3 keeps what A made up to 1 and B up to 3
     b = restored.lineage
-    await journal.finish([sample(ids[2], Version(b, 3), 1), sample(ids[3], Version(b, 4), 1)])
+    await finish(journal, [sample(ids[2], Version(b, 3), 1), sample(ids[3], Version(b, 4), 1)])
     restored = await journal.restore(Checkpoint(1, Version(b, 3), b""))
     assert texts(restored.groups) == [("toy/0/0/0:0",), (None,), ("toy/0/2/0:1",), (None,)]
 
@@ -188,7 +194,7 @@ async def test_an_older_checkpoint_than_the_last_brings_its_own_journal(store: S
     journal, a = await opened(store)
     x, y = sample_id(0), sample_id(1)
     await journal.issue([x, y])
-    await journal.finish([sample(x, Version(a, 0))])
+    await finish(journal, [sample(x, Version(a, 0))])
     old = Checkpoint(0, Version(a, 0), await journal.snapshot())
     await journal.consume(1, [x])
     await journal.commit(1)  # the store has forgotten x
@@ -215,7 +221,7 @@ async def test_a_crash_between_checkpoint_and_commit_trains_on_nothing_twice(sto
     journal, a = await opened(store)
     ids = [sample_id(0), sample_id(1)]
     await journal.issue(ids)
-    await journal.finish([sample(id, Version(a, 0)) for id in ids])
+    await finish(journal, [sample(id, Version(a, 0)) for id in ids])
     await journal.consume(1, ids[:1])
     checkpoint = Checkpoint(1, Version(a, 1), await journal.snapshot())
     await journal.consume(2, ids[1:])  # after the checkpoint, so it comes back
@@ -243,7 +249,7 @@ async def test_no_finished_sample_is_lost_when_the_server_is_killed(tmp_path: Pa
         ids = [sample_id(prompt, index) for prompt in range(50) for index in range(4)]
         await journal.issue(ids)
         for start in range(0, len(ids), 10):
-            await journal.finish([sample(id, Version(lineage, 0)) for id in ids[start : start + 10]])
+            await finish(journal, [sample(id, Version(lineage, 0)) for id in ids[start : start + 10]])
         await journal.consume(1, ids[:100])
         server.process.kill()
         server.process.wait()
@@ -341,7 +347,7 @@ class JournalMachine(RuleBasedStateMachine):
             if entry and entry.state == "issued" and each.attempt >= entry.first:
                 expected.append(each)
                 entry.state, entry.won, entry.version = "finished", each.attempt, version
-        assert self.runner.run(self.journal.finish(samples)) == expected
+        assert self.runner.run(finish(self.journal, samples)) == expected
 
     @rule()
     def finish_all(self) -> None:
@@ -350,7 +356,7 @@ class JournalMachine(RuleBasedStateMachine):
         samples = [sample(id, Version(*version), entry.last) for id, entry in running.items()]
         for entry in running.values():
             entry.state, entry.won, entry.version = "finished", entry.last, version
-        assert self.runner.run(self.journal.finish(samples)) == samples
+        assert self.runner.run(finish(self.journal, samples)) == samples
 
     @rule(prompt=prompts, index=st.integers(0, SIZE - 1))
     def retry(self, prompt: int, index: int) -> None:

@@ -30,7 +30,8 @@ def ask(row: int, indices: Sequence[int] = (0, 1), prompt: Sequence[int] = (7, 3
 
 
 async def collect(client: RolloutClient, sampling: Sampling, *requests: GroupRequest) -> list[Sample]:
-    return [sample async for samples in client.generate("actor", sampling, requests) for sample in samples]
+    stream = client.generate("actor", sampling, requests)
+    return [sample async for arrival in stream for sample in arrival.samples]
 
 
 async def eventually_idle(client: RolloutClient) -> None:
@@ -90,7 +91,8 @@ async def test_a_repeated_call_generates_nothing_twice(client):
 
 
 async def test_samples_of_one_step_come_in_one_message(client):
-    batches = [len(samples) async for samples in client.generate("actor", GREEDY, [ask(1), ask(2)])]
+    stream = client.generate("actor", GREEDY, [ask(1), ask(2)])
+    batches = [len(arrival.samples) async for arrival in stream]
     assert batches == [4]
 
 

@@ -22,10 +22,9 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from services.wire.v1 import types_pb2 as services_dot_wire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eservices/wire/v1/journal.proto\x12\x08\x61toll.v1\x1a\x1cservices/wire/v1/types.proto\"-\n\x07Payload\x12\"\n\x07samples\x18\x01 \x03(\x0b\x32\x11.atoll.v1.Samples\"\xe1\x02\n\x0fJournalSnapshot\x12\x35\n\x06issued\x18\x01 \x03(\x0b\x32%.atoll.v1.JournalSnapshot.IssuedEntry\x12\x39\n\x08\x66inished\x18\x02 \x03(\x0b\x32\'.atoll.v1.JournalSnapshot.FinishedEntry\x12\x39\n\x08payloads\x18\x03 \x03(\x0b\x32\'.atoll.v1.JournalSnapshot.PayloadsEntry\x12\x10\n\x08lineages\x18\x04 \x03(\t\x1a-\n\x0bIssuedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rFinishedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rPayloadsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eservices/wire/v1/journal.proto\x12\x08\x61toll.v1\"\xe1\x02\n\x0fJournalSnapshot\x12\x35\n\x06issued\x18\x01 \x03(\x0b\x32%.atoll.v1.JournalSnapshot.IssuedEntry\x12\x39\n\x08\x66inished\x18\x02 \x03(\x0b\x32\'.atoll.v1.JournalSnapshot.FinishedEntry\x12\x39\n\x08payloads\x18\x03 \x03(\x0b\x32\'.atoll.v1.JournalSnapshot.PayloadsEntry\x12\x10\n\x08lineages\x18\x04 \x03(\t\x1a-\n\x0bIssuedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rFinishedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rPayloadsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,14 +37,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOURNALSNAPSHOT_FINISHEDENTRY']._serialized_options = b'8\001'
   _globals['_JOURNALSNAPSHOT_PAYLOADSENTRY']._loaded_options = None
   _globals['_JOURNALSNAPSHOT_PAYLOADSENTRY']._serialized_options = b'8\001'
-  _globals['_PAYLOAD']._serialized_start=74
-  _globals['_PAYLOAD']._serialized_end=119
-  _globals['_JOURNALSNAPSHOT']._serialized_start=122
-  _globals['_JOURNALSNAPSHOT']._serialized_end=475
-  _globals['_JOURNALSNAPSHOT_ISSUEDENTRY']._serialized_start=332
-  _globals['_JOURNALSNAPSHOT_ISSUEDENTRY']._serialized_end=377
-  _globals['_JOURNALSNAPSHOT_FINISHEDENTRY']._serialized_start=379
-  _globals['_JOURNALSNAPSHOT_FINISHEDENTRY']._serialized_end=426
-  _globals['_JOURNALSNAPSHOT_PAYLOADSENTRY']._serialized_start=428
-  _globals['_JOURNALSNAPSHOT_PAYLOADSENTRY']._serialized_end=475
+  _globals['_JOURNALSNAPSHOT']._serialized_start=45
+  _globals['_JOURNALSNAPSHOT']._serialized_end=398
+  _globals['_JOURNALSNAPSHOT_ISSUEDENTRY']._serialized_start=255
+  _globals['_JOURNALSNAPSHOT_ISSUEDENTRY']._serialized_end=300
+  _globals['_JOURNALSNAPSHOT_FINISHEDENTRY']._serialized_start=302
+  _globals['_JOURNALSNAPSHOT_FINISHEDENTRY']._serialized_end=349
+  _globals['_JOURNALSNAPSHOT_PAYLOADSENTRY']._serialized_start=351
+  _globals['_JOURNALSNAPSHOT_PAYLOADSENTRY']._serialized_end=398
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,6 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from services.wire.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,28 +17,6 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-@_typing.final
-class Payload(_message.Message):
-    """Samples that finished together."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SAMPLES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Samples]: ...
-    def __init__(
-        self,
-        *,
-        samples: _abc.Iterable[_types_pb2.Samples] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Payload: _TypeAlias = Payload  # noqa: Y015
 
 @_typing.final
 class JournalSnapshot(_message.Message):
@@ -118,7 +95,9 @@ class JournalSnapshot(_message.Message):
     @_builtins.property
     def finished(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
-    def payloads(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]: ...
+    def payloads(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
+        """GenerateReply"""
+
     @_builtins.property
     def lineages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
