@@ -7,9 +7,8 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
-import shutil
+import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -155,16 +154,18 @@ def embedded(folder: Path) -> Iterator[EmbeddedServer]:
     from the main thread. Raises UserError where another server holds the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # A unix socket's path has at most 107 bytes, less than many run folders; mkdtemp makes it private.
-    sockets = Path(tempfile.mkdtemp(prefix="atoll-"))
+    # A unix socket's path has at most 107 bytes, less than many run folders, so clients come in through
+    # this process's descriptor of the folder. Nothing lies outside it, however the processes end.
+    descriptor = os.open(folder, os.O_PATH)
+    socket = Path(f"/proc/{os.getpid()}/fd/{descriptor}/socket")
     try:
         with (folder / "lock").open("w") as lock, (folder / "server.log").open("ab") as log:
             _lock(lock.fileno(), folder)
             process = subprocess.Popen(
                 [
                     get_binary_path(),
-                    *("--port", "0", "--unixsocket", sockets / "s", "--unixsocketperm", "700"),
                     *("--dir", folder.resolve(), "--appendonly", "yes", "--appendfsync", "everysec"),
+                    *("--port", "0", "--unixsocket", socket.name, "--unixsocketperm", "700"),
                     *("--save", "", "--maxmemory-policy", "noeviction"),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -175,8 +176,8 @@ def embedded(folder: Path) -> Iterator[EmbeddedServer]:
                 start_new_session=True,  # Ctrl-C reaches the launcher, which stops the store last
             )
         try:
-            _wait_until_ready(process, sockets / "s", folder / "server.log")
-            yield EmbeddedServer(f"unix://{sockets / 's'}", process)
+            _wait_until_ready(process, socket, folder / "server.log")
+            yield EmbeddedServer(f"unix://{socket}", process)
         finally:
             process.terminate()
             try:
@@ -185,7 +186,7 @@ def embedded(folder: Path) -> Iterator[EmbeddedServer]:
                 process.kill()
                 process.wait()
     finally:
-        shutil.rmtree(sockets)
+        os.close(descriptor)
 
 
 def _lock(lock: int, folder: Path) -> None:
