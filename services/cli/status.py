@@ -3,13 +3,14 @@
 import argparse
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from services.cli import progress
 from services.cli.launcher import ADDRESS_FILE
 from services.config.load import access_token
 from services.runtime.clients import Caller, CoordinatorClient, RunStatus
-from services.runtime.errors import UserError
+from services.runtime.errors import ServiceUnavailableError, UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +27,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not (folder / "config.json").exists():
         raise UserError(f"{folder} holds no run: give a run's folder, such as runs/NAME")
     if (folder / ADDRESS_FILE).exists():
-        print(describe(asyncio.run(ask((folder / ADDRESS_FILE).read_text()))))
-    elif (folder / "summary.json").exists():
+        with suppress(ServiceUnavailableError):  # left behind by a launcher that was killed
+            print(describe(asyncio.run(ask((folder / ADDRESS_FILE).read_text()))))
+            return 0
+    if (folder / "summary.json").exists():
         progress.print_summary(json.loads((folder / "summary.json").read_text()), folder)
     else:
-        print(f"{folder} is not running and has no summary: see {folder / 'logs'}; --resume goes on with it")
+        print(f"{folder} is not running and did not reach its end: see {folder / 'logs'}; --resume goes on")
     return 0
 
 
