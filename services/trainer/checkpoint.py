@@ -47,28 +47,14 @@ def save(learner: Learner, path: Path) -> int:
     as before.
     """
     partial = path.with_name(path.name + ".partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
     try:
-        dist_checkpointing.save(
-            _state(learner, learner.num_updates, is_loading=False),
-            str(partial),
-            sharded_strategy=_SaveInProcess("torch_dist", 1),
-        )
+        return _write(learner, partial, path)
     except CheckpointException as error:  # every rank gets it
-        raise _not_written(path, partial, error) from error
+        raise _not_written(partial, path, error) from error
     except (OSError, RuntimeError) as error:
         if dist.get_world_size() > 1:
             raise  # the other ranks wait for this one: only its end frees them
-        raise _not_written(path, partial, error) from error
-    num_bytes = sum(file.stat().st_size for file in partial.iterdir())
-    dist.barrier()
-    if dist.get_rank() == 0:
-        _put_in_place(partial, path)
-    dist.barrier()
-    return num_bytes
+        raise _not_written(partial, path, error) from error
 
 
 def load(learner: Learner, path: Path) -> None:
@@ -100,13 +86,32 @@ def _state(learner: Learner, num_updates: int, is_loading: bool) -> dict[str, An
     return state
 
 
-def _not_written(path: Path, partial: Path, error: BaseException) -> CheckpointError:
+def _write(learner: Learner, partial: Path, path: Path) -> int:
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(
+        _state(learner, learner.num_updates, is_loading=False),
+        str(partial),
+        sharded_strategy=_SaveInProcess("torch_dist", 1),
+    )
+    num_bytes = sum(file.stat().st_size for file in partial.iterdir())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        _put_in_place(partial, path)
+    dist.barrier()
+    return num_bytes
+
+
+def _not_written(partial: Path, path: Path, error: BaseException) -> CheckpointError:
     cause = str(error).strip().splitlines()[-1]
+    free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
     return CheckpointError(
-        f"checkpoint {path} was not written: {cause}; those before it are untouched. "
-        "Look at the free space of its disk, then save again"
+        f"checkpoint {path} was not written: {cause} ({free:,} bytes are free on its disk); those before it "
+        "are untouched. Free some space or mend the path, then save again"
     )
 
 

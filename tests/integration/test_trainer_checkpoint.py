@@ -1,10 +1,13 @@
 """Checkpoints: exact resume, other layouts, full disks."""
 
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from services.config.schema import OptimizerConfig
 from services.runtime.errors import CheckpointError, UserError
@@ -42,6 +45,16 @@ def update(learner: Learner, step: int) -> list[float]:
     return list(metrics.values())
 
 
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """No file of this process may grow beyond `limit` bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
 def new_learner(model: Path) -> Learner:
     return Learner(build(model), ADAMW, max_tokens=30, shares_prefix=True)
 
@@ -55,6 +68,10 @@ def save_and_go_on(model: Path, folder: Path, tensor: int, data: int) -> list[li
         first = [update(learner, step) for step in (0, 1)]
         save(learner, folder / "two")
         then = [update(learner, step) for step in (2, 3)]
+        limit = 100_000 if dist.get_rank() == 1 else resource.RLIM_INFINITY
+        with full_disk(limit), pytest.raises(CheckpointError, match="was not written"):  # on rank 0, too
+            save(learner, folder / "three")
+        assert not (folder / "three").exists()
 
         resumed = new_learner(model)
         load(resumed, folder / "two")
@@ -78,10 +95,10 @@ def resume_alone(model: Path, other_model: Path, folder: Path, expected: list[li
             1000,
             100_000,
         ):  # bytes of any one file: in the first file that is written, in the tensors
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            with pytest.raises(CheckpointError, match=r"was not written: .*\. Look at the free space"):
+            with full_disk(limit), pytest.raises(CheckpointError, match=r"not written: .* bytes are free"):
                 save(learner, folder / "two")
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError, match="Not a directory"):
+            save(learner, folder / "two" / "metadata.json" / "three")
         assert sorted(path.name for path in folder.iterdir()) == ["new", "two"]
         assert {file.name: file.read_bytes() for file in (folder / "two").iterdir()} == kept
         load(learner, folder / "two")
