@@ -30,29 +30,58 @@ TABLES: Final = (
 _PRELUDE: Final = """
 local issued, finished, payloads, refs, consumed, lineages, counts, events = unpack(KEYS)
 
-local function fields(key, sample)  -- the first three; nothing where the sample is not there
-  return string.match(redis.call('HGET', key, sample) or '', '(%d+) (%d+) (%d+)')
-end
-
-local function forget(sample)  -- a payload goes with the last sample that needs it
-  local _, payload = fields(finished, sample)
-  redis.call('HDEL', issued, sample)
-  redis.call('HDEL', finished, sample)
-  redis.call('ZREM', consumed, sample)
-  if payload and redis.call('HINCRBY', refs, payload, -1) == 0 then
-    redis.call('HDEL', refs, payload)
-    redis.call('HDEL', payloads, payload)
+local function words(text)  -- each once
+  local list, seen = {}, {}
+  for word in string.gmatch(text, '%S+') do
+    if not seen[word] then list[#list + 1] = word end
+    seen[word] = true
   end
+  return list
 end
 
-local function trained(sample)
-  return redis.call('ZSCORE', consumed, sample)
+local function fields(entry)  -- the first three numbers of an entry; nothing where it is false
+  return string.match(entry or '', '(%d+) (%d+) (%d+)')
 end
 
-local function record(event, samples, count)
-  if count == 0 then return end
-  redis.call('HINCRBY', counts, event, count)
-  redis.call('XADD', events, 'MAXLEN', '~', 100000, '*', 'event', event, 'samples', samples)
+local function bulk(command, key, list)  -- in parts, since Lua unpacks some thousand words at most
+  local answers = {}
+  for first = 1, #list, 1000 do
+    local part = redis.call(command, key, unpack(list, first, math.min(first + 999, #list)))
+    for i = 1, type(part) == 'table' and #part or 0 do answers[#answers + 1] = part[i] end
+  end
+  return answers
+end
+
+local function untrained(samples)
+  local steps, list = bulk('ZMSCORE', consumed, samples), {}
+  for i, sample in ipairs(samples) do
+    if not steps[i] then list[#list + 1] = sample end
+  end
+  return list
+end
+
+local function forget(samples)  -- a payload goes with the last sample that needs it
+  local released = {}
+  for _, entry in ipairs(bulk('HMGET', finished, samples)) do
+    local _, payload = fields(entry)
+    if payload then released[payload] = (released[payload] or 0) + 1 end
+  end
+  for payload, count in pairs(released) do
+    if redis.call('HINCRBY', refs, payload, -count) == 0 then
+      redis.call('HDEL', refs, payload)
+      redis.call('HDEL', payloads, payload)
+    end
+  end
+  bulk('HDEL', issued, samples)
+  bulk('HDEL', finished, samples)
+  bulk('ZREM', consumed, samples)
+end
+
+local function record(event, samples)
+  if #samples == 0 then return end
+  redis.call('HINCRBY', counts, event, #samples)
+  redis.call('XADD', events, 'MAXLEN', '~', 100000, '*',
+    'event', event, 'samples', table.concat(samples, ' '))
 end
 """
 
@@ -63,83 +92,92 @@ def _script(body: str) -> Script:
 
 # samples
 ISSUE: Final = _script("""
-for sample in string.gmatch(ARGV[1], '%S+') do
-  if not fields(issued, sample) and not fields(finished, sample) then
-    redis.call('HSET', issued, sample, redis.call('HINCRBY', counts, 'issued', 1) .. ' 0 0')
+local samples, fresh = words(ARGV[1]), {}
+local known, done = bulk('HMGET', issued, samples), bulk('HMGET', finished, samples)
+local number = redis.call('HINCRBY', counts, 'issued', #samples) - #samples
+for i, sample in ipairs(samples) do
+  if not (known[i] or done[i]) then
+    fresh[#fresh + 1] = sample
+    fresh[#fresh + 1] = number + i .. ' 0 0'
   end
 end
+bulk('HSET', issued, fresh)
 """)
 
 # "sample attempt sample attempt ...", their payload; answers "1" or "0" for each sample
 FINISH: Final = _script("""
-local payload = redis.call('HINCRBY', counts, 'payloads', 1)
-local accepted, needed = {}, 0
+local samples, attempts = {}, {}
 for sample, attempt in string.gmatch(ARGV[1], '(%S+) (%d+)') do
-  local number, first, last = fields(issued, sample)
-  if number and tonumber(attempt) >= tonumber(first) then
-    redis.call('HDEL', issued, sample)
-    redis.call('HSET', finished, sample, table.concat({number, payload, last, attempt}, ' '))
-    accepted[#accepted + 1] = '1'
-    needed = needed + 1
+  samples[#samples + 1] = sample
+  attempts[#attempts + 1] = attempt
+end
+local entries, payload = bulk('HMGET', issued, samples), redis.call('HINCRBY', counts, 'payloads', 1)
+local accepted, won, values, is_won = {}, {}, {}, {}
+for i, sample in ipairs(samples) do
+  local number, first, last = fields(entries[i])
+  if number and not is_won[sample] and tonumber(attempts[i]) >= tonumber(first) then
+    accepted[i], is_won[sample] = '1', true
+    won[#won + 1] = sample
+    values[#values + 1] = sample
+    values[#values + 1] = table.concat({number, payload, last, attempts[i]}, ' ')
   else
-    redis.call('HINCRBY', counts, 'refused', 1)
-    accepted[#accepted + 1] = '0'
+    accepted[i] = '0'
   end
 end
-if needed > 0 then
+bulk('HDEL', issued, won)
+bulk('HSET', finished, values)
+if #won > 0 then
   redis.call('HSET', payloads, payload, ARGV[2])
-  redis.call('HSET', refs, payload, needed)
+  redis.call('HSET', refs, payload, #won)
 end
+redis.call('HINCRBY', counts, 'refused', #samples - #won)
 return table.concat(accepted)
 """)
 
 # samples, reason. Earlier attempts at an unfinished sample may still win; what was finished may not return.
 RETRY: Final = _script("""
-local count = 0
-for sample in string.gmatch(ARGV[1], '%S+') do
-  local number, first, last = fields(issued, sample)
-  if not number then
-    number, first, last = fields(finished, sample)
-    first = number and last + 1
-  end
-  if number and not trained(sample) then
-    forget(sample)
-    redis.call('HSET', issued, sample, table.concat({number, first, last + 1}, ' '))
-    count = count + 1
+local samples, retried, values = untrained(words(ARGV[1])), {}, {}
+local known, done = bulk('HMGET', issued, samples), bulk('HMGET', finished, samples)
+for i, sample in ipairs(samples) do
+  local number, first, last = fields(known[i] or done[i])
+  if number then
+    retried[#retried + 1] = sample
+    values[#values + 1] = sample
+    values[#values + 1] = table.concat({number, known[i] and first or last + 1, last + 1}, ' ')
   end
 end
-record('retried: ' .. ARGV[2], ARGV[1], count)
+forget(retried)
+bulk('HSET', issued, values)
+record('retried: ' .. ARGV[2], retried)
 """)
 
 # samples, reason
 DROP: Final = _script("""
-local count = 0
-for sample in string.gmatch(ARGV[1], '%S+') do
-  if not trained(sample) then
-    forget(sample)
-    count = count + 1
-  end
-end
-record('dropped: ' .. ARGV[2], ARGV[1], count)
+local samples = untrained(words(ARGV[1]))
+forget(samples)
+record('dropped: ' .. ARGV[2], samples)
 """)
 
 # samples, step; answers "" or why nothing was consumed
 CONSUME: Final = _script("""
-for sample in string.gmatch(ARGV[1], '%S+') do
-  local step = trained(sample)
-  if step then return sample .. ' was consumed before, by step ' .. step end
-  if not fields(finished, sample) then
-    return sample .. ' is not finished: ' .. (fields(issued, sample) and 'still issued'
-      or 'never issued, dropped, or covered by a checkpoint')
+local samples, scores = words(ARGV[1]), {}
+local steps, done = bulk('ZMSCORE', consumed, samples), bulk('HMGET', finished, samples)
+for i, sample in ipairs(samples) do
+  if steps[i] then return sample .. ' was consumed before, by step ' .. steps[i] end
+  if not done[i] then
+    return sample .. ' is not finished: ' .. (redis.call('HEXISTS', issued, sample) == 1
+      and 'still issued' or 'never issued, dropped, or covered by a checkpoint')
   end
+  scores[#scores + 1] = ARGV[2]
+  scores[#scores + 1] = sample
 end
-for sample in string.gmatch(ARGV[1], '%S+') do redis.call('ZADD', consumed, ARGV[2], sample) end
+bulk('ZADD', consumed, scores)
 return ''
 """)
 
 # step
 COMMIT: Final = _script("""
-for _, sample in ipairs(redis.call('ZRANGEBYSCORE', consumed, '-inf', ARGV[1])) do forget(sample) end
+forget(redis.call('ZRANGEBYSCORE', consumed, '-inf', ARGV[1]))
 redis.call('HSET', counts, 'committed', ARGV[1])
 """)
 
