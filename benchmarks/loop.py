@@ -39,8 +39,8 @@ def cpu_seconds() -> dict[str, float]:
     """Of every process that this one started, threads and their children included."""
     seconds: dict[str, float] = {}
     for process in psutil.Process().children(recursive=True):
-        words = process.cmdline()
-        name = next((word for word in words if word.startswith("services.")), Path(words[0]).name)
+        modules = (word for word in process.cmdline() if word.startswith("services."))
+        name = next(modules, process.name())
         times = process.cpu_times()
         seconds[name] = seconds.get(name, 0.0) + times.user + times.system
     return seconds
@@ -62,6 +62,7 @@ def benchmark_config(assets: Path, folder: Path, steps: int) -> RunConfig:
         "run.steps": steps,
         "run.target_reward": 2.0,  # never reached
         "model.path": assets / "model",
+        "data.train": f'[{{path = "{assets / "train.parquet"}"}}]',
         "warmup.steps": 0,
         "validation.sets": [],
         "checkpoint.every": 0,
