@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240) -> list[Any]:
     """Calls `function(*args)` on every rank with torchrun's variables set; returns what the ranks returned.
 
     `function` is a module's own (it is imported by name), arguments and results are small and picklable.

@@ -43,7 +43,10 @@ def open_tensors(folder: Path, spec: ModelSpec, files: ExitStack) -> dict[str, A
     index = folder / INDEX
     names = {"model.safetensors"}
     if index.exists():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{index} has no readable weight_map ({error!r}); copy it again") from error
     slices: dict[str, Any] = {}
     for name in sorted(names):
         try:

@@ -132,20 +132,16 @@ def canonical_gradients(policy: Any) -> dict[str, Tensor]:
     whole = {name: torch.zeros(shape) for name, shape in shapes(policy.spec).items()}
     grads = {name: parameter.grad for name, parameter in policy.model.named_parameters()}
     for name, held in pieces(policy.spec, rank, size).items():
-        if grads[name] is None:
+        if grads[name] is None:  # the output layer: hidden states stop before it
             continue
-        values = grads[name].flatten()
-        for piece in held:
-            # norms of the residual stream see the same gradient on every rank, all else sees its own part
-            share = size if name.endswith("layernorm.weight") and "self_attention" not in name else 1
-            target = whole[piece.tensor].view(
-                -1, piece.columns if piece.columns == 1 else whole[piece.tensor].shape[-1]
-            )
-            count = piece.rows * piece.columns
-            target[piece.row : piece.row + piece.rows, piece.column : piece.column + piece.columns] += (
-                values[:count].view(piece.rows, piece.columns) / share
-            )
-            values = values[count:]
+        # norms of the residual stream see the same gradient on every rank, all else sees its own part
+        share = size if name.endswith("layernorm.weight") and "self_attention" not in name else 1
+        parts = grads[name].flatten().split([piece.rows * piece.columns for piece in held])
+        for piece, values in zip(held, parts, strict=True):
+            matrix = whole[piece.tensor].view(len(whole[piece.tensor]), -1)
+            rows = slice(piece.row, piece.row + piece.rows)
+            columns = slice(piece.column, piece.column + piece.columns)
+            matrix[rows, columns] += values.view(piece.rows, piece.columns) / share
     for tensor in whole.values():
         torch.distributed.all_reduce(tensor)
     return whole

@@ -105,6 +105,13 @@ def test_names_the_missing_file_of_an_index(folder: Path) -> None:
         open_all(folder)
 
 
+@pytest.mark.parametrize("text", ["{", "{}"])
+def test_refuses_an_index_that_is_none(folder: Path, text: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match="no readable weight_map"):
+        open_all(folder)
+
+
 def test_refuses_a_file_that_was_cut(folder: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:1000])
