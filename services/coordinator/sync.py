@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -77,6 +77,7 @@ class WeightSync:
             self._version = version
             for replica in waiting - failed.keys():
                 await self._replicas.route(replica)
+            await self._each(self._replicas.waiting - waiting, failed, self._bring_up)  # joined meanwhile
             for replica, error in failed.items():
                 log.warning("%s did not get the weights %s: %s", replica.entry.name, version, error)
                 if replica in waiting:  # the second time in a row: it has to register anew
@@ -94,17 +95,24 @@ class WeightSync:
         """Gives a replica that has joined the current version and routes to it; the trainer does nothing.
 
         Before the first push, or where the replica is the first of its class, the next push includes it.
-        Raises AtollError where the replica fails.
+        Does not wait for a push that runs: that push sees to it at its end. Raises AtollError where the
+        replica fails.
         """
+        if self._lock.locked():
+            self._replicas.hold(replica)
+            return
         async with self._lock:
-            version, streams = self._version, self._streams
-            plan = await self._plan_of(replica) if version else None
-            if version is None or plan is None or all(stream.plan_id != plan.id for stream in streams):
-                self._replicas.hold(replica)
-                return
-            await self._receive({replica: plan}, version, streams, replica)
-            await self._commit(replica, version)
-            await self._replicas.route(replica)
+            await self._bring_up(replica)
+
+    async def _bring_up(self, replica: Replica) -> None:
+        version, streams = self._version, self._streams
+        plan = await self._plan_of(replica) if version else None
+        if version is None or plan is None or all(stream.plan_id != plan.id for stream in streams):
+            self._replicas.hold(replica)
+            return
+        await self._receive({replica: plan}, version, streams, replica)
+        await self._commit(replica, version)
+        await self._replicas.route(replica)
 
     async def _plan_of(self, replica: Replica) -> Plan:
         catalog = replica.info.catalog
@@ -119,7 +127,7 @@ class WeightSync:
         return self._plans[key]
 
     async def _stage(
-        self, version: Version, members: dict[Replica, Plan], failed: dict[Replica, AtollError]
+        self, version: Version, members: Mapping[Replica, Plan], failed: dict[Replica, AtollError]
     ) -> int:
         """Replicas receive one part while the trainer writes the next. Returns bytes written."""
         num_bytes = 0
@@ -172,11 +180,11 @@ class WeightSync:
 
     async def _each(
         self,
-        members: dict[Replica, Plan],
+        members: Iterable[Replica],
         failed: dict[Replica, AtollError],
         action: Callable[[Replica], Awaitable[T]],
     ) -> list[T]:
-        """Runs the action for all members at once and moves those for which it fails to `failed`."""
+        """Runs the action at once for all members that have not failed; notes those for which it fails."""
 
         async def attempt(replica: Replica) -> list[T]:
             try:
@@ -186,7 +194,5 @@ class WeightSync:
                 self._have_plan.discard(replica.entry.incarnation)
                 return []
 
-        results = await asyncio.gather(*(attempt(replica) for replica in members))
-        for replica in failed:
-            members.pop(replica, None)
+        results = await asyncio.gather(*(attempt(replica) for replica in members if replica not in failed))
         return [result for some in results for result in some]

@@ -164,6 +164,39 @@ async def test_late_joiner_costs_the_trainer_nothing():
     assert run.trainer.calls == calls
 
 
+async def test_who_joins_during_a_push_has_the_version_when_it_ends():
+    run = Run()
+    _, engine = await run.join("one")
+    model = run.trainer.train(1)
+    await run.sync.push(V1)
+    receive, late = engine.receive_weights, Engine()
+
+    async def join_meanwhile(version: Version, streams: Sequence[StreamManifest], plan: Plan | None) -> int:
+        await asyncio.wait_for(run.join("late", late), 5)  # does not wait for the push
+        assert run.routed() == {"one"}
+        return await receive(version, streams, plan)
+
+    engine.receive_weights = join_meanwhile
+    model = run.trainer.train(2)
+    await run.sync.push(V2)
+    assert run.routed() == {"one", "late"}
+    assert_holds(late, model, V2)
+
+
+@pytest.mark.parametrize("when", ["receive", "commit"])
+async def test_joiner_that_fails_is_not_routed(when):
+    run = Run()
+    await run.join("one")
+    run.trainer.train(1)
+    await run.sync.push(V1)
+    ill = Engine()
+    ill.fails[when] = WeightPushError("a slice is wrong")
+    with pytest.raises(WeightPushError, match="a slice is wrong"):
+        await run.join("ill", ill)
+    assert run.routed() == {"one"}
+    assert run.replicas.waiting == frozenset()
+
+
 @pytest.mark.parametrize("when", ["receive", "commit"])
 async def test_failed_replica_is_synchronised_before_it_gets_traffic(when):
     run = Run()
