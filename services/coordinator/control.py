@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class State(Enum):
@@ -31,7 +34,7 @@ class Progress:
 class Control:
     def __init__(self) -> None:
         self.progress = Progress()
-        self.stopping = False
+        self._stop = asyncio.Event()
         self._paused = False
         self._changed = asyncio.Condition()
         self._checkpoints: list[asyncio.Future[str]] = []
@@ -56,8 +59,22 @@ class Control:
         await self._wake()
 
     async def stop(self) -> None:
-        self.stopping = True
+        self._stop.set()
         await self._wake()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    async def unless_stopped(self, work: Coroutine[None, None, T]) -> T | None:
+        """The work's result; None where the run is to stop before the work is done."""
+        tasks = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return tasks[0].result() if tasks[0].done() else None
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def gate(self) -> None:
         """Where the loop waits between two steps while the run is paused."""

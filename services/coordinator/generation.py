@@ -146,7 +146,9 @@ class Generation:
             return
         _, sink = self._groups[group.prompt.id]
         group.again(indices)
-        if max(group.attempts) >= self._max_attempts:
+        for index in indices:
+            group.failures[index] += 1
+        if max(group.failures) >= self._max_attempts:
             await self._drop(group, sink, f"{self._max_attempts} attempts failed, the last: {reason}")
             return
         await sink.retried([SampleId(group.prompt.id, index) for index in indices], reason)

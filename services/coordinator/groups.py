@@ -26,11 +26,13 @@ class PendingGroup:
     issued: int  # version number at issue
     graded: list[bool] = field(init=False)
     attempts: list[int] = field(init=False)
+    failures: list[int] = field(init=False)  # attempts that were lost, by index
     sent: list[int] = field(init=False)  # version number when the running attempt was sent
 
     def __post_init__(self) -> None:
         self.graded = [False] * len(self.samples)
         self.attempts = [0 if sample is None else sample.attempt for sample in self.samples]
+        self.failures = [0] * len(self.samples)
         self.sent = [self.issued] * len(self.samples)
 
     @property

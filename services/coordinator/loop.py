@@ -90,9 +90,11 @@ class Loop:
         step, timer = self._step + 1, StepTimer()
         with timer.phase("step"):
             with timer.phase("gen"):
-                groups = await self._parts.source.take(
-                    step, self._config.coordinator.prompts_per_step, self._version
+                groups = await self._parts.control.unless_stopped(
+                    self._parts.source.take(step, self._config.coordinator.prompts_per_step, self._version)
                 )
+            if groups is None:
+                return
             if self._config.coordinator.dump:
                 write_dump(self._config.folder / "dumps", step, groups)
             metrics = step_metrics(groups, self._version)

@@ -32,7 +32,7 @@ class Membership:
         self._caller = caller
         self._timeout_s = request_timeout_s
         self._admit = admit
-        self._clients: dict[str, RewardClient | TrainerClient | Replica] = {}
+        self._clients: dict[ServiceEntry, RewardClient | TrainerClient | Replica] = {}
         self._changed = asyncio.Condition()
 
     async def follow(self) -> None:
@@ -48,7 +48,7 @@ class Membership:
         """Returns once that many services of each role are connected. Raises ServiceUnavailableError."""
 
         def missing() -> str:
-            there = [name.rpartition("-")[0] for name in self._clients]
+            there = [entry.role for entry in self._clients]
             counts = {role: number - there.count(role) for role, number in expected.items()}
             return ", ".join(f"{number} x {role}" for role, number in counts.items() if number > 0)
 
@@ -65,30 +65,40 @@ class Membership:
         return next(client for client in self._clients.values() if isinstance(client, TrainerClient))
 
     async def _join(self, entry: ServiceEntry) -> None:
+        """Connects to a service that answers; a lease may outlive its process."""
+        try:
+            client = await self._connect(entry)
+        except UserError:
+            raise  # it serves another model: the config is wrong, not the service
+        except AtollError as error:
+            log.warning("%s is registered at %s and cannot be used: %s", entry.name, entry.address, error)
+            return
         log.info("%s joins at %s", entry.name, entry.address)
-        match entry.role:
-            case "trainer":
-                self._clients[entry.name] = TrainerClient(entry.address, self._caller, self._timeout_s)
-            case "reward":
-                client = RewardClient(entry.address, self._caller)
-                self._clients[entry.name] = client
-                self._rewards.add(client)
-            case "rollout":
-                try:
-                    replica = await self._replicas.connect(entry)
-                    await self._admit(replica)
-                except UserError:
-                    raise  # it serves another model: the config is wrong, not the replica
-                except AtollError as error:
-                    log.warning("%s joined and cannot be used: %s", entry.name, error)
-                    return
-                self._clients[entry.name] = replica
+        self._clients[entry] = client
         async with self._changed:
             self._changed.notify_all()
 
+    async def _connect(self, entry: ServiceEntry) -> RewardClient | TrainerClient | Replica:
+        match entry.role:
+            case "trainer":
+                trainer = TrainerClient(entry.address, self._caller, self._timeout_s)
+                await trainer.info()
+                return trainer
+            case "reward":
+                reward = RewardClient(entry.address, self._caller)
+                await reward.describe()
+                self._rewards.add(reward)
+                return reward
+            case "rollout":
+                replica = await self._replicas.connect(entry)
+                await self._admit(replica)
+                return replica
+            case role:
+                raise AtollError(f"no part of a run has the role {role!r}")
+
     async def _leave(self, entry: ServiceEntry) -> None:
         log.info("%s leaves", entry.name)
-        client = self._clients.pop(entry.name, None)
+        client = self._clients.pop(entry, None)
         match client:
             case Replica():
                 self._replicas.lose(client, "its lease ended")
