@@ -7,11 +7,12 @@ L cached positions, H hidden, N query heads, K key-value heads, G query heads pe
 On a CPU a step of a small model costs what its operator calls cost, so the code counts them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from services.rollout.engines.local_weights import Layer, Weights
 from services.runtime.model_spec import ModelSpec
@@ -46,21 +47,32 @@ class KVCache:
     def __init__(self, spec: ModelSpec, slots: int) -> None:
         self._shape = (spec.num_layers, slots, spec.num_kv_heads)
         self._head_dim = spec.head_dim
+        self._allocate(SPAN)
+
+    def _allocate(self, capacity: int) -> None:
+        Y, B, K = self._shape
+        D = self._head_dim
         # zeros, since a masked position still meets probability 0, and 0 * nan is nan
-        self.keys_YBKDL = torch.zeros(*self._shape, spec.head_dim, SPAN)
-        self.values_YBKLD = torch.zeros(*self._shape, SPAN, spec.head_dim)
+        self.keys_YBKDL = torch.zeros(Y, B, K, D, capacity)
+        self.values_YBKLD = torch.zeros(Y, B, K, capacity, D)
+        # where position 0 lies, in elements of one layer
+        self._keys_BKD = torch.arange(B * K * D).view(B, K, D) * capacity
+        self._values_BKD = torch.arange(B * K).view(B, K, 1) * capacity * D + torch.arange(D)
 
     def reserve(self, length: int) -> None:
         """Makes room for rows of `length` tokens."""
-        have = self.keys_YBKDL.shape[-1]
-        if length <= have:
-            return
-        capacity = length + -length % SPAN
-        keys_YBKDL = torch.zeros(*self._shape, self._head_dim, capacity)
-        values_YBKLD = torch.zeros(*self._shape, capacity, self._head_dim)
-        keys_YBKDL[..., :have] = self.keys_YBKDL
-        values_YBKLD[..., :have, :] = self.values_YBKLD
-        self.keys_YBKDL, self.values_YBKLD = keys_YBKDL, values_YBKLD
+        keys_YBKDL, values_YBKLD = self.keys_YBKDL, self.values_YBKLD
+        have = keys_YBKDL.shape[-1]
+        if length > have:
+            self._allocate(length + -length % SPAN)
+            self.keys_YBKDL[..., :have] = keys_YBKDL
+            self.values_YBKLD[..., :have, :] = values_YBKLD
+
+    def places(self, positions_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Where these positions' keys and values [B, K, D] go, in elements of one layer: for `put_`."""
+        B = positions_B.shape[0]
+        positions_B11 = positions_B.view(B, 1, 1)
+        return self._keys_BKD[:B] + positions_B11, self._values_BKD[:B] + positions_B11 * self._head_dim
 
     def fill(self, first: int, prefix: Prefix, prompts_B: Tensor) -> None:
         """Rows from `first` on begin with the prefixes of these prompts."""
@@ -78,7 +90,7 @@ class LocalModel:
     def __init__(self, spec: ModelSpec, weights: Weights, max_length: int) -> None:
         self.spec = spec
         self.weights = weights  # may be replaced between two calls
-        self._eps = torch.tensor(spec.norm_eps).sqrt()
+        self._eps = {n: torch.tensor(n * spec.norm_eps).sqrt() for n in (spec.hidden_size, spec.head_dim)}
         self._positions_L = torch.arange(max_length + SPAN)
         frequencies = spec.rope_theta ** (
             -torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
@@ -92,9 +104,9 @@ class LocalModel:
     def prefill(self, tokens_PS: Tensor, lengths_P: Tensor) -> Prefix:
         """Padding needs no mask: under causal attention no real token sees what comes after it."""
         P, S = tokens_PS.shape
-        rotary = self._rotary_L2D[:S].repeat(P, 1, 1)
+        rotary = torch.split_with_sizes(self._rotary_L2D[:S].repeat(P, 1, 1), [1, 1], 1)
         last_P = torch.arange(P) * S + lengths_P - 1
-        hidden = embedding(tokens_PS.view(-1), self.weights.embedding)
+        hidden = torch.embedding(self.weights.embedding, tokens_PS.view(-1))
         keys, values = [], []
         for layer in self.weights.layers:
             query_PNSD, key_PKSD, value_PKSD = (
@@ -117,15 +129,15 @@ class LocalModel:
 
         `positions_B` is each token's position, `longest` the largest of them.
         """
-        spec, B = self.spec, len(tokens_B)
+        spec, B = self.spec, tokens_B.shape[0]
         K, G = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
         length = longest + SPAN - longest % SPAN
-        rows_B = torch.arange(B)
-        rotary = self._rotary_L2D[positions_B]
+        rotary = torch.split_with_sizes(self._rotary_L2D[positions_B], [1, 1], 1)
+        key_places_BKD, value_places_BKD = cache.places(positions_B)
         unseen_BL = self._positions_L[:length] > positions_B.unsqueeze(1)
         bias_BL = torch.where(unseen_BL, -torch.inf, 0.0)
         bias_XGL = bias_BL[:, None, None].expand(B, K, G, length).flatten(0, 1)
-        hidden_BH = embedding(tokens_B, self.weights.embedding)
+        hidden_BH = torch.embedding(self.weights.embedding, tokens_B)
         for layer, keys_BKDL, values_BKLD, keys_XDL, values_XLD in zip(
             self.weights.layers,
             cache.keys_YBKDL.unbind(),
@@ -135,8 +147,8 @@ class LocalModel:
             strict=True,
         ):
             query_BND, key_BKD, value_BKD = self._project(layer, hidden_BH, rotary)
-            keys_BKDL[rows_B, :, :, positions_B] = key_BKD.float()
-            values_BKLD[rows_B, :, positions_B] = value_BKD.float()
+            keys_BKDL.put_(key_places_BKD, key_BKD.float())
+            values_BKLD.put_(value_places_BKD, value_BKD.float())
             query_XGD = query_BND.float().reshape(B * K, G, spec.head_dim)
             scores_XGL = torch.baddbmm(bias_XGL, query_XGD, keys_XDL, alpha=spec.head_dim**-0.5)
             attended_XGD = torch.bmm(torch.softmax(scores_XGL, -1), values_XLD)
@@ -144,20 +156,22 @@ class LocalModel:
             hidden_BH = self._finish_layer(layer, hidden_BH, attended)
         return self._logits(hidden_BH)
 
-    def _project(self, layer: Layer, hidden_TH: Tensor, rotary_T2D: Tensor) -> tuple[Tensor, ...]:
+    def _project(self, layer: Layer, hidden_TH: Tensor, rotary: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Query [T, N, D], key and value [T, K, D]; query and key rotated."""
         spec = self.spec
+        cos_T1D, sin_T1D = rotary
         N, K = spec.num_heads, spec.num_kv_heads
         normed_TH = self._norm(hidden_TH, layer.input_norm)
         if layer.qkv_bias is None:
             fused = torch.mm(normed_TH, layer.qkv)
         else:
             fused = torch.addmm(layer.qkv_bias, normed_TH, layer.qkv)
-        rotated, value_TKD = torch.split_with_sizes(fused.view(len(fused), -1, spec.head_dim), [N + K, K], 1)
+        rotated, value_TKD = torch.split_with_sizes(
+            fused.view(fused.shape[0], -1, spec.head_dim), [N + K, K], 1
+        )
         if layer.q_norm is not None and layer.k_norm is not None:
             query, key = torch.split_with_sizes(rotated, [N, K], 1)
             rotated = torch.cat([self._norm(query, layer.q_norm), self._norm(key, layer.k_norm)], 1)
-        cos_T1D, sin_T1D = torch.split_with_sizes(rotary_T2D, [1, 1], 1)
         rotated = torch.addcmul(rotated * cos_T1D, rotated.roll(spec.head_dim // 2, -1), sin_T1D)
         query_TND, key_TKD = torch.split_with_sizes(rotated, [N, K], 1)
         return query_TND, key_TKD, value_TKD
@@ -170,8 +184,8 @@ class LocalModel:
     def _logits(self, hidden_TH: Tensor) -> Tensor:
         return torch.mm(self._norm(hidden_TH, self.weights.norm), self.weights.head).float()
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dimension n: x / hypot(|x| / sqrt(n), sqrt(eps)) * weight, which is
-        half the operator calls of F.rms_norm."""
-        rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).mul_(x.shape[-1] ** -0.5)
-        return x.div(rms.hypot_(self._eps)).to(x.dtype).mul_(weight)
+    def _norm(self, x: Tensor, scale: Tensor) -> Tensor:
+        """RMSNorm over the last dimension n, in half the operator calls of F.rms_norm: x * scale /
+        hypot(|x|, sqrt(n eps)), where `scale` is sqrt(n) * weight in fp32."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return x.div(norm.hypot_(self._eps[x.shape[-1]])).mul_(scale).to(self.weights.embedding.dtype)

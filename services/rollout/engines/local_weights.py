@@ -4,7 +4,7 @@ Tensors that the forward pass multiplies as one (q, k, v; gate, up) are neighbou
 "fused" is only a wider view, and the catalog needs one box per canonical tensor.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,8 @@ ALIGNMENT = 32  # elements: a fused parameter starts on a cache line in both dty
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Matrices are views [in, out], ready for `mm`. Letters: H hidden, A heads * head_dim,
-    K kv_heads * head_dim, D head_dim, F intermediate."""
+    """Matrices are views [in, out], ready for `mm`; norms are copies, see `_norm_scale`. Letters:
+    H hidden, A heads * head_dim, K kv_heads * head_dim, D head_dim, F intermediate."""
 
     input_norm: torch.Tensor  # [H]
     qkv: torch.Tensor  # [H, A+2K]
@@ -38,7 +38,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Views of one flat buffer."""
+    """What the forward pass reads: views of one flat buffer, and scales made from it."""
 
     embedding: torch.Tensor  # [V, H]
     layers: tuple[Layer, ...]
@@ -101,18 +101,27 @@ class Layout:
         return buffer
 
     def bind(self, buffer: torch.Tensor) -> Weights:
-        outer = {field: self._view(buffer, pieces) for field, pieces in self._outer.items()}
+        """Must be called again after the buffer has changed."""
+        outer = self._tensors(buffer, self._outer)
         absent = dict.fromkeys(("qkv_bias", "q_norm", "k_norm"))
-        layers = [
-            {field: self._view(buffer, pieces).t() for field, pieces in fields.items()}
-            for fields in self._layers
-        ]
         return Weights(
-            embedding=outer["embedding"],
-            layers=tuple(Layer(**(absent | fields)) for fields in layers),  # type: ignore[arg-type]
+            embedding=outer["embedding"].t(),
+            layers=tuple(
+                Layer(**(absent | self._tensors(buffer, fields)))  # type: ignore[arg-type]
+                for fields in self._layers
+            ),
             norm=outer["norm"],
-            head=outer.get("head", outer["embedding"]).t(),
+            head=outer.get("head", outer["embedding"]),
         )
+
+    def _tensors(self, buffer: torch.Tensor, fields: Mapping[str, list[_Piece]]) -> dict[str, torch.Tensor]:
+        """Matrices as [in, out]."""
+        return {
+            field: _norm_scale(self._view(buffer, pieces))
+            if field.endswith("norm")
+            else self._view(buffer, pieces).t()
+            for field, pieces in fields.items()
+        }
 
     def _pieces(self) -> list[_Piece]:
         return [
@@ -124,6 +133,11 @@ class Layout:
         rows, columns = sum(piece.rows for piece in pieces), pieces[0].columns
         flat = buffer.narrow(0, self._starts[pieces[0].name], rows * columns)
         return flat if columns == 1 else flat.view(rows, columns)
+
+
+def _norm_scale(weight: torch.Tensor) -> torch.Tensor:
+    """sqrt(n) * weight in fp32: x * scale / |x| is then RMSNorm without eps."""
+    return weight.float().mul(len(weight) ** 0.5)
 
 
 def _outer_pieces(spec: ModelSpec) -> dict[str, list[_Piece]]:

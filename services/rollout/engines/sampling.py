@@ -13,7 +13,11 @@ from services.wire.types import Float32, Int64, UInt64
 Float64 = NDArray[np.float64]
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+# SplitMix64 (Steele, Lea, Flood, 2014)
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# numpy's own integers, made once: making one takes as long as mixing a batch
+_GOLDEN_U, _MIX_1_U, _MIX_2_U = np.uint64(_GOLDEN), np.uint64(_MIX_1), np.uint64(_MIX_2)
+_1, _12, _27, _30, _31 = (np.uint64(n) for n in (1, 12, 27, 30, 31))
 
 
 def stream_key(seed: int, epoch: int, prompt: int, index: int) -> int:
@@ -25,20 +29,20 @@ def stream_key(seed: int, epoch: int, prompt: int, index: int) -> int:
 
 
 def uniforms(keys_B: UInt64, positions_B: Int64) -> Float64:
-    """float64 [B] in [0, 1): number `position` of each stream. SplitMix64 (Steele, Lea, Flood, 2014),
-    whose state after n draws is key + n * golden, so any position can be had at once."""
-    z = keys_B + (positions_B.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
+    """float64 [B] in [0, 1): number `position` of each stream. SplitMix64's state after n draws is
+    key + n * golden, so any position can be had at once."""
+    z = keys_B + (positions_B.astype(np.uint64) + _1) * _GOLDEN_U
+    z = (z ^ (z >> _30)) * _MIX_1_U
+    z = (z ^ (z >> _27)) * _MIX_2_U
+    z ^= z >> _31
     # 52 bits, not 53: u * total then stays below total after rounding, for any total
-    fractions: Float64 = np.ldexp(z >> np.uint64(12), -52)
+    fractions: Float64 = np.ldexp(z >> _12, -52)
     return fractions
 
 
 def _mix_one(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
+    z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
     return z ^ (z >> 31)
 
 
