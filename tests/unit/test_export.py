@@ -1,0 +1,22 @@
+"""Which checkpoint `atoll export` takes."""
+
+from pathlib import Path
+
+import pytest
+
+from services.cli.export import newest_checkpoint
+from services.runtime.errors import UserError
+
+
+def test_of_a_run_the_newest_by_number(tmp_path: Path) -> None:
+    for step in ("step-000009", "step-000100", ".partial-000200"):
+        (tmp_path / "checkpoints" / step / "actor").mkdir(parents=True)
+    newest = tmp_path / "checkpoints" / "step-000100"
+    assert newest_checkpoint(tmp_path) == newest
+    older = tmp_path / "checkpoints" / "step-000009"
+    assert newest_checkpoint(older) == older
+
+
+def test_a_folder_without_any_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"neither a checkpoint .* nor a run that has one"):
+        newest_checkpoint(tmp_path)
