@@ -17,7 +17,8 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.add_special_tokens(["<pad>", "<eos>", "<unk>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}'
+        '{"tokenizer_class": "PreTrainedTokenizerFast", '
+        '"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}'
     )
 
 
@@ -26,19 +27,19 @@ def write_model(folder: Path, family: str, **overrides: object) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings: dict[str, object] = dict(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
+    settings: dict[str, object] = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
     if family == "qwen3":
         settings["head_dim"] = 16
     torch.manual_seed(0)

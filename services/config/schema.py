@@ -75,7 +75,7 @@ class CoordinatorSection(Section):
     max_staleness: NonNegativeInt = 0  # 0: strictly on-policy
     partial_rollouts: bool = False  # interrupt, push weights, continue the same sequences
     max_sample_attempts: PositiveInt = 3  # tries before a sample, and with it its group, is dropped
-    max_dropped_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of all groups issued; above it the run stops
+    max_dropped_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of all groups; above it the run ends
     lease_s: Annotated[float, Field(gt=0)] = 10.0
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     dump: bool = False  # write every consumed batch to runs/NAME/dumps

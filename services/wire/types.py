@@ -376,7 +376,7 @@ class ServiceEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JournalSnapshot:
-    """The coordinator's journal inside a checkpoint, in the form of services/coordinator/journal_scripts.py."""
+    """The coordinator's journal inside a checkpoint, in the form of coordinator/journal_scripts.py."""
 
     issued: Mapping[str, str]
     finished: Mapping[str, str]
