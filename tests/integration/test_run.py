@@ -1,0 +1,200 @@
+"""Whole runs: every service its own process, started by the launcher, on a small real model."""
+
+import asyncio
+import json
+import signal
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.cli.arithmetic import build_arithmetic
+from services.cli.launcher import launch
+from services.config.schema import RunConfig
+from services.coordinator.dump import read_dump
+from services.runtime.clients import CoordinatorClient, RunStatus
+from services.runtime.errors import AtollError
+from services.wire.types import Group
+
+Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("arithmetic")
+    build_arithmetic(folder, seed=0, digits=1)
+    return folder
+
+
+Make = Callable[..., RunConfig]
+
+
+@pytest.fixture(scope="session")
+def make(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """A run of six steps of 4 x 4 samples; keyword arguments name sections and override their keys."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def config(name: str, **sections: dict[str, Any]) -> RunConfig:
+        tree: dict[str, dict[str, Any]] = {
+            "run": {"name": name, "dir": folder, "steps": 6},
+            "model": {"path": assets / "model"},
+            "data": {"train": [{"path": assets / "train.parquet"}]},
+            "coordinator": {"prompts_per_step": 4, "samples_per_prompt": 4, "dump": True},
+            "rollout": {"sampling": {"max_new_tokens": 6}, "local": {"slots": 16, "max_length": 24}},
+            "trainer": {"optimizer": {"learning_rate": 1e-3}},
+            "warmup": {"steps": 20, "rows_per_step": 32, "source": {"path": assets / "warmup.parquet"}},
+            "checkpoint": {"every": 3},
+        }
+        for section, values in sections.items():
+            tree[section] = tree.get(section, {}) | values
+        return RunConfig.model_validate(tree)
+
+    return config
+
+
+@pytest.fixture(scope="session")
+def whole(make: Make, assets: Path) -> RunConfig:
+    """An uninterrupted on-policy run, and nothing is left of it but its folder."""
+    config = make("whole", validation={"sets": [{"name": "sums", "path": assets / "validation.parquet"}]})
+    assert launch(config, watch, resume=False)
+    assert psutil.Process().children(recursive=True) == []
+    return config
+
+
+async def watch(client: CoordinatorClient) -> None:
+    """Lets the run end by itself."""
+    await asyncio.Event().wait()
+
+
+async def step_reached(client: CoordinatorClient, step: int) -> RunStatus:
+    status = await client.status()
+    while status.state != "training" or status.step < step:
+        status = await client.status(status.revision)
+    return status
+
+
+def kill(name: str) -> None:
+    """SIGKILL to the service process of that name."""
+    process = next(p for p in psutil.Process().children() if name in p.cmdline())
+    process.send_signal(signal.SIGKILL)
+
+
+def rows(config: RunConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(config: RunConfig) -> list[tuple[float, ...]]:
+    """Of each training step, what would differ if anything had."""
+    names = ("step", "critic/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy")
+    return [tuple(row[name] for name in names) for row in rows(config) if "actor/pg_loss" in row]
+
+
+def dumps(config: RunConfig) -> list[list[Group]]:
+    return [read_dump(path)[1] for path in sorted((config.folder / "dumps").glob("*.pb"))]
+
+
+def consumed(config: RunConfig) -> Counter[str]:
+    return Counter(str(s.id) for groups in dumps(config) for group in groups for s in group.samples)
+
+
+def test_on_policy_the_trainer_and_the_rollout_agree(whole: RunConfig) -> None:
+    training = rows(whole)[1:]
+    assert [row["step"] for row in training] == [1, 2, 3, 4, 5, 6]
+    for row in training:
+        assert row["actor/ratio"] == 1.0
+        assert row["actor/pg_clipfrac"] == 0.0
+        assert row["rollout_corr/logprob_diff_max"] < 1e-4
+        assert row["staleness/max"] == 0
+        assert row["training/version"] == row["step"] - 1
+    assert any(row["actor/grad_norm"] > 0 for row in training)
+    assert set(consumed(whole).values()) == {1}
+    assert len(consumed(whole)) == 6 * 4 * 4
+
+
+def test_a_run_leaves_its_validation_summary_and_checkpoints(whole: RunConfig) -> None:
+    assert {"val/sums/avg@1", "val/sums/pass@1"} <= rows(whole)[0].keys() & rows(whole)[6].keys()
+    summary = json.loads((whole.folder / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert summary["checkpoint"] == str(whole.folder / "checkpoints/step-000006")
+    assert sorted(p.name for p in (whole.folder / "checkpoints").iterdir()) == ["step-000003", "step-000006"]
+
+
+def test_a_killed_trainer_ends_the_run_and_resuming_gives_the_same_losses(
+    make: Make, whole: RunConfig
+) -> None:
+    broken = make("broken")
+
+    async def kill_trainer(client: CoordinatorClient) -> None:
+        await step_reached(client, 4)
+        kill("trainer-0")
+        await asyncio.Event().wait()
+
+    with pytest.raises(AtollError, match=r"(?s)trainer-0.*SIGKILL.*trainer-0\.log"):
+        launch(broken, kill_trainer, resume=False)
+    assert launch(broken, watch, resume=True)
+    assert curve(broken) == curve(whole)
+
+
+def test_the_dumps_of_a_run_train_the_same_model_again(make: Make, whole: RunConfig) -> None:
+    replay = make("replay", run={"mode": "train_only"}, data={"replay": whole.folder / "dumps"})
+    assert launch(replay, watch, resume=False)
+    assert curve(replay) == curve(whole)
+
+
+def test_a_killed_replica_costs_no_sample(make: Make) -> None:
+    config = make("lost", rollout={"replicas": 2})
+
+    async def kill_replica(client: CoordinatorClient) -> None:
+        await step_reached(client, 2)
+        kill("rollout-1")
+        await asyncio.Event().wait()
+
+    assert launch(config, kill_replica, resume=False)
+    assert set(consumed(config).values()) == {1}
+    assert len(consumed(config)) == 6 * 4 * 4
+    assert "rollout-1" in (config.folder / "logs" / "coordinator.log").read_text()
+
+
+def test_asynchronous_with_partial_rollouts_keeps_the_bound(make: Make) -> None:
+    config = make(
+        "async",
+        coordinator={"max_staleness": 2, "partial_rollouts": True},
+    )
+    assert launch(config, watch, resume=False)
+    ages = [row["staleness/max"] for row in rows(config)]
+    assert max(ages) <= 2
+    assert max(ages) > 0
+    assert set(consumed(config).values()) == {1}
+
+
+def test_rollout_only_dumps_scored_groups_without_a_trainer(make: Make) -> None:
+    config = make("rollouts", run={"steps": 2, "mode": "rollout_only"})
+    assert launch(config, watch, resume=False)
+    assert len(consumed(config)) == 2 * 4 * 4
+    assert all(
+        len(sample.rewards) == 1 for groups in dumps(config) for group in groups for sample in group.samples
+    )
+    assert not (config.folder / "logs" / "trainer-0.log").exists()
+
+
+def test_a_run_can_be_paused_checkpointed_and_stopped(make: Make) -> None:
+    config = make("stopped", run={"steps": 1000})
+    saved: list[str] = []
+
+    async def command(client: CoordinatorClient) -> None:
+        await step_reached(client, 1)
+        await client.pause_run()
+        status = await client.status()
+        while status.state != "paused":
+            status = await client.status(status.revision)
+        await client.resume_run()
+        saved.append(await client.checkpoint())
+        await client.stop_run()
+        await asyncio.Event().wait()
+
+    assert launch(config, command, resume=False)
+    assert Path(saved[0]).is_dir()
+    assert 1 < json.loads((config.folder / "summary.json").read_text())["steps"] < 1000
