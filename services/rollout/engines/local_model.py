@@ -7,7 +7,7 @@ L cached positions, H hidden, N query heads, K key-value heads, G query heads pe
 On a CPU a step of a small model costs what its operator calls cost, so the code counts them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,9 @@ class KVCache:
         # zeros, since a masked position still meets probability 0, and 0 * nan is nan
         self.keys_YBKDL = torch.zeros(Y, B, K, D, capacity)
         self.values_YBKLD = torch.zeros(Y, B, K, capacity, D)
+        # made once: views of each layer for `put_`, and of all rows' heads for batched products
+        self.layers = list(zip(self.keys_YBKDL.unbind(), self.values_YBKLD.unbind(), strict=True))
+        self._keys_YXDL, self._values_YXLD = self.keys_YBKDL.flatten(1, 2), self.values_YBKLD.flatten(1, 2)
         # where position 0 lies, in elements of one layer
         self._keys_BKD = torch.arange(B * K * D).view(B, K, D) * capacity
         self._values_BKD = torch.arange(B * K).view(B, K, 1) * capacity * D + torch.arange(D)
@@ -67,6 +70,12 @@ class KVCache:
             self._allocate(length + -length % SPAN)
             self.keys_YBKDL[..., :have] = keys_YBKDL
             self.values_YBKLD[..., :have, :] = values_YBKLD
+
+    def heads(self, num_rows: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys [X, D, L] and values [X, L, D] of each layer: the first rows, the first `length` positions."""
+        X = num_rows * self._shape[2]
+        keys_YXDL, values_YXLD = self._keys_YXDL[:, :X, :, :length], self._values_YXLD[:, :X, :length]
+        return zip(keys_YXDL.unbind(), values_YXLD.unbind(), strict=True)
 
     def places(self, positions_B: Tensor) -> tuple[Tensor, Tensor]:
         """Where these positions' keys and values [B, K, D] go, in elements of one layer: for `put_`."""
@@ -138,13 +147,8 @@ class LocalModel:
         bias_BL = torch.where(unseen_BL, -torch.inf, 0.0)
         bias_XGL = bias_BL[:, None, None].expand(B, K, G, length).flatten(0, 1)
         hidden_BH = torch.embedding(self.weights.embedding, tokens_B)
-        for layer, keys_BKDL, values_BKLD, keys_XDL, values_XLD in zip(
-            self.weights.layers,
-            cache.keys_YBKDL.unbind(),
-            cache.values_YBKLD.unbind(),
-            cache.keys_YBKDL[:, :B, ..., :length].flatten(1, 2).unbind(),
-            cache.values_YBKLD[:, :B, :, :length].flatten(1, 2).unbind(),
-            strict=True,
+        for layer, (keys_BKDL, values_BKLD), (keys_XDL, values_XLD) in zip(
+            self.weights.layers, cache.layers, cache.heads(B, length), strict=True
         ):
             query_BND, key_BKD, value_BKD = self._project(layer, hidden_BH, rotary)
             keys_BKDL.put_(key_places_BKD, key_BKD.float())
