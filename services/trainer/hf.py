@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.runtime.errors import UserError
+from services.runtime.model_spec import ModelSpec
 from services.trainer.names import pieces, shapes
 from services.trainer.shards import boxes_of
-from services.trainer.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 4 << 30  # of one exported file: what the writing rank holds at once

@@ -30,11 +30,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from services.runtime.errors import UserError
+from services.runtime.model_spec import ModelSpec, check_tensor_parallel, read_spec
 from services.trainer.attention import AttentionInputs, AttentionPlan, TreeAttention
 from services.trainer.hf import load_weights
 from services.trainer.layers import GatedMLP, RMSNorm
 from services.trainer.rope import rotation
-from services.trainer.spec import ModelSpec, check_tensor_parallel, read_spec
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 

@@ -6,7 +6,7 @@ The only place that knows the two layouts: loading, exporting and pushing weight
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.trainer.spec import ModelSpec
+from services.runtime.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

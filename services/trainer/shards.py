@@ -8,8 +8,8 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.runtime.model_spec import ModelSpec
 from services.trainer.names import pieces
-from services.trainer.spec import ModelSpec
 from services.weights.boxes import box_view
 from services.wire.types import BOX, Catalog
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from services.runtime.model_spec import ModelSpec, read_spec
 from services.trainer.names import Piece, pieces, shapes
-from services.trainer.spec import ModelSpec, read_spec
 
 SPEC = ModelSpec(
     vocab_size=24,

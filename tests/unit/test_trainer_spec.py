@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.runtime.errors import UserError
+from services.runtime.model_spec import check_tensor_parallel, read_spec
 from services.trainer.hf import open_tensors
-from services.trainer.spec import check_tensor_parallel, read_spec
 
 
 @pytest.fixture
