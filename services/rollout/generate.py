@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from services.rollout.engines.base import Completion, Engine, request_id
+from services.runtime.errors import UserError
 from services.wire.types import GroupRequest, Node, Provenance, Sample, SampleId
 
 MAX_REMEMBERED_TOKENS = 1 << 20  # of finished samples: some 10 MB
@@ -52,8 +53,9 @@ class Generator:
         new = []
         for request in requests:
             unknown = []
-            for index, attempt in zip(request.indices, request.attempts, strict=True):
-                id = request_id(request.group, index, attempt)
+            for id, index, attempt in _samples(request):
+                if id in listener.missing:
+                    raise UserError(f"sample {id} is asked for twice in one call: ask once")
                 if id in self._finished:
                     answers.append(self._finished[id])
                     continue
@@ -92,13 +94,7 @@ class Generator:
         self._finished_tokens = 0
 
     def _start(self, requests: Sequence[GroupRequest]) -> _Job:
-        job = _Job(
-            {
-                request_id(request.group, index, attempt)
-                for request in requests
-                for index, attempt in zip(request.indices, request.attempts, strict=True)
-            }
-        )
+        job = _Job({id for request in requests for id, _, _ in _samples(request)})
         self._jobs.update(dict.fromkeys(job.running, job))
         job.task = asyncio.create_task(self._run(job, requests))
         return job
@@ -154,3 +150,16 @@ class Generator:
             text=completion.text,
             provenance=Provenance(self._replica, self._incarnation, completion.started, completion.finished),
         )
+
+
+def _samples(request: GroupRequest) -> list[tuple[str, int, int]]:
+    """Request id, index and attempt of each sample."""
+    if len(request.indices) != len(request.attempts):
+        raise UserError(
+            f"group {request.group} has {len(request.indices)} indices and {len(request.attempts)} attempts: "
+            "send one attempt per index"
+        )
+    return [
+        (request_id(request.group, index, attempt), index, attempt)
+        for index, attempt in zip(request.indices, request.attempts, strict=True)
+    ]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -178,3 +179,11 @@ async def test_an_error_reaches_every_listener_and_nothing_is_remembered(engine,
             await call
     engine.news.put_nowait([0])
     assert indices(await listen(generator, request(0))) == [[0]]
+
+
+async def test_requests_that_make_no_sense(engine, generator):
+    with pytest.raises(UserError, match="toy/0/7/1/0/0 is asked for twice"):
+        await listen(generator, request(0, 1), request(1))
+    with pytest.raises(UserError, match="has 2 indices and 1 attempts"):
+        await listen(generator, replace(request(0, 1), attempts=(0,)))
+    assert engine.asked == []

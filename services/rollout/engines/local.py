@@ -194,10 +194,6 @@ class LocalEngine:
                 f"prompt {request.group} has token id {bad[0]}, expected 0 to {vocab_size - 1}: "
                 "the tokenizer does not belong to this model"
             )
-        if len(request.indices) != len(request.attempts):
-            raise UserError(
-                f"group {request.group}: {len(request.indices)} indices, {len(request.attempts)} attempts"
-            )
         valid = (
             sampling.max_new_tokens >= 1
             and 0 <= sampling.temperature < np.inf
