@@ -176,8 +176,10 @@ def interrupts(stop: asyncio.Event) -> Iterator[None]:
 async def stop_run(stop: asyncio.Event, client: CoordinatorClient) -> None:
     """Hands the user's wish to the coordinator, whose exit ends the run. Raises where that takes too long."""
     await stop.wait()
-    _log.warning("stopping after the step in progress; interrupt again to stop at once")
     with suppress(ServiceUnavailableError):  # it is ending already
+        if (await client.status()).state == "starting":
+            return  # there is nothing to finish
+        _log.warning("stopping after the step in progress; interrupt again to stop at once")
         await client.stop_run()
     await asyncio.sleep(STOP_TIMEOUT_S)
     raise AtollError(

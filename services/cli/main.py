@@ -9,6 +9,8 @@ from collections.abc import Sequence
 # The launcher starts processes while gRPC runs; none of them uses gRPC before exec, so it need not mind.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+EXIT_INTERRUPTED = 130
+
 COMMANDS = {
     "quickstart": "make the arithmetic task and train on it (about four minutes on two cores)",
     "run": "start every service of a run on this machine and follow it",
@@ -36,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         code: int = command.run(arguments)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except Exception as error:
         if not _is_for_the_user(error):
             raise

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from services.cli import progress
 from services.cli.launcher import launch
+from services.cli.main import EXIT_INTERRUPTED
 from services.config.load import load
 from services.config.schema import RunConfig
-
-EXIT_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,10 +17,11 @@ from services.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     """Answers Status once `expected` services have registered; ends by StopRun, or not at all."""
 
-    def __init__(self, expected: int, stubborn: bool) -> None:
+    def __init__(self, expected: int, stubborn: bool, state: str) -> None:
         self.stopped = asyncio.Event()
         self._expected = expected
         self._stubborn = stubborn
+        self._state = state
         self._complete = asyncio.Event()
 
     async def Register(self, request, context):  # noqa: N802
@@ -33,7 +34,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         await self._complete.wait()
         if request.seen:
             await asyncio.Event().wait()
-        return coordinator_pb2.StatusReply(run="fake", state="training", step=1, num_steps=2, revision=1)
+        return coordinator_pb2.StatusReply(run="fake", state=self._state, step=1, num_steps=2, revision=1)
 
     async def StopRun(self, request, context):  # noqa: N802
         if not self._stubborn:
@@ -41,10 +42,10 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         return coordinator_pb2.StopRunReply()
 
 
-async def coordinate(ready_fd: int, expected: int, stubborn: bool) -> None:
+async def coordinate(ready_fd: int, expected: int, stubborn: bool, state: str) -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
-    servicer = Coordinator(expected, stubborn)
+    servicer = Coordinator(expected, stubborn, state)
     coordinator_pb2_grpc.add_CoordinatorServicer_to_server(servicer, server)
     await server.start()
     announce(ready_fd, f"127.0.0.1:{port}")
@@ -70,9 +71,12 @@ def main() -> None:
     match args.behaviour:
         case "refuses":
             sys.exit("the model folder /nowhere has no config.json")
-        case "coordinates" | "coordinates-stubbornly":
-            stubborn = args.behaviour == "coordinates-stubbornly"
-            asyncio.run(coordinate(args.ready_fd, args.expected, stubborn))
+        case "coordinates":
+            asyncio.run(coordinate(args.ready_fd, args.expected, False, "training"))
+        case "coordinates-stubbornly":
+            asyncio.run(coordinate(args.ready_fd, args.expected, True, "training"))
+        case "coordinates-the-start":
+            asyncio.run(coordinate(args.ready_fd, args.expected, True, "starting"))
         case "silent":
             signal.pause()
         case "ends":

@@ -122,6 +122,14 @@ def test_the_first_interrupt_stops_the_run_through_the_coordinator(tmp_path: Pat
         assert not (tmp_path / "coordinator.address").exists()
 
 
+def test_an_interrupt_at_the_start_waits_for_nobody(tmp_path: Path) -> None:
+    with running(tmp_path, "coordinates-the-start", "serves") as command:
+        services = children(command)
+        command.send_signal(signal.SIGINT)
+        assert command.communicate(timeout=TIMEOUT_S)[0] == "stopped\n"
+        assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
+
+
 def test_the_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
     with running(tmp_path, "coordinates-stubbornly", "serves") as command:
         services = children(command)
