@@ -372,7 +372,7 @@ class TrainerClient(_Client):
 
 
 class RewardClient(_Client):
-    def __init__(self, address: str, caller: Caller, timeout_s: float = 60.0) -> None:
+    def __init__(self, address: str, caller: Caller, timeout_s: float = 600.0) -> None:
         super().__init__(address, caller, timeout_s)
         self._stub: reward_pb2_grpc.RewardAsyncStub = reward_pb2_grpc.RewardStub(self._channel)
 
