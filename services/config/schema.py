@@ -154,6 +154,10 @@ class WarmupSection(Section):
     steps: NonNegativeInt = 0
     rows_per_step: PositiveInt = 128
     learning_rate: Annotated[float, Field(ge=0)] = 1e-3
+    target_reward: float | None = (
+        None  # end early where the first validation set, sampled as in training, has it
+    )
+    check_every: PositiveInt = 10  # steps between two looks at it
     source: SourceConfig | None = None
 
 
@@ -195,7 +199,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
-        samples = self.coordinator.prompts_per_step * self.coordinator.samples_per_prompt
         if self.run.mode == "train_only" and self.data.replay is None:
             raise ValueError(
                 'run.mode = "train_only" starts no rollout service: set data.replay to a dump folder'
@@ -207,11 +210,16 @@ class RunConfig(Section):
                 'algorithm.advantage = "grpo" compares the samples of a prompt: '
                 "set coordinator.samples_per_prompt to 2 or more"
             )
-        if samples < self.algorithm.num_minibatches:
+        if self.coordinator.prompts_per_step < self.algorithm.num_minibatches:
             raise ValueError(
                 f"algorithm.num_minibatches = {self.algorithm.num_minibatches} is more than the "
                 f"{self.coordinator.prompts_per_step} groups of a step"
             )
         if self.warmup.steps and self.warmup.source is None:
             raise ValueError("warmup.steps > 0 needs [warmup.source] with a path")
+        if self.warmup.target_reward is not None and not (self.validation.sets and self.run.mode == "train"):
+            raise ValueError(
+                "warmup.target_reward is measured by the replicas on the first [[validation.sets]]: add one, "
+                'and use run.mode = "train" (else set warmup.steps alone)'
+            )
         return self

@@ -118,10 +118,11 @@ class Assembly:
                 prompts.load(state.cursor)
             log.info("resumes after step %d, version %s", step, state.version)
         restored = await self._journal.restore(checkpoint)
+        sampling = _sampling(config.rollout.sampling, renderer, config.run.seed)
         version = Version(restored.lineage, checkpoint.version.number if checkpoint else 0)
         source: Source
         if prompts:
-            source = self._generate_source(prompts, renderer, config.run.steps - step)
+            source = self._generate_source(prompts, sampling, config.run.steps - step)
             source.restore(restored.groups, version)
         else:
             assert config.data.replay is not None
@@ -139,6 +140,7 @@ class Assembly:
             trainer=trainer,
             supervised=supervised,
             validation_sets=validation_sets,
+            sampling=sampling,
         )
         return Loop(config, parts, version, step, best)
 
@@ -154,13 +156,13 @@ class Assembly:
             overlong=data.overlong_prompts,
         )
 
-    def _generate_source(self, prompts: PromptSource, renderer: Renderer, steps: int) -> GenerateSource:
+    def _generate_source(self, prompts: PromptSource, sampling: Sampling, steps: int) -> GenerateSource:
         coordinator = self._config.coordinator
         return GenerateSource(
             prompts,
             self._generation,
             self._journal,
-            sampling=_sampling(self._config.rollout.sampling, renderer, self._config.run.seed),
+            sampling=sampling,
             prompts_per_step=coordinator.prompts_per_step,
             samples_per_prompt=coordinator.samples_per_prompt,
             max_staleness=coordinator.max_staleness,

@@ -29,7 +29,7 @@ from services.coordinator.sync import WeightSync
 from services.coordinator.validation import ValidationSet, evaluate
 from services.runtime.clients import TrainerClient
 from services.runtime.telemetry import MetricsFile, StepTimer
-from services.wire.types import Batch, Group, LossSettings, StepKey, Version
+from services.wire.types import Batch, Group, LossSettings, Sampling, StepKey, Version
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class Parts:
     trainer: TrainerClient | None  # not in rollout_only
     supervised: SupervisedSource | None
     validation_sets: tuple[ValidationSet, ...]
+    sampling: Sampling  # of training
 
 
 class Loop:
@@ -68,13 +69,13 @@ class Loop:
     async def run(self) -> None:
         """Runs to the last step, the target reward, or a request to stop; then writes summary.json."""
         parts, config = self._parts, self._config
-        if self._step == 0:
-            await self._warm_up()
+        start = await self._warm_up() if self._step == 0 else {}
         await self._publish()
         await parts.control.report(state=State.TRAINING, step=self._step, num_steps=config.run.steps)
         if self._step == 0:
             if config.validation.at_start:
-                await self._record(await self._validate())
+                start |= await self._validate()
+            await self._record(start)
             if config.checkpoint.every:
                 await self._checkpoint()
         while not self._ends():
@@ -166,40 +167,56 @@ class Loop:
 
     async def _publish(self) -> dict[str, float]:
         """Pushes the current version to every replica, then lets the source go on."""
-        metrics: dict[str, float] = {}
-        if self._parts.sync:
-            report = await self._parts.sync.push(self._version)
-            metrics = {
-                "weights/push_s": report.seconds,
-                "weights/num_bytes": float(report.num_bytes),
-                "weights/stall_s": report.stall_s,
-            }
+        metrics = await self._push()
         await self._parts.source.published(self._version)
         return metrics
 
-    async def _warm_up(self) -> None:
+    async def _push(self) -> dict[str, float]:
+        if not self._parts.sync:
+            return {}
+        report = await self._parts.sync.push(self._version)
+        return {
+            "weights/push_s": report.seconds,
+            "weights/num_bytes": float(report.num_bytes),
+            "weights/stall_s": report.stall_s,
+        }
+
+    async def _warm_up(self) -> dict[str, float]:
         """Supervised steps with the same step code: loss nll, every response token with equal weight."""
         warmup, trainer, rows = self._config.warmup, self._parts.trainer, self._parts.supervised
         if not (trainer and rows):
-            return
+            return {}
         await self._parts.control.report(state=State.WARMING_UP)
         loss = LossSettings("nll", 0.0, 0.0, temperature=1.0)
-        for number in range(warmup.steps):
+        metrics: dict[str, float] = {}
+        for number in range(1, warmup.steps + 1):
             layout = experience.supervised(rows.draw(warmup.rows_per_step))
             zeros_T = np.zeros(len(layout.loss_mask_T), np.float32)
-            batch = Batch(
-                layout.segments,
-                experience.loss_weights(layout, "token_mean"),
-                zeros_T,
-                zeros_T,
-                old_logprobs=None,
-            )
+            weights_T = experience.loss_weights(layout, "token_mean")
+            batch = Batch(layout.segments, weights_T, zeros_T, zeros_T, old_logprobs=None)
             # warm-up steps count up to 0, so that their keys never meet those of training
             key = StepKey(self._version.lineage, number - warmup.steps, 0, "actor")
-            metrics = await trainer.forward_backward(key, loss, batch)
+            metrics |= await trainer.forward_backward(key, loss, batch)
             await trainer.optim_step(key, warmup.learning_rate)
-            await self._parts.control.report(step=number + 1, num_steps=warmup.steps, metrics=metrics)
-        await self._parts.control.report(step=0, num_steps=self._config.run.steps, metrics={})
+            metrics["warmup/steps"] = float(number)
+            reached = False
+            if warmup.target_reward is not None and number % warmup.check_every == 0:
+                metrics["warmup/score/mean"] = await self._warmup_score()
+                reached = metrics["warmup/score/mean"] >= warmup.target_reward
+            await self._parts.control.report(step=number, num_steps=warmup.steps, metrics=metrics)
+            if reached or self._parts.control.stopping:
+                break
+        return {name: value for name, value in metrics.items() if name.startswith("warmup/")}
+
+    async def _warmup_score(self) -> float:
+        """The mean score of the first validation set, sampled as in training."""
+        self._version = replace(self._version, number=self._version.number + 1)
+        await self._push()
+        probe = replace(
+            self._parts.validation_sets[0], name="warmup", sampling=self._parts.sampling, num_samples=1
+        )
+        metrics = await evaluate([probe], self._parts.generation, self._config.run.name, self._version.number)
+        return metrics["val/warmup/avg@1"]
 
     async def _validate(self) -> dict[str, float]:
         """Metrics of every validation set; remembers the best one."""
