@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from services.coordinator.groups import PendingGroup
 from services.coordinator.replicas import Replica, Replicas
@@ -52,18 +52,19 @@ class Generation:
         self._max_attempts = max_attempts
         self._timeout_s = timeout_s
         self._groups: dict[GroupId, tuple[PendingGroup, Sink]] = {}
-        self._to_send: asyncio.Queue[PendingGroup] = asyncio.Queue()
-        self._to_grade: asyncio.Queue[Sample] = asyncio.Queue()
+        self._to_send = _Inbox[PendingGroup]()
+        self._to_grade = _Inbox[Sample]()
 
     def submit(self, groups: Sequence[PendingGroup], sink: Sink) -> None:
         """Generates and grades whatever the groups lack."""
         for group in groups:
             self._groups[group.prompt.id] = (group, sink)
-            if group.missing:
-                self._to_send.put_nowait(group)
-            for sample, graded in zip(group.samples, group.graded, strict=True):
-                if sample is not None and not graded:
-                    self._to_grade.put_nowait(sample)
+            self._to_grade.put(
+                sample
+                for sample, graded in zip(group.samples, group.graded, strict=True)
+                if sample is not None and not graded
+            )
+        self._to_send.put(group for group in groups if group.missing)
 
     async def cancel(self, id_prefix: str) -> None:
         """Forgets every group whose id starts with the prefix and frees its slots on the replicas."""
@@ -84,7 +85,7 @@ class Generation:
     async def _send(self, tasks: asyncio.TaskGroup) -> None:
         """Consumes groups to send; waits for a routable replica; unblocked by `submit` and by joins."""
         while True:
-            groups = await _take_all(self._to_send)
+            groups = await self._to_send.take_all()
             await self._replicas.wait_for(1, self._timeout_s)
             for replica, share in self._replicas.share(groups).items():
                 for sampling in {group.sampling for group in share}:
@@ -96,7 +97,7 @@ class Generation:
         requests = []
         for group in groups:
             for index in group.missing:
-                group.sent[index] = replica.version.number
+                group.oldest[index] = replica.version.number
             requests.append(
                 GroupRequest(
                     group=group.prompt.id,
@@ -138,8 +139,7 @@ class Generation:
                 accepted.setdefault(sink, []).append(sample)
         for sink, finished in accepted.items():
             await sink.finished(finished, arrival.payload)
-            for sample in finished:
-                self._to_grade.put_nowait(sample)
+            self._to_grade.put(finished)
 
     async def _retry(self, group: PendingGroup, indices: Sequence[int], reason: str) -> None:
         if not indices or group.prompt.id not in self._groups:
@@ -152,12 +152,12 @@ class Generation:
             await self._drop(group, sink, f"{self._max_attempts} attempts failed, the last: {reason}")
             return
         await sink.retried([SampleId(group.prompt.id, index) for index in indices], reason)
-        self._to_send.put_nowait(group)
+        self._to_send.put([group])
 
     async def _grade(self) -> None:
         """Consumes finished samples; waits for the reward service; unblocked by `_receive`."""
         while True:
-            samples = await _take_all(self._to_grade)
+            samples = await self._to_grade.take_all()
             pending = [
                 (sample, *self._groups[sample.id.group])
                 for sample in samples
@@ -195,9 +195,22 @@ def _score_item(sample: Sample, group: PendingGroup) -> ScoreItem:
     )
 
 
-async def _take_all(queue: asyncio.Queue[T]) -> list[T]:
-    """Waits for one item, then takes all that are there."""
-    items = [await queue.get()]
-    while not queue.empty():
-        items.append(queue.get_nowait())
-    return items
+class _Inbox(Generic[T]):
+    """What came in since the last look, for one or several tasks that take all of it at once."""
+
+    def __init__(self) -> None:
+        self._items: list[T] = []
+        self._filled = asyncio.Event()
+
+    def put(self, items: Iterable[T]) -> None:
+        self._items.extend(items)
+        if self._items:
+            self._filled.set()
+
+    async def take_all(self) -> list[T]:
+        """Waits until there is something."""
+        while not self._items:
+            self._filled.clear()
+            await self._filled.wait()
+        items, self._items = self._items, []
+        return items

@@ -1,7 +1,7 @@
 """Groups on their way: which samples are there, which are missing, and how old they are."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from services.wire.types import Graded, Group, Prompt, Sample, SampleId, Sampling, TurnReward, Version
 
@@ -12,7 +12,8 @@ def staleness(sample: Sample, current: Version) -> int:
     Numbers go on through the lineages of one run: the journal gives back only samples whose
     versions lie on the path that led to `current`.
     """
-    return current.number - min((v.number for v in sample.versions()), default=current.number)
+    oldest = sample.oldest_number
+    return 0 if oldest is None else current.number - oldest
 
 
 @dataclass(slots=True, eq=False)
@@ -27,13 +28,17 @@ class PendingGroup:
     graded: list[bool] = field(init=False)
     attempts: list[int] = field(init=False)
     failures: list[int] = field(init=False)  # attempts that were lost, by index
-    sent: list[int] = field(init=False)  # version number when the running attempt was sent
+    oldest: list[int] = field(
+        init=False
+    )  # number of the oldest version that each has or may turn out to have
 
     def __post_init__(self) -> None:
         self.graded = [False] * len(self.samples)
         self.attempts = [0 if sample is None else sample.attempt for sample in self.samples]
         self.failures = [0] * len(self.samples)
-        self.sent = [self.issued] * len(self.samples)
+        self.oldest = [self.issued] * len(self.samples)
+        for sample in self.samples:
+            self._date(sample)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -48,7 +53,12 @@ class PendingGroup:
         if self.samples[sample.id.index] is not None:
             return False
         self.samples[sample.id.index] = sample
+        self._date(sample)
         return True
+
+    def _date(self, sample: Sample | None) -> None:
+        if sample is not None and (number := sample.oldest_number) is not None:
+            self.oldest[sample.id.index] = number
 
     def grade(self, verdict: Graded) -> None:
         index = verdict.id.index
@@ -56,7 +66,7 @@ class PendingGroup:
         if sample is None:
             return  # replaced while it was being graded
         reward = TurnReward(len(sample.nodes) - 1, verdict.value, verdict.components)
-        self.samples[index] = replace(sample, rewards=(reward,))
+        self.samples[index] = sample.with_rewards((reward,))
         self.graded[index] = True
 
     def again(self, indices: Sequence[int]) -> None:
@@ -68,17 +78,12 @@ class PendingGroup:
 
     def stale(self, current: Version, max_staleness: int) -> list[int]:
         """Indices of finished samples that are too old to train on at `current`."""
+        limit = current.number - max_staleness
         return [
             index
-            for index, sample in enumerate(self.samples)
-            if sample is not None and staleness(sample, current) > max_staleness
+            for index, (sample, number) in enumerate(zip(self.samples, self.oldest, strict=True))
+            if number < limit and sample is not None
         ]
-
-    def oldest(self) -> int:
-        """The oldest version number that any of its samples has or may turn out to have."""
-        finished = [s for s in self.samples if s is not None]
-        numbers = [v.number for sample in finished for v in sample.versions()]
-        return min(numbers + [self.sent[index] for index in self.missing])
 
     def group(self) -> Group:
         assert self.complete

@@ -142,12 +142,13 @@ class GenerateSource:
 
     def _choose(self, count: int, current: Version) -> list[PendingGroup]:
         """`count` ready groups, or none while the batch cannot be put together yet."""
-        last_chance = current.number - self._max_staleness
-        expiring = sum(group.oldest() <= last_chance for group in self._pending.values())
-        ready = sorted(self._ready.values(), key=lambda group: (group.oldest() > last_chance, group.order))
-        ready_expiring = sum(group.oldest() <= last_chance for group in ready)
-        if len(ready) < count or (expiring and ready_expiring < count):
+        if len(self._ready) < count:
             return []
+        last_chance = current.number - self._max_staleness
+        expiring = any(min(group.oldest) <= last_chance for group in self._pending.values())
+        ready = sorted(self._ready.values(), key=lambda group: (min(group.oldest) > last_chance, group.order))
+        if expiring and min(ready[count - 1].oldest) > last_chance:
+            return []  # there is room for one that is not ready
         return ready[:count]
 
     async def _replace_stale(self, current: Version) -> None:
@@ -156,7 +157,7 @@ class GenerateSource:
             if stale:
                 group.again(stale)
                 for index in stale:
-                    group.sent[index] = current.number
+                    group.oldest[index] = current.number
                 del self._ready[group.prompt.id]
                 self._pending[group.prompt.id] = group
                 await self.retried([SampleId(group.prompt.id, index) for index in stale], "stale")

@@ -2,6 +2,8 @@
 
 Every call has a deadline and carries the caller's fence and token. `_translate` turns transport
 errors into our exceptions. Calls that are safe to repeat are retried while the peer is unavailable.
+
+long because every RPC has its typed method here.
 """
 
 import asyncio
@@ -187,7 +189,7 @@ class RolloutClient(_Client):
         with self._translate("Generate"):
             call = self._stub.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
             async for reply in call:
-                yield Arrival(codec.decode_generated(reply), reply.SerializeToString())
+                yield Arrival(codec.decode_samples(reply.samples), reply.samples.SerializeToString())
 
     async def abort(self, id_prefix: str) -> int:
         with self._translate("Abort"):
@@ -377,11 +379,17 @@ class RewardClient(_Client):
         self._stub: reward_pb2_grpc.RewardAsyncStub = reward_pb2_grpc.RewardStub(self._channel)
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        """One verdict per item, in the order of their completion."""
+        """Verdicts in the order of their completion; on other items than these, none."""
+        samples = {str(item.id): item.id for item in items}
         request = reward_pb2.ScoreRequest(items=[codec.encode_score_item(item) for item in items])
         with self._translate("Score"):
             call = self._stub.Score(request, timeout=self._timeout_s, metadata=self._metadata)
-            return [codec.decode_verdict(verdict) async for reply in call for verdict in reply.verdicts]
+            return [
+                codec.decode_verdict(verdict, samples[verdict.id])
+                async for reply in call
+                for verdict in reply.verdicts
+                if verdict.id in samples
+            ]
 
     async def describe(self) -> tuple[str, ...]:
         """Names of the graders that it runs."""

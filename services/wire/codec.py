@@ -1,6 +1,11 @@
-"""Domain types <-> messages of package atoll.v1. Pure; one encode and one decode per type."""
+"""Domain types <-> messages of package atoll.v1. Pure; one encode and one decode per type.
+
+long because every type that crosses a service boundary has its two converters here.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, repeat
+from typing import Generic, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -37,7 +42,9 @@ from services.wire.types import (
     Version,
     VersionSpan,
 )
-from services.wire.v1 import coordinator_pb2, journal_pb2, reward_pb2, rollout_pb2, trainer_pb2, types_pb2
+from services.wire.v1 import coordinator_pb2, journal_pb2, reward_pb2, trainer_pb2, types_pb2
+
+T = TypeVar("T")
 
 MAX_CHUNK_BYTES = 2 << 20  # of one streamed message; whole groups, so a single huge group may exceed it
 
@@ -100,21 +107,23 @@ def decode_sampling(message: types_pb2.Sampling) -> Sampling:
     )
 
 
-def encode_samples(samples: Sequence[Sample]) -> types_pb2.Samples:
-    """Samples of one group in columns."""
+def encode_samples(samples: Iterable[Sample]) -> types_pb2.Samples:
+    """Samples of any groups, in columns."""
+    samples = list(samples)
     nodes = [node for sample in samples for node in sample.nodes]
+    spans = [span for node in nodes for span in node.spans]
+    groups, origins, versions = _Table[GroupId](), _Table[tuple[str, str]](), _Table[Version]()
     return types_pb2.Samples(
-        group=encode_group_id(samples[0].id.group),
+        group=[groups.number(sample.id.group) for sample in samples],
+        groups=[encode_group_id(group) for group in groups],
         index=[sample.id.index for sample in samples],
         attempt=[sample.attempt for sample in samples],
         finish_reason=[_REASON_TO_WIRE[sample.finish_reason] for sample in samples],
         text=[sample.text for sample in samples],
-        provenance=[
-            types_pb2.Provenance(
-                replica=p.replica, incarnation=p.incarnation, started=p.started, finished=p.finished
-            )
-            for p in (sample.provenance for sample in samples)
-        ],
+        origin=[origins.number((s.provenance.replica, s.provenance.incarnation)) for s in samples],
+        origins=[types_pb2.Origin(replica=replica, incarnation=start) for replica, start in origins],
+        started=[sample.provenance.started for sample in samples],
+        finished=[sample.provenance.finished for sample in samples],
         node_offsets=_offsets(len(sample.nodes) for sample in samples),
         node_parent=[node.parent for node in nodes],
         token_offsets=_offsets(len(node.token_ids) for node in nodes),
@@ -122,72 +131,94 @@ def encode_samples(samples: Sequence[Sample]) -> types_pb2.Samples:
         loss_mask=b"".join(node.loss_mask.tobytes() for node in nodes),
         logprobs=b"".join(node.logprobs.astype("<f4", copy=False).tobytes() for node in nodes),
         span_offsets=_offsets(len(node.spans) for node in nodes),
-        spans=[
-            types_pb2.VersionSpan(version=encode_version(span.version), start=span.start, end=span.end)
-            for node in nodes
-            for span in node.spans
-        ],
-        rewards=[
-            types_pb2.Rewards(
-                reward=[
-                    types_pb2.TurnReward(node=r.node, value=r.value, components=r.components)
-                    for r in sample.rewards
-                ]
-            )
-            for sample in samples
-        ],
+        span_version=[versions.number(span.version) for span in spans],
+        versions=[encode_version(version) for version in versions],
+        span_start=[span.start for span in spans],
+        span_end=[span.end for span in spans],
+        rewards=[encode_rewards(sample.rewards) for sample in samples]
+        if any(sample.rewards for sample in samples)
+        else [],
     )
 
 
 def decode_samples(message: types_pb2.Samples) -> list[Sample]:
-    group = decode_group_id(message.group)
+    """Raises ValueError where the columns do not fit together."""
     token_ids = np.frombuffer(message.token_ids, "<i4")
     loss_mask = np.frombuffer(message.loss_mask, np.bool_)
     logprobs = np.frombuffer(message.logprobs, "<f4")
-    tokens, spans = list(message.token_offsets), list(message.span_offsets)
+    tokens, parents = list(message.token_offsets), list(message.node_parent)
     if not len(token_ids) == len(loss_mask) == len(logprobs) == tokens[-1]:
         raise ValueError(
-            f"samples of {group}: {len(token_ids)} token ids, {len(loss_mask)} mask entries and "
+            f"samples: {len(token_ids)} token ids, {len(loss_mask)} mask entries and "
             f"{len(logprobs)} logprobs where the offsets say {tokens[-1]}"
         )
-    version_spans = [
-        VersionSpan(decode_version(span.version), span.start, span.end) for span in message.spans
+    versions = [decode_version(version) for version in message.versions]
+    spans = [
+        VersionSpan(versions[version], start, end)
+        for version, start, end in zip(
+            message.span_version, message.span_start, message.span_end, strict=True
+        )
     ]
     nodes = [
         Node(
-            parent=parent,
-            token_ids=token_ids[start:end],
-            loss_mask=loss_mask[start:end],
-            logprobs=logprobs[start:end],
-            spans=tuple(version_spans[first:last]),
+            parent, token_ids[start:end], loss_mask[start:end], logprobs[start:end], tuple(spans[first:last])
         )
-        for parent, start, end, first, last in zip(
-            message.node_parent, tokens[:-1], tokens[1:], spans[:-1], spans[1:], strict=True
+        for parent, (start, end), (first, last) in zip(
+            parents, pairwise(tokens), pairwise(message.span_offsets), strict=True
         )
     ]
-    node_offsets = list(message.node_offsets)
+    groups = [decode_group_id(group) for group in message.groups]
+    origins = [(origin.replica, origin.incarnation) for origin in message.origins]
     return [
         Sample(
-            id=SampleId(group, index),
-            attempt=attempt,
-            nodes=tuple(nodes[first:last]),
-            finish_reason=_REASON_FROM_WIRE[reason],
-            text=text,
-            provenance=Provenance(p.replica, p.incarnation, p.started, p.finished),
-            rewards=tuple(TurnReward(r.node, r.value, dict(r.components)) for r in rewards.reward),
+            SampleId(groups[group], index),
+            attempt,
+            tuple(nodes[first:last]),
+            _REASON_FROM_WIRE[reason],
+            text,
+            Provenance(origins[origin][0], origins[origin][1], started, finished),
+            decode_rewards(rewards) if rewards else (),
         )
-        for index, attempt, first, last, reason, text, p, rewards in zip(
+        for group, index, attempt, (first, last), reason, text, origin, started, finished, rewards in zip(
+            message.group,
             message.index,
             message.attempt,
-            node_offsets[:-1],
-            node_offsets[1:],
+            pairwise(message.node_offsets),
             message.finish_reason,
             message.text,
-            message.provenance,
-            message.rewards,
+            message.origin,
+            message.started,
+            message.finished,
+            message.rewards or repeat(None, len(message.group)),
             strict=True,
         )
     ]
+
+
+def encode_rewards(rewards: Sequence[TurnReward]) -> types_pb2.Rewards:
+    return types_pb2.Rewards(
+        reward=[
+            types_pb2.TurnReward(node=reward.node, value=reward.value, components=reward.components)
+            for reward in rewards
+        ]
+    )
+
+
+def decode_rewards(message: types_pb2.Rewards) -> tuple[TurnReward, ...]:
+    return tuple(TurnReward(reward.node, reward.value, dict(reward.components)) for reward in message.reward)
+
+
+class _Table(Generic[T]):
+    """Numbers distinct values in the order of their first use."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[T, int] = {}
+
+    def number(self, value: T) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._numbers)
 
 
 def encode_prompt(prompt: Prompt) -> types_pb2.Prompt:
@@ -233,18 +264,6 @@ def decode_dump(content: bytes) -> tuple[int, list[Group]]:
     return message.step, [
         Group(decode_prompt(group.prompt), tuple(decode_samples(group.samples))) for group in message.groups
     ]
-
-
-def encode_generated(samples: Iterable[Sample]) -> rollout_pb2.GenerateReply:
-    """Samples of any groups."""
-    groups: dict[GroupId, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.id.group, []).append(sample)
-    return rollout_pb2.GenerateReply(samples=[encode_samples(group) for group in groups.values()])
-
-
-def decode_generated(message: rollout_pb2.GenerateReply) -> list[Sample]:
-    return [sample for samples in message.samples for sample in decode_samples(samples)]
 
 
 def _offsets(lengths: Iterable[int]) -> list[int]:
@@ -474,8 +493,8 @@ def encode_verdict(verdict: Verdict) -> reward_pb2.Verdict:
     )
 
 
-def decode_verdict(message: reward_pb2.Verdict) -> Verdict:
-    sample = SampleId.parse(message.id)
+def decode_verdict(message: reward_pb2.Verdict, sample: SampleId) -> Verdict:
+    """`sample` is what the message's id stands for."""
     if message.HasField("graded"):
         return Graded(sample, message.graded.value, dict(message.graded.components))
     if message.HasField("error"):
@@ -497,7 +516,7 @@ def decode_service(message: coordinator_pb2.Service) -> ServiceEntry:
 
 def decode_payload(content: bytes) -> list[Sample]:
     """What the journal keeps of finished samples: the message that they came in."""
-    return decode_generated(rollout_pb2.GenerateReply.FromString(content))
+    return decode_samples(types_pb2.Samples.FromString(content))
 
 
 def encode_journal(snapshot: JournalSnapshot) -> bytes:

@@ -165,6 +165,17 @@ class Sample:
         """The versions that produced its loss-masked tokens."""
         return {span.version for node in self.nodes for span in node.spans if span.end > span.start}
 
+    @property
+    def oldest_number(self) -> int | None:
+        """Number of the version that produced its oldest loss-masked token; None where it has none."""
+        numbers = [s.version.number for node in self.nodes for s in node.spans if s.end > s.start]
+        return min(numbers, default=None)
+
+    def with_rewards(self, rewards: tuple[TurnReward, ...]) -> "Sample":
+        return Sample(
+            self.id, self.attempt, self.nodes, self.finish_reason, self.text, self.provenance, rewards
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:

@@ -83,7 +83,7 @@ class SimulatedReplica:
                 sample = await finished.get()
                 if self.dice.random() < self.death_rate:
                     raise ServiceUnavailableError(f"{self.name} was killed")
-                yield Arrival([sample], codec.encode_generated([sample]).SerializeToString())
+                yield Arrival([sample], codec.encode_samples([sample]).SerializeToString())
         finally:
             for task in tasks:
                 task.cancel()

@@ -52,7 +52,7 @@ def test_samples_round_trip() -> None:
     samples = [
         Sample(SampleId(GROUP, 1), 0, (node(-1, [8, 10], spans),), FinishReason.STOP, "46", origin),
         Sample(
-            SampleId(GROUP, 4),
+            SampleId(GroupId("toy/run", 2, 9), 4),
             2,
             (node(-1, [], ()), node(0, [5, 6, 7], spans)),
             FinishReason.ABORT,
@@ -162,7 +162,7 @@ def test_small_types_round_trip() -> None:
         Graded(item.id, 1.0, {"a": 1.0}),
         GradingError(item.id, "math", "ZeroDivisionError", True),
     ):
-        assert codec.decode_verdict(codec.encode_verdict(verdict)) == verdict
+        assert codec.decode_verdict(codec.encode_verdict(verdict), item.id) == verdict
 
 
 def test_catalog_and_stream_round_trip() -> None:

@@ -167,7 +167,7 @@ def test_pending_group_first_attempt_wins_and_a_retry_starts_over() -> None:
     assert pending.accept(first)
     assert not pending.accept(second)
     pending.grade(Graded(first.id, 0.5, {"exact_match": 0.5}))
-    assert (pending.missing, pending.complete, pending.oldest()) == ((1,), False, 3)
+    assert (pending.missing, pending.complete, pending.oldest) == ((1,), False, [4, 3])
     pending.accept(sample(7, 1, node(-1, [9], [1], version=5)))
     pending.grade(Graded(SampleId(first.id.group, 1), 1.0, {}))
     assert pending.complete

@@ -106,13 +106,13 @@ class GenerateReply(_message.Message):
 
     SAMPLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Samples]: ...
+    def samples(self) -> _types_pb2.Samples: ...
     def __init__(
         self,
         *,
-        samples: _abc.Iterable[_types_pb2.Samples] | None = ...,
+        samples: _types_pb2.Samples | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...

@@ -93,34 +93,6 @@ class Version(_message.Message):
 Global___Version: _TypeAlias = Version  # noqa: Y015
 
 @_typing.final
-class VersionSpan(_message.Message):
-    """Tokens [start, end) of a node were produced by `version`."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VERSION_FIELD_NUMBER: _builtins.int
-    START_FIELD_NUMBER: _builtins.int
-    END_FIELD_NUMBER: _builtins.int
-    start: _builtins.int
-    end: _builtins.int
-    @_builtins.property
-    def version(self) -> Global___Version: ...
-    def __init__(
-        self,
-        *,
-        version: Global___Version | None = ...,
-        start: _builtins.int = ...,
-        end: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "start", b"start", "version", b"version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015
-
-@_typing.final
 class GroupId(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -186,36 +158,6 @@ class Sampling(_message.Message):
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
-class Provenance(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REPLICA_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
-    STARTED_FIELD_NUMBER: _builtins.int
-    FINISHED_FIELD_NUMBER: _builtins.int
-    replica: _builtins.str
-    incarnation: _builtins.str
-    started: _builtins.float
-    """Unix seconds"""
-    finished: _builtins.float
-    """Unix seconds"""
-    def __init__(
-        self,
-        *,
-        replica: _builtins.str = ...,
-        incarnation: _builtins.str = ...,
-        started: _builtins.float = ...,
-        finished: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "incarnation", b"incarnation", "replica", b"replica", "started", b"started"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Provenance: _TypeAlias = Provenance  # noqa: Y015
-
-@_typing.final
 class TurnReward(_message.Message):
     """Given at the last token of a node; a single-turn sample has one."""
 
@@ -264,20 +206,48 @@ class TurnReward(_message.Message):
 Global___TurnReward: _TypeAlias = TurnReward  # noqa: Y015
 
 @_typing.final
+class Origin(_message.Message):
+    """Who generated a sample."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    replica: _builtins.str
+    incarnation: _builtins.str
+    def __init__(
+        self,
+        *,
+        replica: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Origin: _TypeAlias = Origin  # noqa: Y015
+
+@_typing.final
 class Samples(_message.Message):
-    """Trajectories in columns: sample i owns nodes [node_offsets[i], node_offsets[i+1]),
-    node j owns tokens [token_offsets[j], token_offsets[j+1]) of the flat arrays and
-    spans [span_offsets[j], span_offsets[j+1]).
+    """Trajectories in columns, of any groups. Sample i belongs to groups[group[i]] and owns nodes
+    [node_offsets[i], node_offsets[i+1]); node j owns tokens [token_offsets[j], token_offsets[j+1]) of
+    the flat arrays and spans [span_offsets[j], span_offsets[j+1]).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    GROUPS_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
-    PROVENANCE_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
     NODE_OFFSETS_FIELD_NUMBER: _builtins.int
     NODE_PARENT_FIELD_NUMBER: _builtins.int
     TOKEN_OFFSETS_FIELD_NUMBER: _builtins.int
@@ -285,7 +255,10 @@ class Samples(_message.Message):
     LOSS_MASK_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     SPAN_OFFSETS_FIELD_NUMBER: _builtins.int
-    SPANS_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    SPAN_VERSION_FIELD_NUMBER: _builtins.int
+    SPAN_START_FIELD_NUMBER: _builtins.int
+    SPAN_END_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """int32"""
@@ -294,7 +267,9 @@ class Samples(_message.Message):
     logprobs: _builtins.bytes
     """float32"""
     @_builtins.property
-    def group(self) -> Global___GroupId: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupId]: ...
+    @_builtins.property
+    def group(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -304,7 +279,19 @@ class Samples(_message.Message):
     @_builtins.property
     def text(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
-    def provenance(self) -> _containers.RepeatedCompositeFieldContainer[Global___Provenance]: ...
+    def origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Origin]: ...
+    @_builtins.property
+    def origin(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """into origins"""
+
+    @_builtins.property
+    def started(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Unix seconds"""
+
+    @_builtins.property
+    def finished(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Unix seconds"""
+
     @_builtins.property
     def node_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -314,20 +301,32 @@ class Samples(_message.Message):
     @_builtins.property
     def span_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]: ...
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Version]: ...
+    @_builtins.property
+    def span_version(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """into versions"""
+
+    @_builtins.property
+    def span_start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def span_end(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewards]:
-        """one entry a sample"""
+        """one entry a sample, or none where nothing is graded yet"""
 
     def __init__(
         self,
         *,
-        group: Global___GroupId | None = ...,
+        groups: _abc.Iterable[Global___GroupId] | None = ...,
+        group: _abc.Iterable[_builtins.int] | None = ...,
         index: _abc.Iterable[_builtins.int] | None = ...,
         attempt: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _abc.Iterable[Global___FinishReason.ValueType] | None = ...,
         text: _abc.Iterable[_builtins.str] | None = ...,
-        provenance: _abc.Iterable[Global___Provenance] | None = ...,
+        origins: _abc.Iterable[Global___Origin] | None = ...,
+        origin: _abc.Iterable[_builtins.int] | None = ...,
+        started: _abc.Iterable[_builtins.float] | None = ...,
+        finished: _abc.Iterable[_builtins.float] | None = ...,
         node_offsets: _abc.Iterable[_builtins.int] | None = ...,
         node_parent: _abc.Iterable[_builtins.int] | None = ...,
         token_offsets: _abc.Iterable[_builtins.int] | None = ...,
@@ -335,12 +334,15 @@ class Samples(_message.Message):
         loss_mask: _builtins.bytes = ...,
         logprobs: _builtins.bytes = ...,
         span_offsets: _abc.Iterable[_builtins.int] | None = ...,
-        spans: _abc.Iterable[Global___VersionSpan] | None = ...,
+        versions: _abc.Iterable[Global___Version] | None = ...,
+        span_version: _abc.Iterable[_builtins.int] | None = ...,
+        span_start: _abc.Iterable[_builtins.int] | None = ...,
+        span_end: _abc.Iterable[_builtins.int] | None = ...,
         rewards: _abc.Iterable[Global___Rewards] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "group", b"group", "index", b"index", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "node_offsets", b"node_offsets", "node_parent", b"node_parent", "provenance", b"provenance", "rewards", b"rewards", "span_offsets", b"span_offsets", "spans", b"spans", "text", b"text", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "finished", b"finished", "group", b"group", "groups", b"groups", "index", b"index", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "node_offsets", b"node_offsets", "node_parent", b"node_parent", "origin", b"origin", "origins", b"origins", "rewards", b"rewards", "span_end", b"span_end", "span_offsets", b"span_offsets", "span_start", b"span_start", "span_version", b"span_version", "started", b"started", "text", b"text", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
