@@ -1,6 +1,5 @@
 """A run's progress on the console: drawn live on a terminal, else a line every second at most."""
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,8 +37,8 @@ async def follow(client: CoordinatorClient, show: Show) -> None:
     while True:
         try:
             status = await client.status(seen)
-        except ServiceUnavailableError:  # the run ends; whoever waits for the coordinator's exit tells how
-            await asyncio.Event().wait()
+        except ServiceUnavailableError:  # busy, or at its end: whoever waits for its exit tells how
+            continue
         seen = status.revision
         show(status)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from services.config.schema import RunConfig, SamplingConfig
 from services.coordinator.checkpoints import Checkpoints
@@ -28,6 +29,16 @@ from services.wire.types import Sampling, Version
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0  # for every service to load its model and register
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """What the run reads from its files before the services are needed."""
+
+    renderer: Renderer
+    prompts: PromptSource | None  # not in a replay
+    supervised: SupervisedSource | None
+    validation_sets: tuple[ValidationSet, ...]
 
 
 class Assembly:
@@ -79,14 +90,8 @@ class Assembly:
     async def _build(self, resume: bool) -> Loop:
         config = self._config
         trains, generates = config.run.mode != "rollout_only", config.run.mode != "train_only"
-        renderer = Renderer(config.model.path)
-        prompts = None if config.data.replay else self._prompt_source(renderer)
-        supervised = (
-            SupervisedSource(config.warmup.source, renderer, config.run.seed)
-            if trains and config.warmup.steps and config.warmup.source
-            else None
-        )
-        validation_sets = self._validation_sets(renderer) if generates else ()
+        # reading takes seconds: in a thread, since services register and progress is asked for meanwhile
+        data = await asyncio.to_thread(self._read_data, trains, generates)
         # everything that can be wrong with the data has been said: now the services
         await self._membership.wait_for(
             ({"trainer": 1} if trains else {})
@@ -95,20 +100,13 @@ class Assembly:
         )
         trainer = self._membership.trainer if trains else None
         if trainer:
-            await self._check_tokenizer(trainer, renderer)
-        return await self._loop(resume, renderer, prompts, supervised, validation_sets, trainer)
+            await self._check_tokenizer(trainer, data.renderer)
+        return await self._loop(resume, data, trainer)
 
-    async def _loop(
-        self,
-        resume: bool,
-        renderer: Renderer,
-        prompts: PromptSource | None,
-        supervised: SupervisedSource | None,
-        validation_sets: tuple[ValidationSet, ...],
-        trainer: TrainerClient | None,
-    ) -> Loop:
+    async def _loop(self, resume: bool, data: _Data, trainer: TrainerClient | None) -> Loop:
         """Restores the last checkpoint where asked to, and opens the run's next lineage."""
         config, checkpoint, best, step = self._config, None, None, 0
+        prompts = data.prompts
         if resume and (steps := self._checkpoints.steps()):
             state, snapshot, actor = self._checkpoints.load(steps[-1])
             step, best, checkpoint = state.step, state.best, Checkpoint(state.step, state.version, snapshot)
@@ -118,7 +116,7 @@ class Assembly:
                 prompts.load(state.cursor)
             log.info("resumes after step %d, version %s", step, state.version)
         restored = await self._journal.restore(checkpoint)
-        sampling = _sampling(config.rollout.sampling, renderer, config.run.seed)
+        sampling = _sampling(config.rollout.sampling, data.renderer, config.run.seed)
         version = Version(restored.lineage, checkpoint.version.number if checkpoint else 0)
         source: Source
         if prompts:
@@ -138,11 +136,22 @@ class Assembly:
             generation=self._generation,
             sync=self._sync,
             trainer=trainer,
-            supervised=supervised,
-            validation_sets=validation_sets,
+            supervised=data.supervised,
+            validation_sets=data.validation_sets,
             sampling=sampling,
         )
         return Loop(config, parts, version, step, best)
+
+    def _read_data(self, trains: bool, generates: bool) -> _Data:
+        config = self._config
+        renderer = Renderer(config.model.path)
+        prompts = None if config.data.replay else self._prompt_source(renderer)
+        supervised = (
+            SupervisedSource(config.warmup.source, renderer, config.run.seed)
+            if trains and config.warmup.steps and config.warmup.source
+            else None
+        )
+        return _Data(renderer, prompts, supervised, self._validation_sets(renderer) if generates else ())
 
     def _prompt_source(self, renderer: Renderer) -> PromptSource:
         data, run = self._config.data, self._config.run

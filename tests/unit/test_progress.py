@@ -1,7 +1,12 @@
 """What a reader sees of a status."""
 
-from services.cli.progress import line
+from typing import ClassVar
+
+import pytest
+
+from services.cli.progress import follow, line
 from services.runtime.clients import RunStatus
+from services.runtime.errors import AtollError, ServiceUnavailableError
 
 
 def test_a_line_has_what_matters_in_the_order_that_matters() -> None:
@@ -19,9 +24,29 @@ def test_a_line_has_what_matters_in_the_order_that_matters() -> None:
     status = RunStatus("toy", "training", 3, 10, 4, "", (), metrics, 7)
     assert line(status) == (
         "step 3/10  training  reward 0.312  tokens/s 1,234  staleness 0.00  sums/avg@1 0.500  "
-        "seconds: gen 0.50, update_actor 0.25, step 0.80"
+        "seconds: gen 0.50, step 0.80, update_actor 0.25"
     )
 
 
 def test_a_run_that_has_not_begun_has_no_metrics() -> None:
     assert line(RunStatus("toy", "starting", 0, 10, 0, "", (), {}, 1)) == "step 0/10  starting"
+
+
+async def test_progress_goes_on_after_a_call_that_failed() -> None:
+    first, second = (RunStatus("toy", "training", step, 10, step, "", (), {}, step) for step in (1, 2))
+
+    class Client:
+        answers: ClassVar = [first, ServiceUnavailableError("no answer within 10 s"), second]
+
+        async def status(self, seen: int) -> RunStatus:
+            if not self.answers:
+                raise AtollError("the test ends here")
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    seen: list[int] = []
+    with pytest.raises(AtollError, match="the test ends here"):
+        await follow(Client(), lambda status: seen.append(status.step))
+    assert seen == [1, 2]
