@@ -114,7 +114,7 @@ class Loop:
             if self._due(self._config.checkpoint.every, self._config.checkpoint.at_end) or self._must_save():
                 with timer.phase("save_checkpoint"):
                     await self._checkpoint()
-        await self._record(metrics | self._throughput(groups, timer))
+        await self._record(metrics | self._timings(timer, metrics["perf/total_num_tokens"]))
 
     async def _prepare(self, groups: Sequence[Group], timer: StepTimer) -> list[Batch]:
         """Advantages over the whole batch; old logprobs where the update cannot take them along."""
@@ -260,15 +260,9 @@ class Loop:
         )
         return reached or self._step >= self._config.run.steps or self._parts.control.stopping
 
-    def _throughput(self, groups: Sequence[Group], timer: StepTimer) -> dict[str, float]:
-        num_tokens = sum(
-            len(group.prompt.token_ids) + sample.num_tokens for group in groups for sample in group.samples
-        )
+    def _timings(self, timer: StepTimer, num_tokens: float) -> dict[str, float]:
         metrics = timer.metrics() | {"timing_s/reward": self._parts.rewards.take_seconds()}
-        return metrics | {
-            "perf/total_num_tokens": float(num_tokens),
-            "perf/throughput": num_tokens / metrics["timing_s/step"],
-        }
+        return metrics | {"perf/throughput": num_tokens / metrics["timing_s/step"]}
 
     async def _record(self, metrics: Mapping[str, float]) -> None:
         if not metrics:

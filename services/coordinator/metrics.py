@@ -13,6 +13,8 @@ def step_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
     scores = np.array([sample.score for sample in samples])
     lengths = np.array([sample.num_tokens for sample in samples])
     ages = np.array([staleness(sample, version) for sample in samples])
+    prompt_lengths = np.array([len(group.prompt.token_ids) for group in groups])
+    num_samples = np.array([len(group.samples) for group in groups])
     clipped = sum(sample.finish_reason is FinishReason.LENGTH for sample in samples)
     metrics = {
         "training/version": float(version.number),
@@ -23,14 +25,17 @@ def step_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
         "response_length/clip_ratio": clipped / len(samples),
-        "prompt_length/mean": float(np.mean([len(group.prompt.token_ids) for group in groups])),
+        "prompt_length/mean": float(prompt_lengths.mean()),
+        "perf/total_num_tokens": float((prompt_lengths * num_samples).sum() + lengths.sum()),
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
     }
-    components = [reward.components for sample in samples for reward in sample.rewards]
-    for name in sorted({name for values in components for name in values}):
-        metrics[f"reward/{name}/mean"] = sum(values.get(name, 0.0) for values in components) / len(samples)
-    return metrics
+    totals: dict[str, float] = {}
+    for sample in samples:
+        for reward in sample.rewards:
+            for name, value in reward.components.items():
+                totals[name] = totals.get(name, 0.0) + value
+    return metrics | {f"reward/{name}/mean": totals[name] / len(samples) for name in sorted(totals)}
 
 
 def mean_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from services.runtime.errors import UserError
 from services.wire.types import GroupRequest, Node, Provenance, Sample, SampleId
 
 MAX_REMEMBERED_TOKENS = 1 << 20  # of finished samples: some 10 MB
+LINGER_S = 0.02  # a sample waits so long for others: each message costs the coordinator a round of calls
 
 
 @dataclass(eq=False, slots=True)
@@ -21,6 +22,25 @@ class _Listener:
 
     missing: set[str] = field(default_factory=set)  # request ids
     inbox: asyncio.Queue[list[Sample] | Exception] = field(default_factory=asyncio.Queue)
+
+    async def next(self, expected: int) -> list[Sample]:
+        """The next samples to finish, and those of the `expected` that follow within LINGER_S."""
+        samples: list[Sample] = []
+        deadline = None
+        while len(samples) < expected:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    arrived = await self.inbox.get()
+            except TimeoutError:
+                break
+            if isinstance(arrived, Exception):
+                if not samples:
+                    raise arrived
+                self.inbox.put_nowait(arrived)  # after what was finished before it
+                break
+            samples += arrived
+            deadline = deadline or asyncio.get_running_loop().time() + LINGER_S
+        return samples
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +62,7 @@ class Generator:
         self._finished_tokens = 0
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Sample], None]:
-        """Samples of all requests as they finish, those of one decode step together.
+        """Samples of all requests as they finish, those that finish within LINGER_S of each other together.
 
         A request that runs is joined, one that has finished is answered again. Closing the iterator
         aborts what nobody else waits for. Raises what the engine raises.
@@ -76,9 +96,7 @@ class Generator:
             if answers:
                 yield answers
             while expected:
-                samples = await listener.inbox.get()
-                if isinstance(samples, Exception):
-                    raise samples
+                samples = await listener.next(expected)
                 expected -= len(samples)
                 yield samples
         finally:

@@ -132,6 +132,7 @@ def test_step_metrics_by_hand() -> None:
         "response_length/min": 0,
         "response_length/clip_ratio": 1 / 3,
         "prompt_length/mean": 1.5,
+        "perf/total_num_tokens": 2 * 2 + 1 + 6,
         "staleness/mean": 1 / 3,
         "staleness/max": 1,
         "reward/exact_match/mean": 1 / 3,

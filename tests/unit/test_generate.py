@@ -96,10 +96,18 @@ async def test_a_sample_is_a_tree_of_one_node(engine, generator):
     assert (sample.provenance.started, sample.provenance.finished) == (1.0, 2.0)
 
 
-async def test_what_finished_together_arrives_together(engine, generator):
+async def test_what_finishes_in_quick_succession_arrives_together(engine, generator):
     for news in ([2, 0], [1]):
         engine.news.put_nowait(news)
-    assert indices(await listen(generator, request(0, 1), request(2))) == [[2, 0], [1]]
+    assert indices(await listen(generator, request(0, 1), request(2))) == [[2, 0, 1]]
+
+
+async def test_a_finished_sample_waits_for_others_no_longer_than_it_may(engine, generator):
+    engine.news.put_nowait([2, 0])
+    stream = generator.generate([request(0, 1), request(2)])
+    first = await asyncio.wait_for(anext(stream), 10)
+    engine.news.put_nowait([1])
+    assert indices([first, await asyncio.wait_for(anext(stream), 10)]) == [[2, 0], [1]]
 
 
 async def test_a_running_request_is_joined(engine, generator):
