@@ -1,6 +1,7 @@
 """Small real models and a tokenizer, made locally once per session."""
 
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -61,6 +62,19 @@ def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_qwen2_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("qwen2_tied"), "qwen2", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def diverged_qwen2(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its logits are not finite."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("diverged") / "model"
+    copytree(tiny_qwen2, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
         # started by the thread that asks it: the process dies with that thread
         self._process = self._thread.submit(GradingProcess, graders, answer).result()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def build(cls, context: ServiceContext) -> Self:
@@ -43,7 +44,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             yield await self._grade(request)
         except GradingStoppedError as stopped:
             if len(request.items) == 1:
-                yield self._failed(request.items[0], stopped)
+                yield self._ungraded(request.items[0], stopped)
             else:
                 for item in request.items:
                     async for reply in self.Score(reward_pb2.ScoreRequest(items=[item]), context):
@@ -54,18 +55,28 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     ) -> reward_pb2.DescribeReply:
         return reward_pb2.DescribeReply(graders=self._names)
 
+    async def failed(self) -> None:
+        await self._failed
+
     async def close(self) -> None:
         self._process.kill()  # a grader that hangs must not hold up the end
         await asyncio.get_running_loop().run_in_executor(self._thread, self._process.close)
         self._thread.shutdown()
 
     async def _grade(self, request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreReply:
-        reply = await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._process.ask, request.SerializeToString(), self._timeout_s
-        )
+        try:
+            reply = await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._process.ask, request.SerializeToString(), self._timeout_s
+            )
+        except GradingStoppedError:
+            raise
+        except Exception as error:  # there is no grading process any more
+            if not self._failed.done():
+                self._failed.set_exception(error)
+            raise
         return reward_pb2.ScoreReply.FromString(reply)
 
-    def _failed(self, item: reward_pb2.ScoreItem, stopped: GradingStoppedError) -> reward_pb2.ScoreReply:
+    def _ungraded(self, item: reward_pb2.ScoreItem, stopped: GradingStoppedError) -> reward_pb2.ScoreReply:
         error = reward_pb2.GradingError(grader=", ".join(self._names), cause=str(stopped), retryable=True)
         return reward_pb2.ScoreReply(verdicts=[reward_pb2.Verdict(id=item.id, error=error)])
 

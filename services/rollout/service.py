@@ -50,6 +50,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServicer_to_server(self, server)
 
+    async def failed(self) -> None:
+        await self._engine.failed()
+
     async def close(self) -> None:
         await self._engine.close()
 

@@ -46,6 +46,10 @@ class Service(Protocol):
         """Registers its servicer."""
         ...
 
+    async def failed(self) -> None:
+        """Waits for as long as the service works; raises what it cannot survive."""
+        ...
+
     async def close(self) -> None:
         """Frees what it holds; called once, after the last call has ended."""
         ...
@@ -54,7 +58,7 @@ class Service(Protocol):
 def run_service(role: str, build: Callable[[ServiceContext], Awaitable[Service]]) -> None:
     """Runs a service of `role` ("trainer", "rollout", "reward") until SIGTERM or SIGINT.
 
-    Ends the process with exit code 1 where it cannot start or the run does not want it.
+    Ends the process with exit code 1 where it cannot start, has failed, or the run does not want it.
     """
     arguments = parse_arguments(role)
     configure_logging(arguments.name)
@@ -94,6 +98,7 @@ async def _serve(
     config, token = read_resolved(arguments.config), access_token()
     context = ServiceContext(config, arguments.name, new_incarnation())
     service = await build(context)
+    failed = asyncio.create_task(service.failed())
     try:
         server = await Server.start(
             f"atoll.v1.{role.capitalize()}",
@@ -105,6 +110,7 @@ async def _serve(
         )
         try:
             stop = asyncio.Event()
+            failed.add_done_callback(lambda _: stop.set())
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
             if arguments.ready_fd is not None:
@@ -112,10 +118,13 @@ async def _serve(
             _log.info("serves %s at %s", role, server.address)
             entry = ServiceEntry(role, context.name, context.incarnation, server.address)
             await _hold_lease(entry, arguments.coordinator, token, stop)
+            if failed.done():
+                await failed
             _log.info("stops")
         finally:
             await server.stop(STOP_GRACE_S)
     finally:
+        failed.cancel()
         await service.close()
 
 

@@ -6,7 +6,6 @@ all in one thread.
 
 import asyncio
 import logging
-import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -44,19 +43,20 @@ ROLE = "actor"
 
 
 class Rank:
-    """Runs commands on one rank. Build and use it in one thread, inside `cpu_compat.apply()`."""
+    """Runs commands on one rank. Build and use it in one thread."""
 
     def __init__(self, config: RunConfig) -> None:
         trainer = config.trainer
         torch.set_num_threads(trainer.threads)
         initialize_parallel(trainer.parallel.tensor, trainer.parallel.data)
+        with cpu_compat.apply():
+            policy = build(config.model.path)
+            self._learner = Learner(
+                policy, trainer.optimizer, trainer.max_tokens_per_microbatch, SHARES_PREFIX[trainer.attention]
+            )
         self.channel = CommandChannel()
-        policy = build(config.model.path)
         self._config = config
         self._policy = policy
-        self._learner = Learner(
-            policy, trainer.optimizer, trainer.max_tokens_per_microbatch, SHARES_PREFIX[trainer.attention]
-        )
         self._catalog, buffers = catalog(policy.model, policy.spec)
         self._publisher = Publisher(dist.get_rank(), buffers)
         self._commands: dict[str, Callable[[Sequence[bytes]], Message]] = {
@@ -142,17 +142,19 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     def __init__(self, thread: ThreadPoolExecutor, rank: Rank) -> None:
         self._thread = thread
         self._rank = rank
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def build(cls, context: ServiceContext) -> Self:
-        # Megatron's CPU mode belongs to the thread that enters it, so one thread does all computing
-        mode = cpu_compat.apply()
-        thread = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=mode.__enter__)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         loop = asyncio.get_running_loop()
         return cls(thread, await loop.run_in_executor(thread, Rank, context.config))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         trainer_pb2_grpc.add_TrainerServicer_to_server(self, server)
+
+    async def failed(self) -> None:
+        await self._failed
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
@@ -227,9 +229,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             )
         except AtollError:
             raise
-        except Exception:
+        except Exception as error:
             _log.critical("%s failed half-way: this trainer ends, restart it from a checkpoint", method)
-            signal.raise_signal(signal.SIGTERM)
+            if not self._failed.done():
+                self._failed.set_exception(error)
             raise
 
     def _close(self) -> None:

@@ -438,6 +438,7 @@ async def test_rolled_back_weights_never_live(start_engine, tiny_qwen3, next_qwe
         (ask([3], Sampling(0)), "max_new_tokens"),
         (ask([3], Sampling(1, top_p=0.0)), "top_p"),
         (ask([3], Sampling(1, temperature=float("nan"))), "temperature"),
+        (ask([3], Sampling(1, temperature=1e-40)), "temperature"),
         (ask([3], Sampling(1, stop=("",))), "stop"),
     ],
 )

@@ -143,6 +143,17 @@ async def test_a_grading_process_that_is_killed_is_replaced(grader: GraderConfig
         assert await client.score([item(1, "46")]) == [Graded(item(1, "").id, 0.2, {grader.name: 0.1})]
 
 
+async def test_graders_that_can_be_loaded_no_more_are_the_services_end(
+    grader: GraderConfig, tmp_path: Path
+) -> None:
+    async with serving([grader]) as (client, service):
+        (tmp_path / "mine.py").unlink()
+        with pytest.raises(UserError, match="no such file"):
+            await client.score([item(1, "crash")])
+        with pytest.raises(UserError, match="no such file"):
+            await asyncio.wait_for(service.failed(), 5)
+
+
 async def test_a_grader_that_hangs_does_not_hold_up_the_end(grader: GraderConfig, tmp_path: Path) -> None:
     fifo = tmp_path / "begun"
     os.mkfifo(fifo)

@@ -5,7 +5,9 @@ import json
 import os
 import signal
 import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -135,28 +137,40 @@ async def test_requests_at_fault_are_the_callers_errors(client):
     assert len(await collect(client, GREEDY, ask(1))) == 2  # a failed commit leaves no pause behind
 
 
-async def test_a_replica_is_a_process(tiny_qwen2, tmp_path):
+@asynccontextmanager
+async def replica(model: Path, folder: Path, log: int | None = None) -> AsyncIterator[tuple[Process, str]]:
+    """`python -m services.rollout` as the launcher starts it, and its address."""
     config = RunConfig.model_validate(
         {
-            "run": {"name": "toy", "steps": 1, "dir": tmp_path},
-            "model": {"path": tiny_qwen2},
-            "data": {"train": [{"path": tmp_path / "none.parquet"}]},
+            "run": {"name": "toy", "steps": 1, "dir": folder},
+            "model": {"path": model},
+            "data": {"train": [{"path": folder / "none.parquet"}]},
             "rollout": {"dtype": "bfloat16", "local": {"slots": 3, "max_length": 64}},
         }
     )
-    write_resolved(config, tmp_path / "config.json")
+    write_resolved(config, folder / "config.json")
     ready, ready_fd = os.pipe()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.rollout", "--config", tmp_path / "config.json"),
+        *(sys.executable, "-m", "services.rollout", "--config", folder / "config.json"),
         *("--name", "rollout-3", "--coordinator", "127.0.0.1:1", "--ready-fd", str(ready_fd)),
         pass_fds=[ready_fd],
+        stderr=log,
     )
     try:
         os.close(ready_fd)
         with os.fdopen(ready) as pipe:
             async with asyncio.timeout(90):
                 line = await asyncio.to_thread(pipe.readline)
-        client = RolloutClient(json.loads(line)["address"], Caller(fence=1), timeout_s=30)
+        yield process, json.loads(line)["address"]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_replica_is_a_process(tiny_qwen2, tmp_path):
+    async with replica(tiny_qwen2, tmp_path) as (process, address):
+        client = RolloutClient(address, Caller(fence=1), timeout_s=30)
         info = await client.info()
         assert (info.name, info.dtype, info.slots, info.max_length) == ("rollout-3", "bfloat16", 3, 64)
         assert info.vocab_size == 64
@@ -165,7 +179,18 @@ async def test_a_replica_is_a_process(tiny_qwen2, tmp_path):
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(20):
             assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+
+
+async def test_a_replica_whose_engine_breaks_ends_with_a_traceback(diverged_qwen2, tmp_path):
+    async with replica(diverged_qwen2, tmp_path, PIPE) as (process, address):
+        client = RolloutClient(address, Caller(fence=1), timeout_s=30)
+        calls = [collect(client, Sampling(8), ask(row)) for row in range(3)]
+        async with asyncio.timeout(20):
+            errors = await asyncio.gather(*calls, return_exceptions=True)
+            _, log = await process.communicate()
+        assert [type(error) for error in errors] == [AtollError] * 3
+        assert "the model's logits are not finite" in str(errors[0])
+        assert process.returncode == 1
+        assert "Traceback" in log.decode()
+        assert "the model's logits are not finite" in log.decode().splitlines()[-1]
+        await client.close()

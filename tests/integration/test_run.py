@@ -158,6 +158,19 @@ def test_a_killed_replica_costs_no_sample(make: Make) -> None:
     assert "rollout-1" in (config.folder / "logs" / "coordinator.log").read_text()
 
 
+def test_a_replica_that_breaks_again_and_again_ends_the_run(make: Make, diverged_qwen2: Path) -> None:
+    config = make(
+        "broken-replica",
+        run={"mode": "rollout_only"},
+        model={"path": diverged_qwen2},
+        rollout={"max_restarts": 1},
+    )
+    with pytest.raises(AtollError, match=r"(?s)rollout-0 died \(exit code 1\).*logits are not finite"):
+        launch(config, watch, resume=False)
+    assert (config.folder / "logs" / "rollout-0.log").read_text().count("serves rollout at") == 2
+    assert psutil.Process().children(recursive=True) == []
+
+
 def test_asynchronous_with_partial_rollouts_keeps_the_bound(make: Make) -> None:
     config = make(
         "async",

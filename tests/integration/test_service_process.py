@@ -21,23 +21,31 @@ from services.runtime.store import EmbeddedServer, Store
 from services.wire.types import ServiceEntry
 
 # A reward service that answers Describe with its incarnation; config's run.seed 13 refuses to build,
-# 14 has a bug.
+# 14 has a bug, 15 breaks at the first call.
 PROGRAM = """
+import asyncio
 from services.runtime.errors import UserError
 from services.runtime.process import run_service
 from services.wire.v1 import reward_pb2, reward_pb2_grpc
 
 class Fake(reward_pb2_grpc.RewardServicer):
-    def __init__(self, incarnation): self.incarnation = incarnation
+    def __init__(self, context):
+        self.incarnation, self.breaks = context.incarnation, context.config.run.seed == 15
+        self.called = asyncio.Event()
     def add_to(self, server): reward_pb2_grpc.add_RewardServicer_to_server(self, server)
     async def Describe(self, request, context):
+        self.called.set()
         return reward_pb2.DescribeReply(graders=[self.incarnation])
+    async def failed(self):
+        await self.called.wait()
+        if self.breaks: raise KeyError("broken")
+        await asyncio.Event().wait()
     async def close(self): print("closed", flush=True)
 
 async def build(context):
     if context.config.run.seed == 13: raise UserError("model.path: no such folder")
     if context.config.run.seed == 14: raise KeyError("a bug")
-    return Fake(context.incarnation)
+    return Fake(context)
 
 run_service("reward", build)
 """
@@ -178,6 +186,24 @@ async def test_what_the_user_can_mend_is_one_message_and_the_rest_a_traceback(st
     assert (line, process.returncode) == ("", 1)
     assert "Traceback" in stderr.decode()
     assert stderr.decode().endswith("KeyError: 'a bug'\n")
+
+
+async def test_a_service_that_breaks_says_goodbye_and_ends_with_a_traceback(
+    start: Start, store: Store
+) -> None:
+    registry = Registry(store, lease_s=60)
+    async with coordinator(registry) as address:
+        changes = registry.changes()
+        process, line = await start("--coordinator", address, seed=15)
+        joined = await next_of(changes)
+        client = RewardClient(json.loads(line)["address"], Caller(), timeout_s=5)
+        assert len(await client.describe()) == 1
+        assert await next_of(changes) == Left(joined.entry)  # long before its lease ends
+        stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
+        await client.close()
+    assert (process.returncode, stdout) == (1, b"closed\n")
+    assert "Traceback" in stderr.decode()
+    assert stderr.decode().endswith("KeyError: 'broken'\n")
 
 
 async def test_a_port_in_use_closes_what_was_built(start: Start, store: Store) -> None:

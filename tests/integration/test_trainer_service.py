@@ -213,5 +213,5 @@ def test_a_dead_follower_is_an_error_and_ends_the_leader(tmp_path: Path, tiny_qw
             await client.close()
 
         asyncio.run(call_after_death())
-        running.ranks[0].wait(END_S)
+        assert running.ranks[0].wait(END_S) == 1
         assert "restart it from a checkpoint" in running.logs[0].read_text()

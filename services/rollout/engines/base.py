@@ -107,4 +107,9 @@ class Engine(Protocol):
         """The live version, and xxh3-64 of each canonical tensor's bytes in the serving dtype, row-major."""
         ...
 
+    async def failed(self) -> None:
+        """Waits for as long as the engine works. Raises the unexpected error that broke it, which every
+        running `generate` has raised, too; nothing else may be asked of it then."""
+        ...
+
     async def close(self) -> None: ...

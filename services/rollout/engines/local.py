@@ -5,7 +5,6 @@ completions back through the queue of each `generate` call.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
@@ -25,14 +24,14 @@ from services.rollout.engines.local_decoder import Decoder
 from services.rollout.engines.local_model import LocalModel
 from services.rollout.engines.local_weights import Layout
 from services.rollout.refit import Refit
-from services.runtime.errors import UserError
+from services.runtime.errors import AtollError, UserError
 from services.runtime.model_spec import read_spec
 from services.weights.boxes import tensor_checksums
 from services.wire.types import Catalog, GroupRequest, PauseMode, Plan, StreamManifest, Version
 
-_log = logging.getLogger(__name__)
-
 T = TypeVar("T")
+
+MIN_TEMPERATURE = 1e-6  # but for 0: what logits are divided by must leave them finite
 
 
 class _Call:
@@ -82,6 +81,9 @@ class LocalEngine:
         self._pause: PauseMode | None = None
         self._pausing: list[Future[None]] = []  # pause calls that wait for quiet
         self._closed = False
+        self._calls: set[_Call] = set()
+        self._end: Future[None] = Future()  # of the compute thread
+        self._end.set_running_or_notify_cancel()  # whoever waits for it and leaves does not cancel it
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread = Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
@@ -105,6 +107,7 @@ class LocalEngine:
         for request in requests:
             self._check(request)
         call = _Call()
+        self._calls.add(call)
 
         def leave() -> None:
             self._decoder.abort(lambda caller, _: caller is call)
@@ -117,6 +120,7 @@ class LocalEngine:
                 missing -= len(completions)
                 yield completions
         finally:
+            self._calls.remove(call)
             if missing:
                 self._commands.put(leave)
 
@@ -173,6 +177,9 @@ class LocalEngine:
 
         return await self._between_tokens(command)
 
+    async def failed(self) -> None:
+        await asyncio.wrap_future(self._end)
+
     async def close(self) -> None:
         def command() -> None:
             self._closed = True
@@ -196,15 +203,15 @@ class LocalEngine:
             )
         valid = (
             sampling.max_new_tokens >= 1
-            and 0 <= sampling.temperature < np.inf
+            and (sampling.temperature == 0 or MIN_TEMPERATURE <= sampling.temperature < np.inf)
             and 0 < sampling.top_p <= 1
             and sampling.top_k >= 0
             and all(sampling.stop)
         )
         if not valid:
             raise UserError(
-                f"group {request.group}: {sampling}; expected max_new_tokens >= 1, temperature >= 0, "
-                "0 < top_p <= 1, top_k >= 0 and stop strings that are not empty"
+                f"group {request.group}: {sampling}; expected max_new_tokens >= 1, temperature 0 or at "
+                f"least {MIN_TEMPERATURE:g}, 0 < top_p <= 1, top_k >= 0 and stop strings that are not empty"
             )
 
     async def _between_tokens(self, function: Callable[[], T]) -> T:
@@ -217,14 +224,26 @@ class LocalEngine:
                     future.set_result(function())
                 except Exception as error:
                     future.set_exception(error)
+                    if not isinstance(error, AtollError):
+                        raise
 
         self._commands.put(command)
         return await asyncio.wrap_future(future)
 
-    @torch.inference_mode()
     def _run(self) -> None:
-        """The compute thread. Consumes commands, and decodes unless paused; waits for a command while
-        there is nothing to decode; any command unblocks it."""
+        """The compute thread. What may have left half a step behind ends it, and all calls with it."""
+        try:
+            self._work()
+            self._end.set_result(None)
+        except Exception as error:
+            self._end.set_exception(error)
+            for call in tuple(self._calls):
+                call.post(error)
+
+    @torch.inference_mode()
+    def _work(self) -> None:
+        """Consumes commands, and decodes unless paused; waits for a command while there is nothing to
+        decode; any command unblocks it."""
         while not self._closed:
             if not self._can_decode():
                 self._release_pauses()
@@ -232,7 +251,7 @@ class LocalEngine:
             while not self._commands.empty():
                 self._commands.get()()
             if self._can_decode():
-                self._decode()
+                _deliver(self._decoder.step(admit=self._pause is None))
 
     def _can_decode(self) -> bool:
         if self._pause is PauseMode.IN_PLACE:
@@ -244,14 +263,6 @@ class LocalEngine:
             if quiet.set_running_or_notify_cancel():
                 quiet.set_result(None)
         self._pausing.clear()
-
-    def _decode(self) -> None:
-        try:
-            _deliver(self._decoder.step(admit=self._pause is None))
-        except Exception as error:
-            _log.exception("decoding failed; every running and waiting sample is dropped")
-            for caller in {caller for caller, _ in self._decoder.abort(lambda *_: True)}:
-                caller.post(error)
 
 
 def _deliver(finished: Sequence[tuple[_Call, Completion]]) -> None:

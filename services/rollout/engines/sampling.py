@@ -55,7 +55,7 @@ def draw(
 ) -> tuple[Int64, Float32]:
     """Tokens [B] and their logprobs [B] under the distribution drawn from: logits / temperature, cut to
     the top k and then to the smallest set of probability top_p, renormalised. A temperature of 0 takes
-    the largest logit, with its logprob at temperature 1.
+    the largest logit, with its logprob at temperature 1. Raises FloatingPointError for NaN and infinity.
 
     `logits_BV` is float32 and may be overwritten. top_k 0 and top_p 1 cut nothing.
     """
@@ -70,7 +70,13 @@ def draw(
     logprobs_BV = torch.log_softmax(logits_BV, -1)
     # inverse of the cumulative distribution: the first token whose sum passes u * total
     sums_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
-    targets_B1 = torch.from_numpy(uniforms_B).unsqueeze(1) * sums_BV[:, -1:]
+    totals_B = sums_BV[:, -1].numpy()
+    if not np.isfinite(totals_B).all():
+        raise FloatingPointError(
+            "the model's logits are not finite: its weights are damaged, or training has diverged; "
+            "look at actor/grad_norm, and lower trainer.optimizer.learning_rate"
+        )
+    targets_B1 = torch.from_numpy(uniforms_B * totals_B).unsqueeze(1)
     tokens_B1 = torch.searchsorted(sums_BV, targets_B1, right=True)
     if greedy_B.any():
         largest_B1 = logits_BV.argmax(-1, keepdim=True)
