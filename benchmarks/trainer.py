@@ -52,7 +52,7 @@ class Work:
 def run(rounds: int = 30) -> dict[str, object]:
     """Tokens per CPU second, medians over `rounds`, and their ratio to the plain loop."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, cpu_compat.apply():
+    with tempfile.TemporaryDirectory() as folder:
         build_arithmetic(Path(folder), seed=0)
         _join_alone()
         sides = {
@@ -124,7 +124,8 @@ def pad(work: Work) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def learner(folder: Path, attention: str) -> Callable[[Work], None]:
-    trainer = Learner(build(folder), OPTIMIZER, max_tokens=8192, shares_prefix=SHARES_PREFIX[attention])
+    with cpu_compat.apply():
+        trainer = Learner(build(folder), OPTIMIZER, max_tokens=8192, shares_prefix=SHARES_PREFIX[attention])
     steps = iter(range(1_000_000))
 
     def update(work: Work) -> None:

@@ -6,7 +6,6 @@ from services.config.load import ConfigError, read_resolved, trainer_rank
 from services.runtime.errors import UserError
 from services.runtime.process import announce, parse_arguments, run_service
 from services.runtime.telemetry import configure_logging
-from services.trainer import cpu_compat
 from services.trainer.ranks import LEADER, RankLostError, follow
 from services.trainer.service import Rank, TrainerService
 
@@ -15,15 +14,14 @@ def run_follower() -> None:
     """Runs the leader's commands until it stops or dies."""
     arguments = parse_arguments("trainer")
     configure_logging(arguments.name)
-    with cpu_compat.apply():
-        try:
-            rank = Rank(read_resolved(arguments.config))
-            if arguments.ready_fd is not None:
-                announce(arguments.ready_fd, "")
-            follow(rank.channel, rank.execute)
-            rank.close()
-        except (UserError, ConfigError, RankLostError) as error:
-            sys.exit(f"{arguments.name}: {error}")
+    try:
+        rank = Rank(read_resolved(arguments.config))
+        if arguments.ready_fd is not None:
+            announce(arguments.ready_fd, "")
+        follow(rank.channel, rank.execute)
+        rank.close()
+    except (UserError, ConfigError, RankLostError) as error:
+        sys.exit(f"{arguments.name}: {error}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Runs unmodified megatron-core on a CPU: it asks torch.cuda for devices, streams and random states.
 
-The patches are for the whole process; the rewriting of `device="cuda"` arguments is PyTorch's
-function mode, which belongs to one thread: the thread that computes enters it.
+The patches are for the whole process. The rewriting of `device="cuda"` arguments is PyTorch's function
+mode, which belongs to one thread and slows every call down: enter it where Megatron's objects are built,
+and only there. What our steps call afterwards names no device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -109,7 +110,7 @@ def _patch(module: ModuleType, replacements: Mapping[str, object]) -> None:
 
 
 def apply() -> AbstractContextManager[object]:
-    """Call before any Megatron object is built; enter the result in the thread that computes.
+    """Call before any Megatron object is built, and build them inside the result.
 
     Patching twice changes nothing. Where CUDA is available nothing is patched at all.
     """

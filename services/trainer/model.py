@@ -82,7 +82,7 @@ def initialize_parallel(tensor: int, data: int) -> None:
 
 
 def build(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
-    """Reads the folder into this rank's shard. Call after `cpu_compat.apply` and `initialize_parallel`.
+    """Reads the folder into this rank's shard. Call inside `cpu_compat.apply()`, after `initialize_parallel`.
 
     Raises UserError where the folder is no model, or the tensor-parallel size does not divide it.
     """

@@ -17,8 +17,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from services.config.schema import OptimizerConfig
 from services.runtime.errors import LostStateError, UserError
@@ -124,11 +124,13 @@ class Learner:
             )
         finalize_model_grads([self.model])
         self.optimizer.prepare_grads()
-        norm = self.optimizer.get_grad_norm()
+        norm = self._grad_norm()
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-                clip_grad_by_total_norm_fp32(group["params"], self._max_grad_norm, norm)
+            clip_grads_with_norm_(
+                self.optimizer.get_parameters(), self._max_grad_norm, torch.tensor(norm), foreach=True
+            )
             self.optimizer.step_with_ready_grads()
             self.num_updates += 1
         self.optimizer.zero_grad()
@@ -140,6 +142,12 @@ class Learner:
             "actor/skipped_step": 0.0 if math.isfinite(norm) else 1.0,
         }
         return _record(self._stepped, key, metrics)
+
+    def _grad_norm(self) -> float:
+        """L2 over the whole model: what tensor-parallel ranks hold alike counts once."""
+        square = get_total_norm(self.optimizer.get_main_grads_for_grad_norm(), foreach=True).square()
+        dist.all_reduce(square, group=self.optimizer.get_grad_stats_parallel_group())
+        return math.sqrt(square.item())
 
     def _check(self, segments: Segments, temperature: float) -> None:
         if temperature <= 0:

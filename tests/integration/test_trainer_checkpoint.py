@@ -56,56 +56,55 @@ def full_disk(limit: int) -> Iterator[None]:
 
 
 def new_learner(model: Path) -> Learner:
-    return Learner(build(model), ADAMW, max_tokens=30, shares_prefix=True)
+    with cpu_compat.apply():
+        return Learner(build(model), ADAMW, max_tokens=30, shares_prefix=True)
 
 
 def save_and_go_on(model: Path, folder: Path, tensor: int, data: int) -> list[list[float]]:
     """Saves before the first and after the second update; returns what the next ones report."""
-    with cpu_compat.apply():
-        initialize_parallel(tensor, data)
-        learner = new_learner(model)
-        save(learner, folder / "new")
-        first = [update(learner, step) for step in (0, 1)]
-        save(learner, folder / "two")
-        then = [update(learner, step) for step in (2, 3)]
-        limit = 100_000 if dist.get_rank() == 1 else resource.RLIM_INFINITY
-        with full_disk(limit), pytest.raises(CheckpointError, match="was not written"):  # on rank 0, too
-            save(learner, folder / "three")
-        assert not (folder / "three").exists()
+    initialize_parallel(tensor, data)
+    learner = new_learner(model)
+    save(learner, folder / "new")
+    first = [update(learner, step) for step in (0, 1)]
+    save(learner, folder / "two")
+    then = [update(learner, step) for step in (2, 3)]
+    limit = 100_000 if dist.get_rank() == 1 else resource.RLIM_INFINITY
+    with full_disk(limit), pytest.raises(CheckpointError, match="was not written"):  # on rank 0, too
+        save(learner, folder / "three")
+    assert not (folder / "three").exists()
 
-        resumed = new_learner(model)
-        load(resumed, folder / "two")
-        assert resumed.num_updates == 2
-        assert [update(resumed, step) for step in (2, 3)] == then
-        load(resumed, folder / "new")  # back to before the first update: no optimizer state
-        assert [update(resumed, step) for step in (0, 1)] == first
-        return then
+    resumed = new_learner(model)
+    load(resumed, folder / "two")
+    assert resumed.num_updates == 2
+    assert [update(resumed, step) for step in (2, 3)] == then
+    load(resumed, folder / "new")  # back to before the first update: no optimizer state
+    assert [update(resumed, step) for step in (0, 1)] == first
+    return then
 
 
 def resume_alone(model: Path, other_model: Path, folder: Path, expected: list[list[float]]) -> None:
     """Loads on one rank what another layout saved; then runs into a full disk."""
-    with cpu_compat.apply():
-        initialize_parallel(tensor=1, data=1)
-        learner = new_learner(model)
-        load(learner, folder / "two")
-        np.testing.assert_allclose([update(learner, step) for step in (2, 3)], expected, rtol=1e-3, atol=1e-5)
+    initialize_parallel(tensor=1, data=1)
+    learner = new_learner(model)
+    load(learner, folder / "two")
+    np.testing.assert_allclose([update(learner, step) for step in (2, 3)], expected, rtol=1e-3, atol=1e-5)
 
-        kept = {file.name: file.read_bytes() for file in (folder / "two").iterdir()}
-        for limit in (
-            1000,
-            100_000,
-        ):  # bytes of any one file: in the first file that is written, in the tensors
-            with full_disk(limit), pytest.raises(CheckpointError, match=r"not written: .* bytes are free"):
-                save(learner, folder / "two")
-        with pytest.raises(CheckpointError, match="Not a directory"):
-            save(learner, folder / "two" / "metadata.json" / "three")
-        assert sorted(path.name for path in folder.iterdir()) == ["new", "two"]
-        assert {file.name: file.read_bytes() for file in (folder / "two").iterdir()} == kept
-        load(learner, folder / "two")
-        assert learner.num_updates == 2
+    kept = {file.name: file.read_bytes() for file in (folder / "two").iterdir()}
+    for limit in (
+        1000,
+        100_000,
+    ):  # bytes of any one file: in the first file that is written, in the tensors
+        with full_disk(limit), pytest.raises(CheckpointError, match=r"not written: .* bytes are free"):
+            save(learner, folder / "two")
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        save(learner, folder / "two" / "metadata.json" / "three")
+    assert sorted(path.name for path in folder.iterdir()) == ["new", "two"]
+    assert {file.name: file.read_bytes() for file in (folder / "two").iterdir()} == kept
+    load(learner, folder / "two")
+    assert learner.num_updates == 2
 
-        with pytest.raises(UserError, match="does not fit this model"):
-            load(new_learner(other_model), folder / "two")
+    with pytest.raises(UserError, match="does not fit this model"):
+        load(new_learner(other_model), folder / "two")
 
 
 def test_resume_is_exact_and_any_layout_loads(tmp_path: Path, tiny_qwen2: Path, tiny_qwen3: Path) -> None:

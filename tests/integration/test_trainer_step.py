@@ -140,7 +140,8 @@ def reference_loop(folder: Path) -> Reference:
 
 
 def new_learner(folder: Path, max_tokens: int = 60, shares_prefix: bool = True) -> Learner:
-    return Learner(build(folder), ADAMW, max_tokens, shares_prefix)
+    with cpu_compat.apply():
+        return Learner(build(folder), ADAMW, max_tokens, shares_prefix)
 
 
 def run_steps(learner: Learner, batches: list[Batch], first: int = 0) -> list[dict[str, float]]:
@@ -160,27 +161,26 @@ def gradients(learner: Learner, batch: Batch, settings: LossSettings) -> tuple[f
 
 
 def check_layout(folder: Path, reference: Reference, tensor: int, data: int) -> None:
-    with cpu_compat.apply():
-        initialize_parallel(tensor, data)
-        learner = new_learner(folder)
-        batch = reference.batches[0]
-        logprobs = learner.compute_logprobs(batch.segments, TEMPERATURE)
-        np.testing.assert_allclose(logprobs[batch.loss_weights > 0], reference.logprobs, atol=1e-5)
-        results = run_steps(learner, reference.batches)
-        for step, metrics in enumerate(results):
-            np.testing.assert_allclose(metrics["actor/pg_loss"], reference.losses[step], rtol=0, atol=1e-5)
-            np.testing.assert_allclose(metrics["actor/grad_norm"], reference.grad_norms[step], rtol=1e-4)
-            assert metrics["actor/num_tokens"] == (reference.batches[step].loss_weights > 0).sum()
-            assert metrics["actor/skipped_step"] == 0
-        assert results[0]["actor/ratio"] == 1
-        assert results[0]["actor/pg_clipfrac"] == 0
-        assert results[0]["actor/ppo_kl"] == 0
-        assert results[0]["rollout_corr/logprob_diff_max"] < 1e-5  # its rollout logprobs are the reference's
-        assert results[1]["actor/pg_clipfrac"] > 0
-        if tensor == data == 1:
-            check_cuts(folder, reference.batches[1])
-            check_keys(learner, reference.batches[0])
-            check_not_finite(learner, reference.batches[0])
+    initialize_parallel(tensor, data)
+    learner = new_learner(folder)
+    batch = reference.batches[0]
+    logprobs = learner.compute_logprobs(batch.segments, TEMPERATURE)
+    np.testing.assert_allclose(logprobs[batch.loss_weights > 0], reference.logprobs, atol=1e-5)
+    results = run_steps(learner, reference.batches)
+    for step, metrics in enumerate(results):
+        np.testing.assert_allclose(metrics["actor/pg_loss"], reference.losses[step], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(metrics["actor/grad_norm"], reference.grad_norms[step], rtol=1e-4)
+        assert metrics["actor/num_tokens"] == (reference.batches[step].loss_weights > 0).sum()
+        assert metrics["actor/skipped_step"] == 0
+    assert results[0]["actor/ratio"] == 1
+    assert results[0]["actor/pg_clipfrac"] == 0
+    assert results[0]["actor/ppo_kl"] == 0
+    assert results[0]["rollout_corr/logprob_diff_max"] < 1e-5  # its rollout logprobs are the reference's
+    assert results[1]["actor/pg_clipfrac"] > 0
+    if tensor == data == 1:
+        check_cuts(folder, reference.batches[1])
+        check_keys(learner, reference.batches[0])
+        check_not_finite(learner, reference.batches[0])
 
 
 def check_cuts(folder: Path, batch: Batch) -> None:
