@@ -81,7 +81,7 @@ def services_of(config: RunConfig, coordinator: str) -> list[Service]:
         Service(
             f"rollout-{index}",
             _command("rollout", config, "--name", f"rollout-{index}", *registered),
-            {"OMP_NUM_THREADS": str(config.rollout.threads)},
+            computing(config.rollout.threads),
             max_restarts=config.rollout.max_restarts,
         )
         for index in range(config.rollout.replicas)
@@ -98,6 +98,19 @@ def services_of(config: RunConfig, coordinator: str) -> list[Service]:
             return trainer
 
 
+def computing(threads: int) -> dict[str, str]:
+    """The environment of a process that computes with torch.
+
+    glibc gives freed blocks back to the kernel, which zeroes each page again when the next step asks for
+    it. Here blocks of up to 32 MiB (glibc's limit) stay, and 256 MiB at the heap's end.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+    }
+
+
 def trainer_of(config: RunConfig, *arguments: str) -> list[Service]:
     """One process a rank; the first one serves for all of them, the others announce no address."""
     world_size = config.trainer.parallel.world_size
@@ -105,7 +118,7 @@ def trainer_of(config: RunConfig, *arguments: str) -> list[Service]:
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
-        "OMP_NUM_THREADS": str(config.trainer.threads),
+        **computing(config.trainer.threads),
     }
     return [
         Service(

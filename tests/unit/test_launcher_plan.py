@@ -46,8 +46,14 @@ def test_a_training_run_has_every_rank_and_replica() -> None:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": "3",
+            "MALLOC_MMAP_THRESHOLD_": "33554432",
+            "MALLOC_TRIM_THRESHOLD_": "268435456",
         }
-    assert by_name["rollout-1"].environment == {"OMP_NUM_THREADS": "5"}
+    assert by_name["rollout-1"].environment == {
+        "OMP_NUM_THREADS": "5",
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
+        "MALLOC_TRIM_THRESHOLD_": "268435456",
+    }
     assert {name: service.max_restarts for name, service in by_name.items() if service.max_restarts} == {
         "rollout-0": 7,
         "rollout-1": 7,
