@@ -63,7 +63,7 @@ def benchmark_config(assets: Path, folder: Path, steps: int) -> RunConfig:
         "run.target_reward": 2.0,  # never reached
         "model.path": assets / "model",
         "data.train": f'[{{path = "{assets / "train.parquet"}"}}]',
-        "warmup.steps": 0,
+        "warmup": "{}",
         "validation.sets": [],
         "checkpoint.every": 0,
         "checkpoint.at_end": "false",
