@@ -1,0 +1,174 @@
+"""Bad input to whole runs: each ends with what is wrong and what to do, and loses nothing.
+
+What the command refuses before a service starts is in test_cli.py.
+"""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from services.cli.arithmetic import build_arithmetic
+from services.cli.launcher import launch
+from services.config.load import load
+from services.rollout.engines.local import LocalEngine
+from services.rollout.service import AS_IN_FOLDER, RolloutService
+from services.runtime.clients import Caller, CoordinatorClient, RolloutClient
+from services.runtime.errors import AtollError, UserError
+from services.runtime.server import Server
+from services.wire.types import GroupId, GroupRequest, Sample, Sampling
+
+CONFIG = """
+[run]
+name = "toy"
+steps = 4
+mode = "rollout_only"
+dir = "{folder}/runs"
+
+[model]
+path = "{assets}/model"
+
+[data]
+train = [{{ path = "{assets}/train.parquet" }}]
+
+[coordinator]
+prompts_per_step = 4
+samples_per_prompt = 4
+
+[rollout]
+sampling = {{ max_new_tokens = 4 }}
+local = {{ slots = 16, max_length = 24 }}
+"""
+
+GRADERS = """
+def broken(item):
+    return 1 / 0
+
+def undefined(item):
+    return float("nan")
+"""
+
+SAMPLING = Sampling(4, temperature=0.0)
+FILE_LIMIT = 100_000  # bytes: less than the model's
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("arithmetic")
+    build_arithmetic(folder, seed=0, digits=1)
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path, assets: Path) -> Path:
+    path = tmp_path / "toy.toml"
+    path.write_text(CONFIG.format(folder=tmp_path, assets=assets))
+    return path
+
+
+def refused(config: Path, *words: str | Path) -> str:
+    """Runs `atoll run`, which fails; what it says, without a traceback and with the log's place."""
+    command = [Path(sys.executable).with_name("atoll"), "run", config, *words]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 1
+    assert "runs/toy/logs/coordinator.log" in answer.stderr
+    return answer.stderr
+
+
+def test_a_tokenizer_of_another_model(config: Path, tmp_path: Path, assets: Path) -> None:
+    model = shutil.copytree(assets / "model", tmp_path / "model")
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"vocab_size": 10}))
+    message = refused(config, "--set", f"model.path={model}")
+    assert f"{model}: the tokenizer does not match the model" in message
+    assert "expected ids below the model's vocab_size 10; copy tokenizer.json from the folder" in message
+    assert "Traceback" not in message
+
+
+def test_a_parquet_row_without_its_field(config: Path, tmp_path: Path, assets: Path) -> None:
+    rows = pq.read_table(assets / "train.parquet").slice(0, 5).to_pylist()
+    rows[3]["reward_model"] = None
+    path = tmp_path / "bad.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    message = refused(config, "--set", f'data.train=[{{path="{path}"}}]')
+    assert f"{path}, row 3 (the first is 0): " in message
+    assert "reward_model" in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        ("broken", "ZeroDivisionError: division by zero"),
+        ("undefined", "ValueError: got nan, expected a finite number"),
+    ],
+)
+def test_a_reward_that_never_counts(config: Path, tmp_path: Path, function: str, cause: str) -> None:
+    path = tmp_path / "graders.py"
+    path.write_text(GRADERS)
+    message = refused(config, "--set", f'reward.graders=[{{name="{path}:{function}"}}]')
+    assert f"the last: reward {path}:{function}: {cause}" in message
+    assert "coordinator.max_dropped_share = 0.5" in message
+    assert not (tmp_path / "runs/toy/summary.json").exists()
+
+
+async def step_reached(client: CoordinatorClient, step: int) -> None:
+    status = await client.status()
+    while status.state != "training" or status.step < step:
+        status = await client.status(status.revision)
+
+
+async def test_a_token_id_outside_the_vocabulary_costs_the_replica_nothing(assets: Path) -> None:
+    def ask(*prompt: int) -> GroupRequest:
+        return GroupRequest(GroupId("toy", 0, prompt[-1]), np.array(prompt, np.int32), (0,), (0,), SAMPLING)
+
+    async def generate(*requests: GroupRequest) -> list[Sample]:
+        stream = client.generate("actor", SAMPLING, requests)
+        return [sample async for arrival in stream for sample in arrival.samples]
+
+    engine = LocalEngine(assets / "model", dtype=torch.float32, slots=4, max_length=24, version=AS_IN_FOLDER)
+    service = RolloutService(engine, "rollout-0", "a1")
+    server = await Server.start(
+        "atoll.v1.Rollout", service.add_to, host="127.0.0.1", port=0, token=None, setting="--port"
+    )
+    client = RolloutClient(server.address, Caller(fence=1), timeout_s=30)
+    for bad in (64, -1):
+        with pytest.raises(UserError, match=rf"token id {bad}, expected 0 to 63: the tokenizer does not"):
+            await generate(ask(3, 5), ask(3, bad))
+    assert [sample.num_tokens for sample in await generate(ask(3, 5))] == [4]
+    await client.close()
+    await server.stop(0)
+    await service.close()
+
+
+def test_a_full_disk_at_checkpoint_time_costs_that_checkpoint_alone(config: Path) -> None:
+    run = load(config, ["run.mode=train", "checkpoint.every=2"])
+
+    async def fill_disk(client: CoordinatorClient) -> None:
+        await step_reached(client, 2)
+        trainer = next(p for p in psutil.Process().children() if "trainer-0" in p.cmdline())
+        trainer.rlimit(psutil.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
+        await asyncio.Event().wait()
+
+    async def watch(client: CoordinatorClient) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(
+        AtollError, match=r"checkpoint of step 4 .* bytes are free .* last valid one is step 2; .*--resume"
+    ):
+        launch(run, fill_disk, resume=False)
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == [
+        "step-000000",
+        "step-000002",
+    ]
+    assert launch(run, watch, resume=True)
+    assert json.loads((run.folder / "summary.json").read_text())["steps"] == 4
