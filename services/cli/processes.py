@@ -55,9 +55,8 @@ class Fleet:
         self._signal(signal.SIGTERM)
         everyone = asyncio.gather(*(process.wait() for process in self._processes.values()))
         try:
-            await asyncio.wait_for(asyncio.shield(everyone), TERMINATE_TIMEOUT_S)
-        except TimeoutError:
-            pass
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(everyone), TERMINATE_TIMEOUT_S)
         finally:
             self._signal(signal.SIGKILL)
             await everyone

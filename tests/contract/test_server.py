@@ -292,3 +292,4 @@ async def test_stopping_waits_for_calls_in_progress() -> None:
         go_on.set()
         await asyncio.wait_for(call, 5)
         await asyncio.wait_for(stopping, 5)
+        assert call.exception() is None

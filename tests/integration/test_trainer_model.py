@@ -195,4 +195,7 @@ def check_layout(tensor: int, folders: list[Path], target: Path) -> None:
 def test_model_equals_transformers(
     tensor: int, tiny_qwen2: Path, tiny_qwen2_tied: Path, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
-    run_ranks(check_layout, tensor, tensor, [tiny_qwen2, tiny_qwen2_tied, tiny_qwen3], tmp_path)
+    assert (
+        len(run_ranks(check_layout, tensor, tensor, [tiny_qwen2, tiny_qwen2_tied, tiny_qwen3], tmp_path))
+        == tensor
+    )

@@ -61,4 +61,4 @@ def lost_follower() -> None:
 
 @pytest.mark.parametrize("scene", [commands, lost_leader, lost_follower])
 def test_scene(scene: Callable[[], None]) -> None:
-    run_ranks(scene, SIZE)
+    assert len(run_ranks(scene, SIZE)) == SIZE

@@ -233,4 +233,7 @@ def test_updates_equal_a_plain_loop(
     request: pytest.FixtureRequest, family: str, tensor: int, data: int
 ) -> None:
     folder = request.getfixturevalue(f"tiny_{family}")
-    run_ranks(check_layout, tensor * data, folder, reference_loop(folder), tensor, data)
+    assert (
+        len(run_ranks(check_layout, tensor * data, folder, reference_loop(folder), tensor, data))
+        == tensor * data
+    )

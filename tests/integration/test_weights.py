@@ -80,10 +80,10 @@ def rollouts(folder: Path, model: Path) -> Iterator[Processes]:
 
 def test_push(tmp_path: Path, tiny_qwen3: Path) -> None:
     with fleet(tmp_path, tiny_qwen3, 2, 1) as running, rollouts(tmp_path, tiny_qwen3) as processes:
-        asyncio.run(drive(running, processes, tmp_path))
+        asyncio.run(check_push(running, processes, tmp_path))
 
 
-async def drive(running: Fleet, processes: Processes, folder: Path) -> None:
+async def check_push(running: Fleet, processes: Processes, folder: Path) -> None:
     trainer = TrainerClient(running.address, Caller(fence=1), timeout_s=60)
     replicas = Replicas(Caller(fence=1), 60)
     sync = WeightSync(lambda: trainer, replicas, "float32", finish_running=False)

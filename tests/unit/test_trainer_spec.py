@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from services.runtime.errors import UserError
 from services.runtime.model_spec import check_tensor_parallel, read_spec
 from services.trainer.hf import open_tensors
+from services.trainer.names import shapes
 
 
 @pytest.fixture
@@ -142,3 +143,4 @@ def test_a_tied_folder_may_repeat_the_embedding(tiny_qwen2_tied: Path, tmp_path:
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"lm_head.weight": torch.zeros(64, 64)}, folder / "model.safetensors")
     open_all(folder)
+    assert "lm_head.weight" not in shapes(read_spec(folder))  # it is not read

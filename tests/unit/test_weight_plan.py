@@ -33,7 +33,9 @@ def sharded(
     return catalogs
 
 
-def follow(shapes: Shapes, sources: Sequence[Catalog], targets: Sequence[Catalog], result: Plan) -> None:
+def check_every_element(
+    shapes: Shapes, sources: Sequence[Catalog], targets: Sequence[Catalog], result: Plan
+) -> None:
     """Numbers each element, moves the numbers by the plan one by one, and looks where they arrive."""
     numbers = [np.arange(r * c).reshape(r, c) + 1_000_000 * (t + 1) for t, (r, c) in enumerate(shapes)]
 
@@ -86,7 +88,7 @@ def test_each_element_arrives_once(layout, source_tp, source_dp, target_tp):
     sources = sharded(shapes, source_tp, [axis for *_, axis, _ in layout]) * source_dp
     targets = sharded(shapes, target_tp, [axis for *_, axis in layout])
     result = plan(sources, targets)
-    follow(shapes, sources, targets, result)
+    check_every_element(shapes, sources, targets, result)
 
     # each rank sends, to within a row, its part of what its shard's copies share and of what all ranks share
     widest = max(columns for _, columns in shapes)
@@ -135,7 +137,7 @@ def test_interleaved_and_strided_places():
         Catalog(("t2", "t0", "t1"), np.array([(0, 0, 2, 0, 3, 0, 100, 7), (1, 0, 4, 0, 3, 0, 200, 3),
                                               (2, 0, 2, 0, 3, 0, 300, 3)], BOX))
     ]  # fmt: skip
-    follow(shapes, [source], targets, plan([source], targets))
+    check_every_element(shapes, [source], targets, plan([source], targets))
 
 
 def test_id_is_of_the_content():
