@@ -171,16 +171,27 @@ def test_a_replica_that_breaks_again_and_again_ends_the_run(make: Make, diverged
     assert psutil.Process().children(recursive=True) == []
 
 
-def test_asynchronous_with_partial_rollouts_keeps_the_bound(make: Make) -> None:
+def test_asynchronous_with_partial_rollouts_keeps_the_bound_and_the_best_checkpoint(
+    make: Make, assets: Path
+) -> None:
+    sums = {"name": "sums", "path": assets / "validation.parquet", "num_samples": 2, "sampling": {}}
     config = make(
         "async",
         coordinator={"max_staleness": 2, "partial_rollouts": True},
+        validation={"sets": [sums], "every": 1, "best": "sums/pass@2"},
+        checkpoint={"every": 2, "keep": 1},
     )
     assert launch(config, watch, resume=False)
-    ages = [row["staleness/max"] for row in rows(config)]
+    ages = [row["staleness/max"] for row in rows(config)[1:]]
     assert max(ages) <= 2
     assert max(ages) > 0
     assert set(consumed(config).values()) == {1}
+    scores = [row["val/sums/pass@2"] for row in rows(config)]
+    best = scores.index(max(scores))  # the first of equals
+    summary = json.loads((config.folder / "summary.json").read_text())
+    assert summary["best"] == {"step": best, "value": max(scores)}
+    kept = {path.name for path in (config.folder / "checkpoints").iterdir()}
+    assert kept == {f"step-{best:06d}", "step-000006"}
 
 
 def test_rollout_only_dumps_scored_groups_without_a_trainer(make: Make) -> None:
