@@ -131,12 +131,12 @@ class _Client:
         name = cast(grpc.aio.Metadata, error.trailing_metadata()).get(ERROR_KEY)
         if isinstance(name, str) and name in _ERRORS:
             return _ERRORS[name](f"{where}: {error.details()}")
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            reason = (
-                f"no answer within {self._timeout_s:g} s"
-                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-                else "the connection failed; the service may have died: see its log"
-            )
+        reason = {
+            grpc.StatusCode.UNAVAILABLE: "the connection failed; the service may have died: see its log",
+            grpc.StatusCode.DEADLINE_EXCEEDED: f"no answer within {self._timeout_s:g} s",
+            grpc.StatusCode.CANCELLED: "the service ends, and calls in progress with it",
+        }.get(error.code())
+        if reason:
             return errors.ServiceUnavailableError(f"{where}: {reason} ({error.details()})")
         return errors.AtollError(f"{where}: {error.code().name}: {error.details()}")
 

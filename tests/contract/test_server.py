@@ -53,6 +53,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServicer):
                 raise UserError("x" * 100_000)
             case "own":
                 await context.abort(grpc.StatusCode.OUT_OF_RANGE, "its own words")
+            case "ending":  # what gRPC may answer for a handler that the end of the process cuts off
+                await context.abort(grpc.StatusCode.CANCELLED)
         return rollout_pb2.AbortReply(aborted=3)
 
     async def Generate(self, request, context):  # type: ignore[no-untyped-def]
@@ -293,3 +295,9 @@ async def test_stopping_waits_for_calls_in_progress() -> None:
         await asyncio.wait_for(call, 5)
         await asyncio.wait_for(stopping, 5)
         assert call.exception() is None
+
+
+async def test_a_call_cancelled_by_an_ending_service_finds_it_unavailable(address: str) -> None:
+    async with calling(address, fence=1) as client:
+        with pytest.raises(ServiceUnavailableError, match="the service ends, and calls in progress with it"):
+            await client.abort("ending")
