@@ -1,0 +1,72 @@
+"""The two examples learn: from the commands of the README to the curves that they leave."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.long
+
+
+def atoll(folder: Path, *words: str | Path) -> None:
+    """Runs the command in `folder` to its end, which leaves no process and no address there."""
+    command = [Path(sys.executable).with_name("atoll"), *words]
+    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=420)
+    assert answer.returncode == 0, answer.stderr
+    assert [
+        process.info["cmdline"]
+        for process in psutil.process_iter(["cwd", "cmdline"])
+        if process.info["cwd"] == str(folder)
+    ] == []
+    assert list(folder.rglob("coordinator.address")) == []
+    assert [path for path in folder.rglob("*") if path.is_socket()] == []
+
+
+def results(run: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """Summary, and a row per step from step 0: the one of the warm-up and the first validation."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run / "summary.json").read_text())
+    assert [row["step"] for row in rows] == list(range(summary["steps"] + 1))
+    return summary, rows
+
+
+def mean(rows: list[dict[str, float]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+def test_the_quickstart_learns_sums_within_four_minutes(tmp_path: Path) -> None:
+    atoll(tmp_path, "quickstart", "--seed", "0")
+    (run,) = (tmp_path / "runs").glob("arithmetic-seed0-*")
+    summary, (start, *steps) = results(run)
+    assert 0.2 <= start["warmup/score/mean"] <= 0.4
+    assert 10 <= summary["steps"] < 1500
+    assert summary["reward_last"] > 0.70
+    assert summary["reward_last"] == pytest.approx(mean(steps[-10:], "critic/score/mean"))
+    assert summary["seconds"] < 240
+    assert (
+        summary["validation_last"]["val/arithmetic/avg@1"]
+        > summary["validation_first"]["val/arithmetic/avg@1"]
+    )
+    assert max(row["rollout_corr/logprob_diff_max"] for row in steps) < 1e-3
+    assert Path(tmp_path / summary["checkpoint"] / "coordinator.json").exists()
+
+
+def test_gsm8k_learns_the_form_of_an_answer_in_twenty_steps(tmp_path: Path) -> None:
+    atoll(tmp_path, "data", "gsm8k")
+    atoll(tmp_path, "run", ROOT / "examples" / "gsm8k.toml")
+    summary, (start, *steps) = results(tmp_path / "runs" / "gsm8k")
+    assert len(steps) == 20
+    assert {"val/test/avg@1", "val/test/pass@1"} <= start.keys() & steps[-1].keys()
+    rates = "reward/gsm8k_format/mean"
+    assert 0.1 <= mean(steps[:5], rates) <= 0.7  # mid-range: something is known, something to learn
+    assert mean(steps[-5:], rates) - mean(steps[:5], rates) >= 0.1
+    for row in steps:
+        components = row["reward/gsm8k/mean"] + 0.2 * row[rates]
+        assert row["critic/score/mean"] == pytest.approx(components)
+    assert summary["seconds"] < 300
