@@ -19,6 +19,7 @@ LINE_EVERY_S = 1.0
 # What a reader looks at first: label, metric, format.
 HEADLINES = (
     ("reward", "critic/score/mean", "{:.3f}"),
+    ("sampled reward", "warmup/score/mean", "{:.3f}"),
     ("loss", "actor/pg_loss", "{:+.4f}"),
     ("loss", "actor/nll_loss", "{:.4f}"),  # of the supervised warm-up
     ("length", "response_length/mean", "{:.1f}"),

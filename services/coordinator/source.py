@@ -190,7 +190,8 @@ class GenerateSource:
         if self._failed > self._max_dropped_share * max(self._issued, MIN_JUDGED * self._prompts_per_step):
             self._failure = AtollError(
                 f"{self._failed} of {self._issued} groups were dropped, more than "
-                f"coordinator.max_dropped_share = {self._max_dropped_share:g} allows; the last: {reason}"
+                f"coordinator.max_dropped_share = {self._max_dropped_share:g} allows; the last: {reason}; "
+                "mend that, or allow more"
             )
         await self.admit()
         self._changed.set()

@@ -8,6 +8,7 @@ import numpy as np
 
 from services.coordinator.generation import Generation
 from services.coordinator.groups import PendingGroup
+from services.runtime.errors import AtollError
 from services.wire.types import Group, GroupId, Prompt, Sample, SampleId, Sampling
 
 
@@ -34,7 +35,10 @@ def set_metrics(name: str, groups: Sequence[Group]) -> dict[str, float]:
 async def evaluate(
     sets: Sequence[ValidationSet], generation: Generation, run: str, version: int
 ) -> dict[str, float]:
-    """Generates and grades every set; a group that cannot be graded is left out and counted."""
+    """Generates and grades every set; a group that cannot be graded is left out and counted.
+
+    Raises AtollError where that leaves nothing of a set.
+    """
     collectors = []
     for validation_set in sets:
         collector = _Collector(len(validation_set.prompts))
@@ -54,8 +58,12 @@ async def evaluate(
     metrics: dict[str, float] = {}
     for validation_set, collector in zip(sets, collectors, strict=True):
         await collector.done.wait()
-        if collector.groups:
-            metrics |= set_metrics(validation_set.name, collector.groups)
+        if not collector.groups:
+            raise AtollError(
+                f"validation set {validation_set.name}: all {collector.num_dropped} groups were dropped, "
+                f"expected at least one graded; the last: {collector.last_reason}; mend that first"
+            )
+        metrics |= set_metrics(validation_set.name, collector.groups)
         metrics[f"val/{validation_set.name}/dropped"] = float(collector.num_dropped)
     return metrics
 
@@ -66,6 +74,7 @@ class _Collector:
     def __init__(self, expected: int) -> None:
         self.groups: list[Group] = []
         self.num_dropped = 0
+        self.last_reason = ""
         self.done = asyncio.Event()
         self._expected = expected
 
@@ -79,6 +88,7 @@ class _Collector:
 
     async def dropped(self, group: PendingGroup, reason: str) -> None:
         self.num_dropped += 1
+        self.last_reason = reason
         self._check()
 
     def _check(self) -> None:

@@ -116,9 +116,24 @@ def test_a_reward_that_never_counts(config: Path, tmp_path: Path, function: str,
     path = tmp_path / "graders.py"
     path.write_text(GRADERS)
     message = refused(config, "--set", f'reward.graders=[{{name="{path}:{function}"}}]')
-    assert f"the last: reward {path}:{function}: {cause}" in message
+    assert f"the last: reward {path}:{function}: {cause}; mend that" in message
     assert "coordinator.max_dropped_share = 0.5" in message
     assert not (tmp_path / "runs/toy/summary.json").exists()
+
+
+def test_a_reward_that_fails_in_validation(config: Path, tmp_path: Path, assets: Path) -> None:
+    path = tmp_path / "graders.py"
+    path.write_text(GRADERS)
+    message = refused(
+        config,
+        *("--set", f'reward.graders=[{{name="{path}:broken"}}]'),
+        *(
+            "--set",
+            f'validation.sets=[{{name="sums", path="{assets / "validation.parquet"}", max_prompts=3}}]',
+        ),
+    )
+    assert "validation set sums: all 3 groups were dropped" in message
+    assert f"the last: reward {path}:broken: ZeroDivisionError: division by zero; mend that" in message
 
 
 async def step_reached(client: CoordinatorClient, step: int) -> None:
