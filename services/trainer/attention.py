@@ -87,11 +87,12 @@ class _Row:
     def own_mask(self) -> Bool:
         """[Q, Q] which of the row's own tokens each of them attends to."""
         sees_QQ = np.zeros((self.num_tokens, self.num_tokens), bool)
+        causal_QQ = np.tri(self.num_tokens, dtype=bool)
         start = 0
         for parent, end in self.parts:
             if parent >= 0:  # it has seen all that is above
                 sees_QQ[start:end] = sees_QQ[parent]
-            sees_QQ[start:end, start:end] = np.tri(end - start, dtype=bool)
+            sees_QQ[start:end, start:end] = causal_QQ[: end - start, : end - start]
             start = end
         return sees_QQ
 

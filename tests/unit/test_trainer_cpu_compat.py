@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel import random as megatron_random
 
 from services.trainer import cpu_compat
@@ -28,6 +29,13 @@ def test_megatron_random_takes_what_its_replacement_takes(name: str) -> None:
     replacement = cpu_compat.MEGATRON_RANDOM[name]
     assert callable(replacement)
     assert _names(getattr(megatron_random, name)) == _names(replacement)
+
+
+@pytest.mark.parametrize("name", cpu_compat.MEGATRON_LAYERS)
+def test_megatron_layers_take_what_their_replacement_takes(name: str) -> None:
+    replacement = cpu_compat.MEGATRON_LAYERS[name]
+    assert callable(replacement)
+    assert _names(getattr(megatron_layers, name)) == _names(replacement)
 
 
 def _names(function: Callable[..., object]) -> list[str]:
