@@ -59,14 +59,15 @@ def draw(
 
     `logits_BV` is float32 and may be overwritten. top_k 0 and top_p 1 cut nothing.
     """
-    greedy_B = temperatures_B == 0
-    if (temperatures_B != 1).any():
+    greedy_B, cut_B = temperatures_B == 0, (top_ps_B < 1) | (top_ks_B > 0)
+    plain = not ((temperatures_B != 1) | cut_B).any()  # every row draws from the logits as they are
+    if not plain:
         divisors_B = np.where(greedy_B, 1, temperatures_B).astype(np.float32)
         logits_BV /= torch.from_numpy(divisors_B).unsqueeze(1)
-    cut_B = ~greedy_B & ((top_ps_B < 1) | (top_ks_B > 0))
-    if cut_B.any():
-        rows = torch.from_numpy(np.flatnonzero(cut_B))
-        logits_BV[rows] = _cut(logits_BV[rows], top_ps_B[cut_B], top_ks_B[cut_B])
+        cut_B &= ~greedy_B
+        if cut_B.any():
+            rows = torch.from_numpy(np.flatnonzero(cut_B))
+            logits_BV[rows] = _cut(logits_BV[rows], top_ps_B[cut_B], top_ks_B[cut_B])
     logprobs_BV = torch.log_softmax(logits_BV, -1)
     # inverse of the cumulative distribution: the first token whose sum passes u * total
     sums_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
@@ -78,7 +79,7 @@ def draw(
         )
     targets_B1 = torch.from_numpy(uniforms_B * totals_B).unsqueeze(1)
     tokens_B1 = torch.searchsorted(sums_BV, targets_B1, right=True)
-    if greedy_B.any():
+    if not plain and greedy_B.any():
         largest_B1 = logits_BV.argmax(-1, keepdim=True)
         tokens_B1 = torch.where(torch.from_numpy(greedy_B).unsqueeze(1), largest_B1, tokens_B1)
     logprobs_B1 = logprobs_BV.gather(1, tokens_B1)
