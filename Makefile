@@ -31,7 +31,7 @@ proto: .venv/installed
 docs: .venv/installed
 	$(BIN)/python -m services.config.reference > docs/configuration.md
 
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[cpu,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,dev]'
 	touch $@

@@ -69,7 +69,7 @@ class Server:
             ],
         )
         add_to(server)
-        health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined] # unknown to its stubs
+        health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         try:
@@ -101,7 +101,7 @@ def _advertised(host: str) -> str:
     return socket.gethostname() if host == "0.0.0.0" else host
 
 
-class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # generic in the stubs alone
+class _Gate(grpc.aio.ServerInterceptor):
     """Who may call what: token, deadline, fence. And what callers learn of an error."""
 
     def __init__(self, token: str | None) -> None:
@@ -110,9 +110,9 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # generic in 
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         details: grpc.HandlerCallDetails,
-    ) -> Handler:
+    ) -> Handler | None:
         handler = await continuation(details)
         if handler is None or details.method.startswith(_HEALTH):
             return handler
