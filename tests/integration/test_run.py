@@ -166,10 +166,11 @@ def test_a_replica_that_breaks_again_and_again_ends_the_run(make: Make, diverged
         model={"path": diverged_qwen2},
         rollout={"max_restarts": 1},
     )
+    before = set(psutil.Process().children(recursive=True))
     with pytest.raises(AtollError, match=r"(?s)rollout-0 died \(exit code 1\).*logits are not finite"):
         launch(config, watch, resume=False)
     assert (config.folder / "logs" / "rollout-0.log").read_text().count("serves rollout at") == 2
-    assert psutil.Process().children(recursive=True) == []
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_asynchronous_with_partial_rollouts_keeps_the_bound_and_the_best_checkpoint(
