@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,11 @@ def run(steps: int = 50, warmup_steps: int = 5) -> dict[str, Any]:
         return measure(benchmark_config(assets, Path(folder), warmup_steps + steps + 1), steps, warmup_steps)
 
 
-def benchmark_config(assets: Path, folder: Path, steps: int) -> RunConfig:
+def benchmark_config(assets: Path, folder: Path, steps: int, overrides: Sequence[str] = ()) -> RunConfig:
     """The quickstart's config, cut down to its loop."""
     settings = {
         "run.dir": folder,
-        "run.name": "benchmark",
+        "run.name": f"benchmark-{len(list(folder.iterdir()))}",  # another one each time
         "run.steps": steps,
         "run.target_reward": 2.0,  # never reached
         "model.path": assets / "model",
@@ -68,7 +69,7 @@ def benchmark_config(assets: Path, folder: Path, steps: int) -> RunConfig:
         "checkpoint.every": 0,
         "checkpoint.at_end": "false",
     }
-    return load(EXAMPLE, [f"{key}={value}" for key, value in settings.items()])
+    return load(EXAMPLE, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
 
 
 def measure(config: RunConfig, steps: int, warmup_steps: int) -> dict[str, Any]:
