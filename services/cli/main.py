@@ -12,7 +12,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 EXIT_INTERRUPTED = 130
 
 COMMANDS = {
-    "quickstart": "make the arithmetic task and train on it (about four minutes on two cores)",
+    "quickstart": "make the arithmetic task and train on it (two to three minutes on two cores)",
     "run": "start every service of a run on this machine and follow it",
     "status": "show a run's state, services and last metrics",
     "doctor": "check this machine and say what is missing",
