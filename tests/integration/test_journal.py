@@ -440,6 +440,7 @@ class JournalMachine(RuleBasedStateMachine):
 
 
 def test_random_runs_lose_nothing_and_train_on_nothing_twice(store_server: EmbeddedServer) -> None:
+    """The assertions are in JournalMachine: after every rule the journal equals the model."""
     JournalMachine.server = store_server
     run_state_machine_as_test(
         JournalMachine,
