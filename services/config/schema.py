@@ -1,7 +1,7 @@
 """Every setting of a run: validated once, then frozen. Derived values are properties."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -14,12 +14,37 @@ from pydantic import (
 )
 
 Probability = Annotated[float, Field(gt=0, le=1)]
+Role = Literal["actor", "critic", "cost_critic", "reference", "reward_model", "cost_model"]
 
 
 class Section(BaseModel):
     """A config table: unknown keys are refused, values never change after reading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FunctionConfig(Section):
+    """A function by its name and, beside it, its keyword parameters: `{ name = "gae", lam = 0.95 }`.
+
+    `name` alone may stand for the table. It is a built-in name or the user's own `file.py:function`; both
+    are checked when the config is read (services/config/functions.py).
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+    @property
+    def is_users_own(self) -> bool:
+        return ".py:" in self.name
 
 
 class SamplingConfig(Section):
@@ -72,6 +97,7 @@ class CoordinatorSection(Section):
     port: NonNegativeInt = 0  # 0: any free port
     prompts_per_step: PositiveInt = 16
     samples_per_prompt: PositiveInt = 8
+    greedy_baseline: bool = False  # one greedy sample more per prompt, scored but not trained on (ReMax)
     max_staleness: NonNegativeInt = 0  # 0: strictly on-policy
     partial_rollouts: bool = False  # interrupt, push weights, continue the same sequences
     max_sample_attempts: PositiveInt = 3  # tries before a sample, and with it its group, is dropped
@@ -96,9 +122,10 @@ class RolloutSection(Section):
     threads: PositiveInt = 1
 
 
-class GraderConfig(Section):
-    name: str  # a key of services/reward/score.py GRADERS, or file.py:function
-    weight: float = 1.0
+class GraderConfig(FunctionConfig):
+    """A key of services/reward/score.py GRADERS, or file.py:function."""
+
+    weight: float = 1.0  # 0: a component that is reported, or is a cost, and no part of the score
 
 
 class RewardSection(Section):
@@ -126,26 +153,112 @@ class OptimizerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
 
 
-class TrainerSection(Section):
+class RoleSection(Section):
+    """A model of the run: an instance of the trainer service with its own processes."""
+
     parallel: ParallelConfig = ParallelConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
     max_tokens_per_microbatch: PositiveInt = 8192
     attention: Literal["shared_prefix", "segments"] = "shared_prefix"
     threads: PositiveInt = 1  # per rank
 
 
+class TrainerSection(RoleSection):
+    """The actor: the policy that is trained."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class CriticSection(TrainerSection):
+    """A value model: the policy's architecture with a value head, and its own optimizer."""
+
+    path: Path | None = None  # none: model.path, with a value head that says 0
+    clip: Annotated[float, Field(gt=0)] = 0.5  # of a value around the one that advantages came from
+    warmup_steps: NonNegativeInt = 0  # first steps in which the critic learns and the actor waits
+
+
+class ReferenceSection(RoleSection):
+    """The policy that the KL divergence is measured from; started where algorithm.kl is set."""
+
+    path: Path | None = None  # none: model.path
+    placement: Literal["separate", "colocated"] = "separate"  # colocated: in the actor's processes
+
+
+class ScorerSection(RoleSection):
+    """A neural reward or cost model: a Hugging Face folder for sequence classification with one label."""
+
+    path: Path
+    weight: float = 1.0  # in the score; the cost counts as it is
+
+
+class KLConfig(Section):
+    """A penalty on leaving the reference policy."""
+
+    where: Literal["loss", "reward"] = "loss"
+    estimator: Literal["k1", "abs", "k2", "k3", "full", "k1+", "k3+"] = "k3"  # +: the gradient of k2
+    coef: NonNegativeFloat = 1e-3
+    target: Annotated[float, Field(gt=0)] | None = None  # in the reward: coef adapts to this KL per token
+    horizon: PositiveInt = 10_000  # samples over which an adaptive coef moves
+
+
+class CorrectionConfig(Section):
+    """Importance weights for what differs between the rollout engine's and the trainer's logprobs."""
+
+    level: Literal["token", "sequence", "geometric"] = "token"  # geometric: mean over the sequence's tokens
+    method: Literal["truncate", "mask", "reject"] = "truncate"
+    low: NonNegativeFloat = 0.0  # mask and reject: weights below have no part
+    high: Annotated[float, Field(gt=0)] = 2.0  # truncate: largest weight; mask and reject: above, no part
+
+
+class FilterConfig(FunctionConfig):
+    """Which finished groups are trained on; others are replaced by new prompts.
+
+    A key of services/coordinator/groups.py FILTERS, or file.py:function.
+    """
+
+    max_refill: PositiveInt = 10  # groups left out in a row, in batches, before the run ends
+
+
+class ConstraintConfig(Section):
+    """Safe-RLHF: the mean cost of a sample is kept below `limit` by a Lagrangian multiplier."""
+
+    cost: str | None = None  # the grader whose component is the cost; none: the [cost_model]
+    limit: float = 0.0
+    initial: Annotated[float, Field(gt=0)] = 1.0  # the multiplier at the start
+    learning_rate: Annotated[float, Field(gt=0)] = 0.05  # of its logarithm
+    maximum: Annotated[float, Field(gt=0)] = 100.0
+
+
 class AlgorithmSection(Section):
-    advantage: Literal["grpo"] = "grpo"
-    loss: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: Annotated[float, Field(gt=0)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    aggregation: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
+    advantage: FunctionConfig = FunctionConfig(name="grpo")  # a key of services/coordinator/advantage.py
+    loss: FunctionConfig = FunctionConfig(name="ppo_clip")  # a key of services/trainer/loss.py
+    aggregation: Literal[
+        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
+    ] = "token_mean"
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     num_minibatches: PositiveInt = 1
     num_epochs: PositiveInt = 1
-    drop_equal_groups: bool = (
-        False  # DAPO's dynamic sampling: replace groups whose samples all score the same
-    )
+    entropy_coef: float = 0.0  # of an entropy bonus
+    kl: KLConfig | None = None
+    correction: CorrectionConfig | None = None
+    filter: FilterConfig | None = None
+    reweight: FunctionConfig | None = None  # PF-PPO: a key of services/coordinator/reweight.py
+    constraint: ConstraintConfig | None = None
+
+    @property
+    def needs_values(self) -> bool:
+        return self.advantage.name in ("gae", "vapo")
+
+
+class GuardsSection(Section):
+    """What ends or pauses a run that diverges; none: not watched. Non-finite metrics always do."""
+
+    max_ppo_kl: Annotated[float, Field(gt=0)] | None = None  # |actor/ppo_kl|
+    max_logprob_diff: Annotated[float, Field(gt=0)] | None = None  # rollout_corr/logprob_diff_mean
+    min_entropy: NonNegativeFloat | None = None
+    max_entropy: NonNegativeFloat | None = None
+    reward_drop: Annotated[float, Field(gt=0)] | None = None  # of the mean over `window` steps, from its best
+    window: PositiveInt = 10  # steps
+    action: Literal["stop", "pause"] = "stop"
 
 
 class WarmupSection(Section):
@@ -187,7 +300,13 @@ class RunConfig(Section):
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
     trainer: TrainerSection = TrainerSection()
+    critic: CriticSection | None = None
+    cost_critic: CriticSection | None = None
+    reference: ReferenceSection = ReferenceSection()
+    reward_model: ScorerSection | None = None
+    cost_model: ScorerSection | None = None
     algorithm: AlgorithmSection = AlgorithmSection()
+    guards: GuardsSection = GuardsSection()
     warmup: WarmupSection = WarmupSection()
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -196,6 +315,21 @@ class RunConfig(Section):
     @property
     def folder(self) -> Path:
         return self.run.dir / self.run.name
+
+    @property
+    def roles(self) -> dict[Role, RoleSection]:
+        """The models that the recipe needs, none other, and their settings."""
+        algorithm = self.algorithm
+        roles: dict[Role, RoleSection | None] = {"actor": self.trainer}
+        if algorithm.needs_values or algorithm.advantage.is_users_own:
+            roles["critic"] = self.critic
+            roles["cost_critic"] = self.cost_critic if algorithm.constraint else None
+        if algorithm.kl:
+            roles["reference"] = self.reference
+        roles["reward_model"] = self.reward_model
+        if algorithm.constraint and algorithm.constraint.cost is None:
+            roles["cost_model"] = self.cost_model
+        return {role: section for role, section in roles.items() if section is not None}
 
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":

@@ -25,7 +25,6 @@ from services.wire.types import (
     Catalog,
     Float32,
     GroupRequest,
-    LossSettings,
     PauseMode,
     Plan,
     Published,
@@ -280,10 +279,11 @@ class TrainerInfo:
     vocab_size: int
     tokenizer_digest: str
     shards: tuple[Catalog, ...]  # per rank
+    roles: tuple[str, ...]  # that the service holds
 
 
 class TrainerClient(_Client):
-    """`role` is the model's part in the algorithm: "actor" here; critic and reference come beside it."""
+    """`role` is the model's part in the algorithm: actor, critic, reference, reward model."""
 
     def __init__(self, address: str, caller: Caller, timeout_s: float = 600.0, role: str = "actor") -> None:
         super().__init__(address, caller, timeout_s)
@@ -306,14 +306,13 @@ class TrainerClient(_Client):
             vocab_size=reply.vocab_size,
             tokenizer_digest=reply.tokenizer_digest,
             shards=tuple(codec.decode_catalog(boxes) for boxes in reply.shards),
+            roles=tuple(reply.roles),
         )
 
-    async def compute_logprobs(self, segments: Segments, temperature: float) -> Float32:
+    async def compute_logprobs(self, segments: Segments) -> Float32:
         """float32 [T]: log-probability of each token given those before it; 0 for a root's first."""
         requests = [
-            trainer_pb2.ComputeLogprobsRequest(
-                role=self._role, temperature=temperature, segments=codec.encode_segments(part)
-            )
+            trainer_pb2.ComputeLogprobsRequest(role=self._role, segments=codec.encode_segments(part))
             for part, _ in codec.split_by_groups(segments, codec.MAX_CHUNK_BYTES // 4)
         ]
         with self._translate("ComputeLogprobs"):
@@ -323,9 +322,20 @@ class TrainerClient(_Client):
             parts = [codec.decode_tensor(reply.logprobs).astype(np.float32) async for reply in call]
         return np.concatenate(parts)
 
-    async def forward_backward(self, key: StepKey, loss: LossSettings, batch: Batch) -> Mapping[str, float]:
+    async def compute_values(self, segments: Segments) -> Float32:
+        """float32 [T]: what the value head says after each token."""
+        requests = [
+            trainer_pb2.ComputeValuesRequest(role=self._role, segments=codec.encode_segments(part))
+            for part, _ in codec.split_by_groups(segments, codec.MAX_CHUNK_BYTES // 4)
+        ]
+        with self._translate("ComputeValues"):
+            call = self._stub.ComputeValues(iter(requests), timeout=self._timeout_s, metadata=self._metadata)
+            parts = [codec.decode_tensor(reply.values).astype(np.float32) async for reply in call]
+        return np.concatenate(parts)
+
+    async def forward_backward(self, key: StepKey, batch: Batch) -> Mapping[str, float]:
         """Accumulates gradients of sum(loss_weights * token loss); returns metrics."""
-        chunks = list(codec.encode_forward_backward(key, loss, batch))
+        chunks = list(codec.encode_forward_backward(key, batch))
         with self._translate("ForwardBackward"):
             reply = await self._stub.ForwardBackward(
                 iter(chunks), timeout=self._timeout_s, metadata=self._metadata
@@ -371,6 +381,12 @@ class TrainerClient(_Client):
         with self._translate("ExportHF"):
             reply = await self._stub.ExportHF(request, timeout=self._timeout_s, metadata=self._metadata)
         return reply.num_bytes
+
+    async def load_hf(self, path: Path) -> None:
+        """Takes the weights of a Hugging Face folder, such as another role has exported."""
+        request = trainer_pb2.LoadHFRequest(role=self._role, path=str(path))
+        with self._translate("LoadHF"):
+            await self._stub.LoadHF(request, timeout=self._timeout_s, metadata=self._metadata)
 
 
 class RewardClient(_Client):

@@ -23,9 +23,9 @@ from services.wire.types import (
     Group,
     GroupId,
     JournalSnapshot,
-    LossSettings,
     Node,
     Plan,
+    PolicyBatch,
     Prompt,
     Provenance,
     Published,
@@ -37,7 +37,9 @@ from services.wire.types import (
     ServiceEntry,
     StepKey,
     StreamManifest,
+    SupervisedBatch,
     TurnReward,
+    ValueBatch,
     Verdict,
     Version,
     VersionSpan,
@@ -248,7 +250,11 @@ def encode_dump(step: int, groups: Sequence[Group]) -> bytes:
     message = types_pb2.Dump(
         step=step,
         groups=[
-            types_pb2.Group(prompt=encode_prompt(group.prompt), samples=encode_samples(group.samples))
+            types_pb2.Group(
+                prompt=encode_prompt(group.prompt),
+                samples=encode_samples(group.samples),
+                baseline=encode_samples([group.baseline] if group.baseline else []),
+            )
             for group in groups
         ],
     )
@@ -262,7 +268,12 @@ def decode_dump(content: bytes) -> tuple[int, list[Group]]:
     except DecodeError as error:
         raise ValueError(str(error)) from None
     return message.step, [
-        Group(decode_prompt(group.prompt), tuple(decode_samples(group.samples))) for group in message.groups
+        Group(
+            decode_prompt(group.prompt),
+            tuple(decode_samples(group.samples)),
+            next(iter(decode_samples(group.baseline)), None),
+        )
+        for group in message.groups
     ]
 
 
@@ -338,42 +349,60 @@ def join_segments(parts: Sequence[Segments]) -> Segments:
     )
 
 
-def encode_forward_backward(
-    key: StepKey, loss: LossSettings, batch: Batch
-) -> Iterator[trainer_pb2.ForwardBackwardRequest]:
-    """Chunks of whole groups; key and loss ride on each."""
-    settings = trainer_pb2.LossConfig(
-        kind=loss.kind, clip_low=loss.clip_low, clip_high=loss.clip_high, temperature=loss.temperature
-    )
-    for segments, tokens in split_by_groups(batch.segments, MAX_CHUNK_BYTES // 20):
-        yield trainer_pb2.ForwardBackwardRequest(
+def encode_forward_backward(key: StepKey, batch: Batch) -> Iterator[trainer_pb2.ForwardBackwardRequest]:
+    """Chunks of whole groups; the key rides on each."""
+    for segments, tokens in split_by_groups(batch.segments, MAX_CHUNK_BYTES // 28):
+        request = trainer_pb2.ForwardBackwardRequest(
             key=encode_step_key(key),
-            loss=settings,
             segments=encode_segments(segments),
             loss_weights=encode_tensor(batch.loss_weights[tokens]),
-            advantages=encode_tensor(batch.advantages[tokens]),
-            rollout_logprobs=encode_tensor(batch.rollout_logprobs[tokens]),
-            old_logprobs=None if batch.old_logprobs is None else encode_tensor(batch.old_logprobs[tokens]),
         )
+        match batch:
+            case PolicyBatch(old_logprobs=old, ref_logprobs=ref):
+                request.policy.CopyFrom(
+                    trainer_pb2.PolicyTensors(
+                        samples=encode_tensor(batch.samples[tokens]),
+                        advantages=encode_tensor(batch.advantages[tokens]),
+                        rollout_logprobs=encode_tensor(batch.rollout_logprobs[tokens]),
+                        old_logprobs=None if old is None else encode_tensor(old[tokens]),
+                        ref_logprobs=None if ref is None else encode_tensor(ref[tokens]),
+                    )
+                )
+            case ValueBatch():
+                request.value.CopyFrom(
+                    trainer_pb2.ValueTensors(
+                        values=encode_tensor(batch.values[tokens]),
+                        returns=encode_tensor(batch.returns[tokens]),
+                    )
+                )
+        yield request
 
 
 def decode_forward_backward(chunks: Sequence[trainer_pb2.ForwardBackwardRequest]) -> Batch:
-    def joined(tensors: Iterable[types_pb2.Tensor]) -> Float32:
-        return np.concatenate([decode_tensor(tensor).astype(np.float32, copy=False) for tensor in tensors])
+    segments = join_segments([decode_segments(chunk.segments) for chunk in chunks])
+    loss_weights = _joined(chunk.loss_weights for chunk in chunks)
+    match chunks[0].WhichOneof("tensors"):
+        case "policy":
+            first, parts = chunks[0].policy, [chunk.policy for chunk in chunks]
+            has_old, has_ref = first.HasField("old_logprobs"), first.HasField("ref_logprobs")
+            return PolicyBatch(
+                segments,
+                samples=np.concatenate([decode_tensor(part.samples).astype(np.int32) for part in parts]),
+                loss_weights=loss_weights,
+                advantages=_joined(part.advantages for part in parts),
+                rollout_logprobs=_joined(part.rollout_logprobs for part in parts),
+                old_logprobs=_joined(part.old_logprobs for part in parts) if has_old else None,
+                ref_logprobs=_joined(part.ref_logprobs for part in parts) if has_ref else None,
+            )
+        case "value":
+            values = _joined(chunk.value.values for chunk in chunks)
+            return ValueBatch(segments, loss_weights, values, _joined(c.value.returns for c in chunks))
+        case _:
+            return SupervisedBatch(segments, loss_weights)
 
-    return Batch(
-        segments=join_segments([decode_segments(chunk.segments) for chunk in chunks]),
-        loss_weights=joined(chunk.loss_weights for chunk in chunks),
-        advantages=joined(chunk.advantages for chunk in chunks),
-        rollout_logprobs=joined(chunk.rollout_logprobs for chunk in chunks),
-        old_logprobs=(
-            joined(chunk.old_logprobs for chunk in chunks) if chunks[0].HasField("old_logprobs") else None
-        ),
-    )
 
-
-def decode_loss(message: trainer_pb2.LossConfig) -> LossSettings:
-    return LossSettings(message.kind, message.clip_low, message.clip_high, message.temperature)
+def _joined(tensors: Iterable[types_pb2.Tensor]) -> Float32:
+    return np.concatenate([decode_tensor(tensor).astype(np.float32, copy=False) for tensor in tensors])
 
 
 def encode_step_key(key: StepKey) -> trainer_pb2.StepKey:

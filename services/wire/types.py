@@ -183,6 +183,7 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+    baseline: Sample | None = None  # the greedy one, scored and not trained on; its index follows the others'
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,17 +221,42 @@ class Segments:
         return before
 
 
+# What one update consumes. The loss is the sum over tokens of loss_weights * token loss: the normalisation
+# (over the whole minibatch, all ranks) is already in the weights, so it does not matter how it is cut.
+
+
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """What one update consumes. The loss is sum over tokens of loss_weights * token loss: the
-    normalisation (over the whole minibatch, all ranks) is already in the weights, so it does not
-    matter how the batch is cut."""
+class PolicyBatch:
+    """For the actor, by the policy loss of the run."""
 
     segments: Segments
+    samples: Int32  # [T] number of each token's sample, ascending; -1 in prompts
     loss_weights: Float32  # [T] 0 for prompt, tool and template tokens
-    advantages: Float32  # [T]
+    advantages: Float32  # [T] 0 where loss_weights is 0; importance weights are multiplied in
     rollout_logprobs: Float32  # [T] 0 where loss_weights is 0
     old_logprobs: Float32 | None  # [T]; None: detached from the same forward pass
+    ref_logprobs: Float32 | None  # [T] under the reference policy; None: not sent, or computed beside
+
+
+@dataclass(frozen=True, eq=False)
+class ValueBatch:
+    """For a critic. A token's value is that of the state before it."""
+
+    segments: Segments
+    loss_weights: Float32  # [T]
+    values: Float32  # [T] those that the advantages came from: the clip is around them
+    returns: Float32  # [T] the targets
+
+
+@dataclass(frozen=True, eq=False)
+class SupervisedBatch:
+    """For the actor's warm-up: negative log-likelihood."""
+
+    segments: Segments
+    loss_weights: Float32  # [T]
+
+
+Batch = PolicyBatch | ValueBatch | SupervisedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,16 +267,6 @@ class StepKey:
     step: int
     minibatch: int
     role: str
-
-
-@dataclass(frozen=True, slots=True)
-class LossSettings:
-    """`kind` is a key of LOSSES in services/trainer/loss.py."""
-
-    kind: str
-    clip_low: float
-    clip_high: float
-    temperature: float  # of the rollout's sampling: logprobs on both sides are of that distribution
 
 
 @dataclass(frozen=True, slots=True)

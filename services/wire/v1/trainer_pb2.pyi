@@ -80,6 +80,7 @@ class TrainerInfoReply(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     world_size: _builtins.int
     tensor_parallel: _builtins.int
@@ -90,6 +91,10 @@ class TrainerInfoReply(_message.Message):
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Boxes]:
         """per rank: where it keeps each canonical tensor"""
+
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that this service holds: one, or the actor with its reference"""
 
     def __init__(
         self,
@@ -102,10 +107,11 @@ class TrainerInfoReply(_message.Message):
         vocab_size: _builtins.int = ...,
         tokenizer_digest: _builtins.str = ...,
         shards: _abc.Iterable[_types_pb2.Boxes] | None = ...,
+        roles: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_parallel", b"data_parallel", "model", b"model", "num_parameters", b"num_parameters", "shards", b"shards", "tensor_parallel", b"tensor_parallel", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_parallel", b"data_parallel", "model", b"model", "num_parameters", b"num_parameters", "roles", b"roles", "shards", b"shards", "tensor_parallel", b"tensor_parallel", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -116,22 +122,19 @@ class ComputeLogprobsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    temperature: _builtins.float
     @_builtins.property
     def segments(self) -> _types_pb2.Segments: ...
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
-        temperature: _builtins.float = ...,
         segments: _types_pb2.Segments | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["segments", b"segments"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "segments", b"segments", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -160,49 +163,131 @@ class ComputeLogprobsReply(_message.Message):
 Global___ComputeLogprobsReply: _TypeAlias = ComputeLogprobsReply  # noqa: Y015
 
 @_typing.final
-class LossConfig(_message.Message):
+class ComputeValuesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    KIND_FIELD_NUMBER: _builtins.int
-    CLIP_LOW_FIELD_NUMBER: _builtins.int
-    CLIP_HIGH_FIELD_NUMBER: _builtins.int
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    kind: _builtins.str
-    """key of services/trainer/loss.py LOSSES"""
-    clip_low: _builtins.float
-    clip_high: _builtins.float
-    temperature: _builtins.float
+    ROLE_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    @_builtins.property
+    def segments(self) -> _types_pb2.Segments: ...
     def __init__(
         self,
         *,
-        kind: _builtins.str = ...,
-        clip_low: _builtins.float = ...,
-        clip_high: _builtins.float = ...,
-        temperature: _builtins.float = ...,
+        role: _builtins.str = ...,
+        segments: _types_pb2.Segments | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["segments", b"segments"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_high", b"clip_high", "clip_low", b"clip_low", "kind", b"kind", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LossConfig: _TypeAlias = LossConfig  # noqa: Y015
+Global___ComputeValuesRequest: _TypeAlias = ComputeValuesRequest  # noqa: Y015
+
+@_typing.final
+class ComputeValuesReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _types_pb2.Tensor:
+        """float32 [T]; of the state after each token"""
+
+    def __init__(
+        self,
+        *,
+        values: _types_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputeValuesReply: _TypeAlias = ComputeValuesReply  # noqa: Y015
+
+@_typing.final
+class PolicyTensors(_message.Message):
+    """All float32 [T]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    ADVANTAGES_FIELD_NUMBER: _builtins.int
+    ROLLOUT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    OLD_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REF_LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def samples(self) -> _types_pb2.Tensor:
+        """int32 [T]; -1 in prompts"""
+
+    @_builtins.property
+    def advantages(self) -> _types_pb2.Tensor: ...
+    @_builtins.property
+    def rollout_logprobs(self) -> _types_pb2.Tensor: ...
+    @_builtins.property
+    def old_logprobs(self) -> _types_pb2.Tensor:
+        """absent: detached from this forward pass"""
+
+    @_builtins.property
+    def ref_logprobs(self) -> _types_pb2.Tensor:
+        """absent: no penalty, or computed by a colocated reference"""
+
+    def __init__(
+        self,
+        *,
+        samples: _types_pb2.Tensor | None = ...,
+        advantages: _types_pb2.Tensor | None = ...,
+        rollout_logprobs: _types_pb2.Tensor | None = ...,
+        old_logprobs: _types_pb2.Tensor | None = ...,
+        ref_logprobs: _types_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "old_logprobs", b"old_logprobs", "ref_logprobs", b"ref_logprobs", "rollout_logprobs", b"rollout_logprobs", "samples", b"samples"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "old_logprobs", b"old_logprobs", "ref_logprobs", b"ref_logprobs", "rollout_logprobs", b"rollout_logprobs", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyTensors: _TypeAlias = PolicyTensors  # noqa: Y015
+
+@_typing.final
+class ValueTensors(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    RETURNS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _types_pb2.Tensor:
+        """those that the advantages came from"""
+
+    @_builtins.property
+    def returns(self) -> _types_pb2.Tensor: ...
+    def __init__(
+        self,
+        *,
+        values: _types_pb2.Tensor | None = ...,
+        returns: _types_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["returns", b"returns", "values", b"values"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["returns", b"returns", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValueTensors: _TypeAlias = ValueTensors  # noqa: Y015
 
 @_typing.final
 class ForwardBackwardRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    LOSS_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
     LOSS_WEIGHTS_FIELD_NUMBER: _builtins.int
-    ADVANTAGES_FIELD_NUMBER: _builtins.int
-    ROLLOUT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    OLD_LOGPROBS_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def key(self) -> Global___StepKey: ...
-    @_builtins.property
-    def loss(self) -> Global___LossConfig: ...
     @_builtins.property
     def segments(self) -> _types_pb2.Segments: ...
     @_builtins.property
@@ -210,33 +295,25 @@ class ForwardBackwardRequest(_message.Message):
         """float32 [T]; the loss is sum(loss_weights * token loss)"""
 
     @_builtins.property
-    def advantages(self) -> _types_pb2.Tensor:
-        """float32 [T]"""
-
+    def policy(self) -> Global___PolicyTensors: ...
     @_builtins.property
-    def rollout_logprobs(self) -> _types_pb2.Tensor:
-        """float32 [T]"""
-
-    @_builtins.property
-    def old_logprobs(self) -> _types_pb2.Tensor:
-        """float32 [T]; absent: detached from this forward pass"""
-
+    def value(self) -> Global___ValueTensors: ...
     def __init__(
         self,
         *,
         key: Global___StepKey | None = ...,
-        loss: Global___LossConfig | None = ...,
         segments: _types_pb2.Segments | None = ...,
         loss_weights: _types_pb2.Tensor | None = ...,
-        advantages: _types_pb2.Tensor | None = ...,
-        rollout_logprobs: _types_pb2.Tensor | None = ...,
-        old_logprobs: _types_pb2.Tensor | None = ...,
+        policy: Global___PolicyTensors | None = ...,
+        value: Global___ValueTensors | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "key", b"key", "loss", b"loss", "loss_weights", b"loss_weights", "old_logprobs", b"old_logprobs", "rollout_logprobs", b"rollout_logprobs", "segments", b"segments"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "loss_weights", b"loss_weights", "policy", b"policy", "segments", b"segments", "tensors", b"tensors", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "key", b"key", "loss", b"loss", "loss_weights", b"loss_weights", "old_logprobs", b"old_logprobs", "rollout_logprobs", b"rollout_logprobs", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "loss_weights", b"loss_weights", "policy", b"policy", "segments", b"segments", "tensors", b"tensors", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_tensors: _TypeAlias = _typing.Literal["policy", "value"]  # noqa: Y015
+    _WhichOneofArgType_tensors: _TypeAlias = _typing.Literal["tensors", b"tensors"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_tensors) -> _WhichOneofReturnType_tensors | None: ...
 
 Global___ForwardBackwardRequest: _TypeAlias = ForwardBackwardRequest  # noqa: Y015
 
@@ -535,3 +612,40 @@ class ExportHFReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExportHFReply: _TypeAlias = ExportHFReply  # noqa: Y015
+
+@_typing.final
+class LoadHFRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    path: _builtins.str
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadHFRequest: _TypeAlias = LoadHFRequest  # noqa: Y015
+
+@_typing.final
+class LoadHFReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadHFReply: _TypeAlias = LoadHFReply  # noqa: Y015

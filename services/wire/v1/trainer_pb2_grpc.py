@@ -44,6 +44,11 @@ class TrainerStub(object):
                 request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.SerializeToString,
                 response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsReply.FromString,
                 _registered_method=True)
+        self.ComputeValues = channel.stream_stream(
+                '/atoll.v1.Trainer/ComputeValues',
+                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesRequest.SerializeToString,
+                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesReply.FromString,
+                _registered_method=True)
         self.ForwardBackward = channel.stream_unary(
                 '/atoll.v1.Trainer/ForwardBackward',
                 request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.SerializeToString,
@@ -74,6 +79,11 @@ class TrainerStub(object):
                 request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ExportHFRequest.SerializeToString,
                 response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ExportHFReply.FromString,
                 _registered_method=True)
+        self.LoadHF = channel.unary_unary(
+                '/atoll.v1.Trainer/LoadHF',
+                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFRequest.SerializeToString,
+                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFReply.FromString,
+                _registered_method=True)
 
 
 class TrainerServicer(object):
@@ -87,6 +97,13 @@ class TrainerServicer(object):
 
     def ComputeLogprobs(self, request_iterator, context):
         """Each chunk holds whole groups; replies keep the order of the tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ComputeValues(self, request_iterator, context):
+        """A value head's answer after each token, from a critic or a reward model. Chunks as above.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +147,13 @@ class TrainerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadHF(self, request, context):
+        """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -142,6 +166,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.ComputeLogprobs,
                     request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.FromString,
                     response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsReply.SerializeToString,
+            ),
+            'ComputeValues': grpc.stream_stream_rpc_method_handler(
+                    servicer.ComputeValues,
+                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesRequest.FromString,
+                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesReply.SerializeToString,
             ),
             'ForwardBackward': grpc.stream_unary_rpc_method_handler(
                     servicer.ForwardBackward,
@@ -172,6 +201,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.ExportHF,
                     request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ExportHFRequest.FromString,
                     response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ExportHFReply.SerializeToString,
+            ),
+            'LoadHF': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadHF,
+                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFRequest.FromString,
+                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -228,6 +262,33 @@ class Trainer(object):
             '/atoll.v1.Trainer/ComputeLogprobs',
             services_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.SerializeToString,
             services_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ComputeValues(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/atoll.v1.Trainer/ComputeValues',
+            services_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesRequest.SerializeToString,
+            services_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -390,6 +451,33 @@ class Trainer(object):
             '/atoll.v1.Trainer/ExportHF',
             services_dot_wire_dot_v1_dot_trainer__pb2.ExportHFRequest.SerializeToString,
             services_dot_wire_dot_v1_dot_trainer__pb2.ExportHFReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadHF(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Trainer/LoadHF',
+            services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFRequest.SerializeToString,
+            services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,6 +34,8 @@ class TrainerStub:
     Info: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainerInfoRequest, _trainer_pb2.TrainerInfoReply]
     ComputeLogprobs: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsReply]
     """Each chunk holds whole groups; replies keep the order of the tokens."""
+    ComputeValues: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesReply]
+    """A value head's answer after each token, from a critic or a reward model. Chunks as above."""
     ForwardBackward: _grpc.StreamUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardReply]
     """Accumulates gradients. Idempotent by StepKey."""
     OptimStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepReply]
@@ -42,6 +44,8 @@ class TrainerStub:
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointReply]
     ExportHF: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportHFRequest, _trainer_pb2.ExportHFReply]
+    LoadHF: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadHFRequest, _trainer_pb2.LoadHFReply]
+    """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is."""
 
 @_typing.type_check_only
 class TrainerAsyncStub(TrainerStub):
@@ -49,6 +53,8 @@ class TrainerAsyncStub(TrainerStub):
     Info: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainerInfoRequest, _trainer_pb2.TrainerInfoReply]  # type: ignore[assignment]
     ComputeLogprobs: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsReply]  # type: ignore[assignment]
     """Each chunk holds whole groups; replies keep the order of the tokens."""
+    ComputeValues: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesReply]  # type: ignore[assignment]
+    """A value head's answer after each token, from a critic or a reward model. Chunks as above."""
     ForwardBackward: _aio.StreamUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardReply]  # type: ignore[assignment]
     """Accumulates gradients. Idempotent by StepKey."""
     OptimStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepReply]  # type: ignore[assignment]
@@ -57,6 +63,8 @@ class TrainerAsyncStub(TrainerStub):
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]  # type: ignore[assignment]
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointReply]  # type: ignore[assignment]
     ExportHF: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportHFRequest, _trainer_pb2.ExportHFReply]  # type: ignore[assignment]
+    LoadHF: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadHFRequest, _trainer_pb2.LoadHFReply]  # type: ignore[assignment]
+    """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is."""
 
 class TrainerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -73,6 +81,14 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ComputeLogprobsReply], _abc.AsyncIterator[_trainer_pb2.ComputeLogprobsReply]]:
         """Each chunk holds whole groups; replies keep the order of the tokens."""
+
+    @_abc_1.abstractmethod
+    def ComputeValues(
+        self,
+        request_iterator: _MaybeAsyncIterator[_trainer_pb2.ComputeValuesRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ComputeValuesReply], _abc.AsyncIterator[_trainer_pb2.ComputeValuesReply]]:
+        """A value head's answer after each token, from a critic or a reward model. Chunks as above."""
 
     @_abc_1.abstractmethod
     def ForwardBackward(
@@ -117,5 +133,13 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ExportHFRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ExportHFReply, _abc.Awaitable[_trainer_pb2.ExportHFReply]]: ...
+
+    @_abc_1.abstractmethod
+    def LoadHF(
+        self,
+        request: _trainer_pb2.LoadHFRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.LoadHFReply, _abc.Awaitable[_trainer_pb2.LoadHFReply]]:
+        """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is."""
 
 def add_TrainerServicer_to_server(servicer: TrainerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -431,19 +431,25 @@ class Group(_message.Message):
 
     PROMPT_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    BASELINE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompt(self) -> Global___Prompt: ...
     @_builtins.property
     def samples(self) -> Global___Samples: ...
+    @_builtins.property
+    def baseline(self) -> Global___Samples:
+        """the greedy sample, or none"""
+
     def __init__(
         self,
         *,
         prompt: Global___Prompt | None = ...,
         samples: Global___Samples | None = ...,
+        baseline: Global___Samples | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "samples", b"samples"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "prompt", b"prompt", "samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "prompt", b"prompt", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
