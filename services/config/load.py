@@ -10,11 +10,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from services.config.errors import ConfigError as ConfigError
 from services.config.schema import RunConfig
-
-
-class ConfigError(ValueError):
-    """The config cannot be used; the message names the key and what to do."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

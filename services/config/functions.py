@@ -1,0 +1,244 @@
+"""Functions that a config names: built-in ones by their key, the user's own by `file.py:function`.
+
+`check` judges name and parameters by the source alone, so that reading a config imports neither torch nor
+the user's code. `load` imports the code, once, when the service starts that calls it.
+"""
+
+import ast
+import difflib
+import importlib.util
+import inspect
+import symtable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from services.config.schema import FunctionConfig
+
+PACKAGE = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the functions of one setting have in common: one positional parameter, others by keyword."""
+
+    setting: str
+    file: str  # where the built-in ones stand in a dict
+    table: str  # its name
+    signature: str
+
+
+ADVANTAGE = Kind(
+    "algorithm.advantage",
+    "services/coordinator/advantage.py",
+    "ADVANTAGES",
+    "(trajectories: Trajectories, *, ...) -> Estimate",
+)
+LOSS = Kind(
+    "algorithm.loss",
+    "services/trainer/loss.py",
+    "LOSSES",
+    "(tokens: PolicyTokens, *, ...) -> tuple[Tensor, dict[str, Tensor]]",
+)
+FILTER = Kind(
+    "algorithm.filter", "services/coordinator/groups.py", "FILTERS", "(group: Group, *, ...) -> bool"
+)
+REWEIGHT = Kind(
+    "algorithm.reweight",
+    "services/coordinator/reweight.py",
+    "REWEIGHTS",
+    "(scores: NDArray, *, ...) -> NDArray",
+)
+GRADER = Kind("reward.graders", "services/reward/score.py", "GRADERS", "(item: ScoreItem, *, ...) -> float")
+
+
+def is_users_own(name: str) -> bool:
+    return ".py:" in name
+
+
+def check(kind: Kind, name: str, parameters: Mapping[str, object], settings: Collection[str] = ()) -> None:
+    """Raises ConfigError where there is no such function or it does not take `parameters`.
+
+    `settings` are the other keys of the same table, which a mistyped key may have meant.
+    """
+    if is_users_own(name):
+        function = _users_definition(kind, name)
+    elif name in built_in(kind):
+        function = built_in(kind)[name]
+    else:
+        near = difflib.get_close_matches(name, built_in(kind), n=2)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(
+            f"{kind.setting} = {name!r}: no such function; {hint}"
+            f"Known: {', '.join(built_in(kind))}, or file.py:function of your own"
+        )
+    if function is not None:
+        _check_parameters(f"{kind.setting}: {name}", function.args, parameters, settings)
+
+
+@cache
+def built_in(kind: Kind) -> Mapping[str, ast.FunctionDef]:
+    """The definitions of a kind's built-in functions, by name."""
+    module = ast.parse((PACKAGE / kind.file).read_bytes())
+    table = next(
+        node.value
+        for node in module.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == kind.table
+    )
+    assert isinstance(table, ast.Dict)
+    definitions = _imported(module) | _definitions(module)
+    names = (ast.literal_eval(key) for key in table.keys if key is not None)
+    return {name: definitions[ast.unparse(value)] for name, value in zip(names, table.values, strict=True)}
+
+
+def load(config: "FunctionConfig", known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """The function that `config` names, of `known` or the user's own, with its parameters bound."""
+    if not is_users_own(config.name):
+        return partial(known[config.name], **config.parameters)
+    function = load_user_function(config.name)
+    try:
+        inspect.signature(function).bind(object(), **config.parameters)
+    except TypeError as error:
+        raise ConfigError(
+            f"{config.name} does not fit: {error}; expected one positional parameter, and by keyword "
+            f"{', '.join(config.parameters) or 'none'}, got {inspect.signature(function)}"
+        ) from None
+    return partial(function, **config.parameters)
+
+
+def load_user_function(name: str) -> Callable[..., Any]:
+    """Imports `file.py:function`. Raises ConfigError where that fails or it is no plain function."""
+    path, _, function_name = name.rpartition(":")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None  # a path that ends in .py always has a loader
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error.filename}: no such file; {name} is read from {Path.cwd()}") from error
+    except Exception as error:  # the user's module may raise anything
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    if function_name not in vars(module):
+        raise ConfigError(f"{path} has no function {function_name!r}")
+    function: Callable[..., Any] = vars(module)[function_name]
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        got = "an async function" if callable(function) else f"a {type(function).__name__}"
+        raise ConfigError(f"{name} does not fit: expected a plain function, got {got}")
+    return function
+
+
+def _users_definition(kind: Kind, name: str) -> ast.FunctionDef | None:
+    """The `def` of `file.py:function`; None where the file binds the name in another way."""
+    file, _, function_name = name.rpartition(":")
+    where = f"{kind.setting}: {Path(file).absolute()}"
+    try:
+        source = importlib.util.decode_source(Path(file).read_bytes())
+        module = ast.parse(source)
+        symbols = symtable.symtable(source, file, "exec").get_identifiers()
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: {error.strerror}; a path is relative to the folder in which the command runs"
+        ) from None
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes, or not in its encoding
+        raise ConfigError(f"{where} is not valid Python: {error}") from None
+    if function_name not in symbols:
+        known = ", ".join(_definitions(module)) or "none"
+        raise ConfigError(f"{where}: no function {function_name!r}; it defines {known}")
+    expected = f"def {function_name}{kind.signature}"
+    for node in module.body:
+        if isinstance(node, ast.AsyncFunctionDef) and node.name == function_name:
+            raise ConfigError(f"{where}: got `async def {function_name}`, expected `{expected}`")
+    definition = _definitions(module).get(function_name)
+    if definition is not None and not _takes_one(definition.args):
+        got = f"def {function_name}({ast.unparse(definition.args)})"
+        raise ConfigError(
+            f"{where}: got `{got}`, expected `{expected}`: one positional parameter, others by keyword alone"
+        )
+    return definition
+
+
+def _takes_one(arguments: ast.arguments) -> bool:
+    positional = len(arguments.posonlyargs) + len(arguments.args)
+    required = positional - len(arguments.defaults)
+    return required <= 1 and (positional >= 1 or arguments.vararg is not None)
+
+
+def _check_parameters(
+    what: str, arguments: ast.arguments, got: Mapping[str, object], settings: Collection[str]
+) -> None:
+    annotations = {argument.arg: argument.annotation for argument in arguments.kwonlyargs}
+    defaults = dict(zip(annotations, arguments.kw_defaults, strict=True))
+    known = parameters_text(arguments) or "none"
+    for name, value in got.items():
+        if name not in annotations and arguments.kwarg is None:
+            near = difflib.get_close_matches(name, [*annotations, *settings], n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{what} has no parameter {name!r}; {hint}Its parameters: {known}")
+        annotation = annotations.get(name)
+        if annotation is not None and not _fits(value, annotation):
+            raise ConfigError(
+                f"{what}: {name} = {value!r} is a {type(value).__name__}, "
+                f"expected {ast.unparse(annotation)}; its parameters: {known}"
+            )
+    missing = [name for name, default in defaults.items() if default is None and name not in got]
+    if missing:
+        raise ConfigError(f"{what} needs {' and '.join(missing)}; its parameters: {known}")
+
+
+def parameters_text(arguments: ast.arguments) -> str:
+    """A function's keyword parameters as they are written: `lam: float = 1.0, ...`."""
+    return ", ".join(
+        ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    )
+
+
+def _fits(value: object, annotation: ast.expr) -> bool:
+    """Whether a TOML value is of the kind that the annotation says; True for one that is not known here."""
+    match annotation:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _fits(value, left) or _fits(value, right)
+        case ast.Constant(value=None):
+            return value is None
+        case ast.Name(id="float"):
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        case ast.Name(id="int"):
+            return isinstance(value, int) and not isinstance(value, bool)
+        case ast.Name(id="bool"):
+            return isinstance(value, bool)
+        case ast.Name(id="str"):
+            return isinstance(value, str)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+            return value in [
+                ast.literal_eval(choice)
+                for choice in (choices.elts if isinstance(choices, ast.Tuple) else [choices])
+            ]
+    return True
+
+
+def _definitions(module: ast.Module) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+
+
+def _imported(module: ast.Module) -> dict[str, ast.FunctionDef]:
+    """Functions that the module takes from our other modules."""
+    return {
+        alias.name: definition
+        for node in module.body
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("services.")
+        for alias in node.names
+        if (definition := _definition(node.module, alias.name)) is not None
+    }
+
+
+def _definition(module: str, function: str) -> ast.FunctionDef | None:
+    path = PACKAGE / f"{module.replace('.', '/')}.py"
+    if not path.exists():  # a package
+        return None
+    return _definitions(ast.parse(path.read_bytes())).get(function)
