@@ -81,7 +81,7 @@ class Checkpoints:
             raise AtollError(
                 f"checkpoint of step {state.step} in {self._folder}: {error}; "
                 + (f"the last valid one is step {valid[-1]}" if valid else "there is no earlier one")
-                + "; free some space, then continue with --resume"
+                + "; once that is mended, continue with --resume"
             ) from error
         self._remove_old(state)
         return path
