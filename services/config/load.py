@@ -10,21 +10,24 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from services.config import functions
 from services.config.errors import ConfigError as ConfigError
 from services.config.schema import RunConfig
+
+Tree = dict[str, typing.Any]
+
+_FUNCTIONS = {
+    kind.setting for kind in (functions.ADVANTAGE, functions.LOSS, functions.FILTER, functions.REWEIGHT)
+}
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a TOML file and applies overrides of the form "a.b=value" (TOML values; bare words are strings).
 
+    A file may name another, relative to itself, that it changes: `base = "arithmetic.toml"`.
     Raises ConfigError that names every wrong key, with the nearest known one.
     """
-    try:
-        tree = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file; examples lie in examples/*.toml") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    tree = _read(path, ())
     for override in overrides:
         _apply(tree, override)
     return _validate(tree, str(path))
@@ -55,7 +58,42 @@ def trainer_rank() -> int:
         ) from None
 
 
-def _apply(tree: dict[str, typing.Any], override: str) -> None:
+def _read(path: Path, derived: tuple[Path, ...]) -> Tree:
+    """The file's tables, over those of its base. `derived` are the files that led to this one."""
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file; examples lie in examples/*.toml") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base = {base!r}, expected the path of another config file")
+    chain = (*derived, path.resolve())
+    if (path.parent / base).resolve() in chain:
+        raise ConfigError(f"{path}: base = {base!r} leads back to a file that is built on this one")
+    return _merge(_read(path.parent / base, chain), tree)
+
+
+def _merge(old: Tree, new: Tree, place: str = "") -> Tree:
+    """`new` over `old`, table by table; a list is replaced. A function that is named anew brings its own
+    parameters; a table without a name adds some to those of the function that stands there."""
+    merged = dict(old)
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, dict) and isinstance(before, str):
+            before = {"name": before}
+        is_other_function = f"{place}{key}" in _FUNCTIONS and isinstance(value, dict) and "name" in value
+        if isinstance(value, dict) and isinstance(before, dict) and not is_other_function:
+            merged[key] = _merge(before, value, f"{place}{key}.")
+        else:
+            merged[key] = value
+    return merged
+
+
+def _apply(tree: Tree, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {override}: expected a.b=value")
@@ -65,19 +103,25 @@ def _apply(tree: dict[str, typing.Any], override: str) -> None:
         value = text
     *tables, leaf = key.strip().split(".")
     for table in tables:
-        tree = tree.setdefault(table, {})
-        if not isinstance(tree, dict):
+        below = tree.setdefault(table, {})
+        if isinstance(below, str):  # a function's name, which stands for its table
+            below = tree[table] = {"name": below}
+        if not isinstance(below, dict):
             raise ConfigError(f"--set {override}: {table} is not a table")
+        tree = below
     tree[leaf] = value
 
 
-def _validate(tree: dict[str, typing.Any], source: str) -> RunConfig:
+def _validate(tree: Tree, source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         lines = [
-            _explain(problem["type"], problem["loc"], problem["msg"], problem.get("input"))
+            line
             for problem in error.errors()
+            for line in _explain(
+                problem["type"], problem["loc"], problem["msg"], problem.get("input")
+            ).splitlines()
         ]
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
 

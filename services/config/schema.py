@@ -1,7 +1,7 @@
 """Every setting of a run: validated once, then frozen. Derived values are properties."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -12,6 +12,9 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
+
+from services.config import functions
+from services.config.rules import violations
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 Role = Literal["actor", "critic", "cost_critic", "reference", "reward_model", "cost_model"]
@@ -31,6 +34,7 @@ class FunctionConfig(Section):
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
+    kind: ClassVar[functions.Kind]
     name: str
 
     @model_validator(mode="before")
@@ -38,13 +42,18 @@ class FunctionConfig(Section):
     def _from_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
+    @model_validator(mode="after")
+    def _exists(self) -> "FunctionConfig":
+        functions.check(self.kind, self.name, self.parameters, type(self).model_fields.keys() - {"name"})
+        return self
+
     @property
     def parameters(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
 
     @property
     def is_users_own(self) -> bool:
-        return ".py:" in self.name
+        return functions.is_users_own(self.name)
 
 
 class SamplingConfig(Section):
@@ -123,8 +132,9 @@ class RolloutSection(Section):
 
 
 class GraderConfig(FunctionConfig):
-    """A key of services/reward/score.py GRADERS, or file.py:function."""
+    """What scores a response. Components are reported under the name."""
 
+    kind = functions.GRADER
     weight: float = 1.0  # 0: a component that is reported, or is a cost, and no part of the score
 
 
@@ -209,12 +219,28 @@ class CorrectionConfig(Section):
     high: Annotated[float, Field(gt=0)] = 2.0  # truncate: largest weight; mask and reject: above, no part
 
 
+class AdvantageConfig(FunctionConfig):
+    """What a token was worth, from the scores of a batch."""
+
+    kind = functions.ADVANTAGE
+
+
+class LossConfig(FunctionConfig):
+    """What a token contributes to the policy's loss."""
+
+    kind = functions.LOSS
+
+
+class ReweightConfig(FunctionConfig):
+    """Samples drawn again, by their score, before they are trained on (PF-PPO)."""
+
+    kind = functions.REWEIGHT
+
+
 class FilterConfig(FunctionConfig):
-    """Which finished groups are trained on; others are replaced by new prompts.
+    """Which finished groups are trained on; others are replaced by new prompts."""
 
-    A key of services/coordinator/groups.py FILTERS, or file.py:function.
-    """
-
+    kind = functions.FILTER
     max_refill: PositiveInt = 10  # groups left out in a row, in batches, before the run ends
 
 
@@ -229,8 +255,8 @@ class ConstraintConfig(Section):
 
 
 class AlgorithmSection(Section):
-    advantage: FunctionConfig = FunctionConfig(name="grpo")  # a key of services/coordinator/advantage.py
-    loss: FunctionConfig = FunctionConfig(name="ppo_clip")  # a key of services/trainer/loss.py
+    advantage: AdvantageConfig = AdvantageConfig(name="grpo")
+    loss: LossConfig = LossConfig(name="ppo_clip")
     aggregation: Literal[
         "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
     ] = "token_mean"
@@ -241,7 +267,7 @@ class AlgorithmSection(Section):
     kl: KLConfig | None = None
     correction: CorrectionConfig | None = None
     filter: FilterConfig | None = None
-    reweight: FunctionConfig | None = None  # PF-PPO: a key of services/coordinator/reweight.py
+    reweight: ReweightConfig | None = None
     constraint: ConstraintConfig | None = None
 
     @property
@@ -331,29 +357,21 @@ class RunConfig(Section):
             roles["cost_model"] = self.cost_model
         return {role: section for role, section in roles.items() if section is not None}
 
+    @property
+    def trained(self) -> tuple[Role, ...]:
+        """The roles that learn: those with an optimizer."""
+        return tuple(role for role, section in self.roles.items() if isinstance(section, TrainerSection))
+
+    @property
+    def followers(self) -> frozenset[Role]:
+        """The roles that begin at the policy as the warm-up leaves it: they have no folder of their own."""
+        kinds = CriticSection | ReferenceSection
+        return frozenset(
+            role for role, section in self.roles.items() if isinstance(section, kinds) and section.path is None
+        )
+
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
-        if self.run.mode == "train_only" and self.data.replay is None:
-            raise ValueError(
-                'run.mode = "train_only" starts no rollout service: set data.replay to a dump folder'
-            )
-        if self.data.replay is None and not self.data.train:
-            raise ValueError("no training data: add a [[data.train]] table with a path")
-        if self.coordinator.samples_per_prompt == 1 and self.algorithm.advantage == "grpo":
-            raise ValueError(
-                'algorithm.advantage = "grpo" compares the samples of a prompt: '
-                "set coordinator.samples_per_prompt to 2 or more"
-            )
-        if self.coordinator.prompts_per_step < self.algorithm.num_minibatches:
-            raise ValueError(
-                f"algorithm.num_minibatches = {self.algorithm.num_minibatches} is more than the "
-                f"{self.coordinator.prompts_per_step} groups of a step"
-            )
-        if self.warmup.steps and self.warmup.source is None:
-            raise ValueError("warmup.steps > 0 needs [warmup.source] with a path")
-        if self.warmup.target_reward is not None and not (self.validation.sets and self.run.mode == "train"):
-            raise ValueError(
-                "warmup.target_reward is measured by the replicas on the first [[validation.sets]]: add one, "
-                'and use run.mode = "train" (else set warmup.steps alone)'
-            )
+        if sentences := violations(self):
+            raise ValueError("\n".join(sentences))
         return self

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
+from services.config.errors import ConfigError
 from services.config.schema import GraderConfig
 from services.reward.score import WeightedGrader, load_graders
 from services.runtime.errors import UserError
@@ -85,7 +86,7 @@ def _serve(connection: Connection, configs: Sequence[GraderConfig], answer: Answ
         signal.signal(number, signal.SIG_IGN)  # the service drains its calls first, then ends this process
     try:
         graders = load_graders(configs)
-    except UserError as error:
+    except ConfigError as error:
         connection.send_bytes(str(error).encode())
         return
     connection.send_bytes(b"")

@@ -1,25 +1,25 @@
 """A response to a verdict: the weighted sum of its graders, or why there is none."""
 
-import importlib.util
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
 
+from services.config.functions import load
 from services.config.schema import GraderConfig
 from services.reward.verifiers.exact_match import exact_match
 from services.reward.verifiers.gsm8k import gsm8k, gsm8k_format
-from services.runtime.errors import UserError
+from services.reward.verifiers.length import length_cost, overlong
 from services.wire.types import Graded, GradingError, ScoreItem, Verdict
 
-Grader = Callable[[ScoreItem], float]
+Grader = Callable[[ScoreItem], float]  # its own parameters are bound
 
-GRADERS: Mapping[str, Grader] = {
+GRADERS: Mapping[str, Callable[..., float]] = {  # (item, *, parameters of its own)
     "exact_match": exact_match,
     "gsm8k": gsm8k,
     "gsm8k_format": gsm8k_format,
+    "overlong": overlong,
+    "length_cost": length_cost,
 }
 
 
@@ -31,15 +31,12 @@ class WeightedGrader:
 
 
 def load_graders(configs: Sequence[GraderConfig]) -> tuple[WeightedGrader, ...]:
-    """Raises UserError for an unknown name, one given twice, and a function of the user that does not fit."""
-    names = [config.name for config in configs]
-    if not names or len(set(names)) != len(names):
-        raise UserError(f"reward.graders: got {names}, expected at least one grader and each name once")
-    return tuple(WeightedGrader(c.name, c.weight, _find_grader(c.name)) for c in configs)
+    """Raises ConfigError where a function of the user cannot be imported or does not fit."""
+    return tuple(WeightedGrader(config.name, config.weight, load(config, GRADERS)) for config in configs)
 
 
 def score(item: ScoreItem, graders: Sequence[WeightedGrader]) -> Verdict:
-    """Components keep each grader's own value, before its weight."""
+    """Components keep each grader's own value, before its weight. Without graders the score is 0."""
     components = {}
     for grader in graders:
         try:
@@ -58,56 +55,3 @@ def _number(value: object) -> float:
     if not math.isfinite(number):
         raise ValueError(f"got {number}, expected a finite number")
     return number
-
-
-def _find_grader(name: str) -> Grader:
-    if name in GRADERS:
-        return GRADERS[name]
-    path, colon, function = name.rpartition(":")
-    if not colon or not path.endswith(".py"):
-        raise UserError(
-            f"reward.graders: unknown grader {name!r}; expected {', '.join(GRADERS)} or file.py:function"
-        )
-    return _load_function(Path(path), function)
-
-
-def _load_function(path: Path, name: str) -> Grader:
-    """The user's own code, by the file that holds it."""
-    if not path.exists():
-        raise UserError(f"reward.graders: {path.absolute()}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None  # a path that ends in .py always has a loader
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(
-            f"reward.graders: {path} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    if name not in vars(module):
-        raise UserError(f"reward.graders: {path} has no function {name!r}")
-    function: Grader = vars(module)[name]
-    if not _takes_one_item(function):
-        raise UserError(
-            f"reward.graders: {path}:{name} does not fit; expected a plain function "
-            f"`def {name}(item: ScoreItem) -> float`, got {_signature(function)}"
-        )
-    return function
-
-
-def _takes_one_item(function: object) -> bool:
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        return False
-    try:
-        inspect.signature(function).bind("item")
-    except TypeError:
-        return False
-    return True
-
-
-def _signature(function: object) -> str:
-    if not callable(function):
-        return f"a {type(function).__name__}"
-    kind = "async def" if inspect.iscoroutinefunction(function) else "def"
-    return f"{kind} {inspect.signature(function)}"

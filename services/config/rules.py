@@ -1,0 +1,293 @@
+"""What settings of different tables ask of each other: each rule is a sentence that says why, or None."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.config.schema import RunConfig
+
+GROUP_RELATIVE = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "gpg",
+    "pass_at_k",
+    "gdpo",
+    "reinforce_pp_baseline",
+)
+SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
+WITHOUT_RATIO = ("reinforce",)
+
+
+def violations(config: "RunConfig") -> list[str]:
+    """A sentence for each rule that the config breaks."""
+    return [sentence for rule in RULES if (sentence := rule(config)) is not None]
+
+
+def _replay_has_batches(config: "RunConfig") -> str | None:
+    if config.run.mode == "train_only" and config.data.replay is None:
+        return 'run.mode = "train_only" starts no rollout service: set data.replay to a dump folder'
+    return None
+
+
+def _prompts_come_from_somewhere(config: "RunConfig") -> str | None:
+    if config.data.replay is None and not config.data.train:
+        return "no training data: add a [[data.train]] table with a path"
+    return None
+
+
+def _groups_have_samples_to_compare(config: "RunConfig") -> str | None:
+    name = config.algorithm.advantage.name
+    if name in GROUP_RELATIVE and config.coordinator.samples_per_prompt == 1:
+        return (
+            f'algorithm.advantage = "{name}" compares the samples of a prompt: '
+            "set coordinator.samples_per_prompt to 2 or more"
+        )
+    return None
+
+
+def _minibatches_have_groups(config: "RunConfig") -> str | None:
+    num_minibatches, num_groups = config.algorithm.num_minibatches, config.coordinator.prompts_per_step
+    if num_groups < num_minibatches:
+        return (
+            f"algorithm.num_minibatches = {num_minibatches} is more than the {num_groups} groups of a step: "
+            "set it to coordinator.prompts_per_step or less"
+        )
+    return None
+
+
+def _remax_has_its_baseline(config: "RunConfig") -> str | None:
+    if config.algorithm.advantage.name == "remax" and not config.coordinator.greedy_baseline:
+        return (
+            'algorithm.advantage = "remax" compares each sample with a greedy one of the same prompt: '
+            "set coordinator.greedy_baseline = true"
+        )
+    return None
+
+
+def _baseline_is_used(config: "RunConfig") -> str | None:
+    advantage = config.algorithm.advantage
+    if config.coordinator.greedy_baseline and not (advantage.name == "remax" or advantage.is_users_own):
+        return (
+            f'coordinator.greedy_baseline generates a sample per prompt that "{advantage.name}" does not '
+            'look at: take it out, or set algorithm.advantage = "remax"'
+        )
+    return None
+
+
+def _values_have_a_critic(config: "RunConfig") -> str | None:
+    if config.algorithm.needs_values and config.critic is None:
+        return (
+            f'algorithm.advantage = "{config.algorithm.advantage.name}" needs the values of states: '
+            "add a [critic] table"
+        )
+    return None
+
+
+def _cost_values_have_a_critic(config: "RunConfig") -> str | None:
+    algorithm = config.algorithm
+    if algorithm.needs_values and algorithm.constraint and config.cost_critic is None:
+        return (
+            "[algorithm.constraint] estimates the cost's advantage as that of the reward, by "
+            f'"{algorithm.advantage.name}", from values of its own: add a [cost_critic] table'
+        )
+    return None
+
+
+def _critics_warm_up_where_they_are(config: "RunConfig") -> str | None:
+    sections = {"critic": config.critic, "cost_critic": config.cost_critic}
+    for role, section in sections.items():
+        if section is not None and section.warmup_steps and role not in config.roles:
+            return (
+                f"{role}.warmup_steps = {section.warmup_steps} makes the actor wait for a {role}, which "
+                f'"{config.algorithm.advantage.name}" does without: set it to 0, or use "gae" or "vapo"'
+            )
+    return None
+
+
+def _constraint_has_a_cost(config: "RunConfig") -> str | None:
+    constraint = config.algorithm.constraint
+    if constraint is None:
+        return None
+    graders = [grader.name for grader in config.reward.graders]
+    if constraint.cost is None and config.cost_model is None:
+        return (
+            "[algorithm.constraint] needs a cost: set cost to one of reward.graders "
+            f"({', '.join(graders) or 'none'}), or add a [cost_model] table"
+        )
+    if constraint.cost is not None and constraint.cost not in graders:
+        return (
+            f"algorithm.constraint.cost = {constraint.cost!r} is none of reward.graders "
+            f"({', '.join(graders) or 'none'}): add it there, with weight = 0 where it is no reward"
+        )
+    return None
+
+
+def _cost_model_is_used(config: "RunConfig") -> str | None:
+    constraint = config.algorithm.constraint
+    if config.cost_model is not None and (constraint is None or constraint.cost is not None):
+        return (
+            "[cost_model] is asked only by an [algorithm.constraint] that names no other cost: "
+            "add that table without cost, or take [cost_model] out"
+        )
+    return None
+
+
+def _something_scores(config: "RunConfig") -> str | None:
+    if not config.reward.graders and config.reward_model is None:
+        return "nothing scores a response: name a function in reward.graders, or add a [reward_model] table"
+    return None
+
+
+def _graders_have_names_of_their_own(config: "RunConfig") -> str | None:
+    names = [grader.name for grader in config.reward.graders]
+    if len(set(names)) < len(names):
+        return (
+            f"reward.graders: {', '.join(names)}: components are told apart by name: give each function once"
+        )
+    return None
+
+
+def _filter_sees_the_whole_score(config: "RunConfig") -> str | None:
+    if config.algorithm.filter and config.reward_model:
+        return (
+            "algorithm.filter judges a group when it is graded, before [reward_model] has scored it: "
+            "take one of the two out"
+        )
+    return None
+
+
+def _full_kl_sees_both_vocabularies(config: "RunConfig") -> str | None:
+    kl = config.algorithm.kl
+    colocated = config.reference.placement == "colocated"
+    if kl and kl.estimator == "full" and not (kl.where == "loss" and colocated):
+        return (
+            'algorithm.kl.estimator = "full" sums over the vocabulary, whose logits of both models never '
+            'leave the actor\'s process: set algorithm.kl.where = "loss" and '
+            'reference.placement = "colocated", or take "k3"'
+        )
+    return None
+
+
+def _straight_through_has_a_gradient(config: "RunConfig") -> str | None:
+    kl = config.algorithm.kl
+    if kl and kl.estimator.endswith("+") and kl.where == "reward":
+        return (
+            f'algorithm.kl.estimator = "{kl.estimator}" differs from "{kl.estimator[:-1]}" in its gradient, '
+            f'and a reward has none: set algorithm.kl.where = "loss", or estimator = "{kl.estimator[:-1]}"'
+        )
+    return None
+
+
+def _adaptive_kl_is_in_the_reward(config: "RunConfig") -> str | None:
+    kl = config.algorithm.kl
+    if kl and kl.target is not None and kl.where == "loss":
+        return (
+            "algorithm.kl.target adapts the coefficient of a penalty in the reward; in the loss it is fixed: "
+            'set algorithm.kl.where = "reward", or take target out'
+        )
+    return None
+
+
+def _correction_has_two_logprobs(config: "RunConfig") -> str | None:
+    if config.algorithm.correction and config.algorithm.old_logprobs == "rollout":
+        return (
+            "algorithm.correction weighs the trainer's logprobs against the rollout engine's; with "
+            'algorithm.old_logprobs = "rollout" the ratio of the loss does so already: set it to "trainer", '
+            "or take the correction out"
+        )
+    return None
+
+
+def _correction_has_an_interval(config: "RunConfig") -> str | None:
+    correction = config.algorithm.correction
+    if correction is None:
+        return None
+    if correction.method == "truncate" and correction.low > 0:
+        return (
+            f'algorithm.correction.low = {correction.low:g}: "truncate" cuts weights from above alone: '
+            'set it to 0, or method to "mask" or "reject"'
+        )
+    if correction.low >= correction.high:
+        return (
+            f"algorithm.correction: no weight lies between low = {correction.low:g} and "
+            f"high = {correction.high:g}: set low below high"
+        )
+    return None
+
+
+def _sequence_losses_are_averaged_by_sequence(config: "RunConfig") -> str | None:
+    algorithm = config.algorithm
+    if algorithm.loss.name in SEQUENCE_LOSSES and algorithm.aggregation != "seq_mean_token_mean":
+        return (
+            f'algorithm.loss = "{algorithm.loss.name}" is defined as a mean over sequences: '
+            'set algorithm.aggregation = "seq_mean_token_mean"'
+        )
+    return None
+
+
+def _updates_stay_on_policy_without_a_ratio(config: "RunConfig") -> str | None:
+    algorithm = config.algorithm
+    num_updates = algorithm.num_minibatches * algorithm.num_epochs
+    if algorithm.loss.name in WITHOUT_RATIO and num_updates > 1:
+        return (
+            f'algorithm.loss = "{algorithm.loss.name}" has no ratio to the policy that generated: after the '
+            f"first of a step's {num_updates} updates it would be biased, and nothing would correct it: set "
+            'algorithm.num_minibatches and num_epochs to 1, or take "ppo_clip"'
+        )
+    return None
+
+
+def _entropy_guard_leaves_room(config: "RunConfig") -> str | None:
+    low, high = config.guards.min_entropy, config.guards.max_entropy
+    if low is not None and high is not None and low >= high:
+        return (
+            f"guards: every entropy is below min_entropy = {low:g} or above max_entropy = {high:g}: "
+            "set the first below the second"
+        )
+    return None
+
+
+def _warmup_has_rows(config: "RunConfig") -> str | None:
+    if config.warmup.steps and config.warmup.source is None:
+        return "warmup.steps > 0 needs [warmup.source] with a path"
+    return None
+
+
+def _warmup_target_is_measured(config: "RunConfig") -> str | None:
+    can_measure = config.validation.sets and config.run.mode == "train"
+    if config.warmup.target_reward is not None and not can_measure:
+        return (
+            "warmup.target_reward is measured by the replicas on the first [[validation.sets]]: add one, "
+            'and use run.mode = "train" (else set warmup.steps alone)'
+        )
+    return None
+
+
+RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
+    _replay_has_batches,
+    _prompts_come_from_somewhere,
+    _groups_have_samples_to_compare,
+    _minibatches_have_groups,
+    _remax_has_its_baseline,
+    _baseline_is_used,
+    _values_have_a_critic,
+    _cost_values_have_a_critic,
+    _critics_warm_up_where_they_are,
+    _constraint_has_a_cost,
+    _cost_model_is_used,
+    _something_scores,
+    _graders_have_names_of_their_own,
+    _filter_sees_the_whole_score,
+    _full_kl_sees_both_vocabularies,
+    _straight_through_has_a_gradient,
+    _adaptive_kl_is_in_the_reward,
+    _correction_has_two_logprobs,
+    _correction_has_an_interval,
+    _sequence_losses_are_averaged_by_sequence,
+    _updates_stay_on_policy_without_a_ratio,
+    _entropy_guard_leaves_room,
+    _warmup_has_rows,
+    _warmup_target_is_measured,
+)
