@@ -6,6 +6,7 @@ computes each chunk's logits again. The vocabulary may be split over a tensor-pa
 Letters in shapes: N target tokens, n rows of one chunk, H hidden size, V vocabulary rows of this rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def token_logprobs(
     """Logprobs of `targets_N` under softmax(hidden_NH @ weight_VH.T / temperature), and its entropy.
 
     `weight_VH` holds this rank's rows, an equal share in rank order; `hidden_NH` is the same on every
-    rank. Returns two tensors [N] in nats, at least fp32; the entropy carries no gradient.
+    rank. Returns two tensors [N] in nats, at least fp32; an entropy that is not differentiated costs nothing.
     """
     logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NH, weight_VH, targets_N, temperature, tensor_parallel, max(1, chunk_logits // len(weight_VH))
@@ -50,50 +51,78 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs_N, entropy_N, logsumexp_N = hidden_NH.new_empty(3, len(targets_N), dtype=dtype)
         for start in range(0, len(targets_N), rows):
             n = slice(start, start + rows)
-            logits_nV = _logits(hidden_NH[n], weight_VH, temperature)
+            logits_nV = vocabulary_logits(hidden_NH[n], weight_VH, temperature)
             peak_n = logits_nV.amax(-1)
-            _reduce(peak_n, group, ReduceOp.MAX)
+            reduce_over(group, peak_n, ReduceOp.MAX)
             logits_nV -= peak_n[:, None]
             exp_nV = logits_nV.exp()
             is_here_n = (own_N[n] >= 0) & (own_N[n] < len(weight_VH))
             target_n = logits_nV.gather(-1, own_N[n].clamp(0, len(weight_VH) - 1)[:, None])[:, 0]
             sums_3n = torch.stack([exp_nV.sum(-1), (exp_nV * logits_nV).sum(-1), target_n * is_here_n])
-            _reduce(sums_3n, group, ReduceOp.SUM)
+            reduce_over(group, sums_3n, ReduceOp.SUM)
             norm_n, weighted_n, target_n = sums_3n
             logprobs_N[n] = target_n - norm_n.log()
             entropy_N[n] = norm_n.log() - weighted_n / norm_n
             logsumexp_N[n] = peak_n + norm_n.log()
-        ctx.save_for_backward(hidden_NH, weight_VH, own_N, logsumexp_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, own_N, logsumexp_N, entropy_N)
         ctx.temperature, ctx.group, ctx.rows = temperature, group, rows
-        ctx.mark_non_differentiable(entropy_N)
+        ctx.set_materialize_grads(False)  # None for an output that is not differentiated
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """d logprob / d logits = (one-hot of the target - softmax) / temperature."""
-        hidden_NH, weight_VH, own_N, logsumexp_N = ctx.saved_tensors
-        grad_N = grads[0] / ctx.temperature
-        grad_hidden_NH = torch.empty_like(hidden_NH)
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=grad_N.dtype)
-        for start in range(0, len(own_N), ctx.rows):
-            n = slice(start, start + ctx.rows)
-            logits_nV = _logits(hidden_NH[n], weight_VH, ctx.temperature)
-            grad_nV = (logits_nV - logsumexp_N[n, None]).exp_().mul_(-grad_N[n, None])
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """d logprob / d logit_j = [j is the target] - p_j; d entropy / d logit_j = -p_j (log p_j + H)."""
+        hidden_NH, weight_VH, own_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        grad_N = torch.zeros_like(logsumexp_N) if grads[0] is None else grads[0]
+        grad_entropy_N = grads[1]
+
+        def gradient(n: slice, logits_nV: Tensor) -> Tensor:
+            logp_nV = logits_nV.sub_(logsumexp_N[n, None])
+            slope_nV = -grad_N[n, None]
+            if grad_entropy_N is not None:
+                slope_nV = slope_nV - grad_entropy_N[n, None] * (logp_nV + entropy_N[n, None])
+            grad_nV = logp_nV.exp_().mul_(slope_nV)
             is_here_n = (own_N[n] >= 0) & (own_N[n] < len(weight_VH))
             column_n = own_N[n].clamp(0, len(weight_VH) - 1)[:, None]
-            grad_nV.scatter_add_(-1, column_n, (grad_N[n] * is_here_n)[:, None])
-            grad_nV = grad_nV.to(weight_VH.dtype)
-            grad_hidden_NH[n] = grad_nV @ weight_VH
-            grad_weight_VH += grad_nV.T @ hidden_NH[n]
-        _reduce(grad_hidden_NH, ctx.group, ReduceOp.SUM)  # every rank saw only its rows of the vocabulary
-        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None
+            return grad_nV.scatter_add_(-1, column_n, (grad_N[n] * is_here_n)[:, None])
+
+        into_hidden_NH, into_weight_VH = gradients_through_logits(
+            hidden_NH, weight_VH, ctx.temperature, ctx.group, ctx.rows, gradient
+        )
+        return into_hidden_NH, into_weight_VH, None, None, None, None
 
 
-def _logits(hidden_nH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
+def vocabulary_logits(hidden_nH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
+    """[n, V] this rank's share of a chunk's logits, in a new tensor, at least fp32."""
     logits_nV = hidden_nH @ weight_VH.T
     return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32)) / temperature
 
 
-def _reduce(tensor: Tensor, group: ProcessGroup, op: Any) -> None:
+def gradients_through_logits(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    temperature: float,
+    group: ProcessGroup,
+    rows: int,
+    gradient: Callable[[slice, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the hidden states and of the weight, from those of each chunk's logits.
+
+    `gradient(n, logits_nV)` is asked for chunk after chunk of `rows` rows and may overwrite the logits.
+    """
+    grad_hidden_NH = torch.empty_like(hidden_NH)
+    grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.promote_types(weight_VH.dtype, torch.float32))
+    for start in range(0, len(hidden_NH), rows):
+        n = slice(start, start + rows)
+        logits_nV = vocabulary_logits(hidden_NH[n], weight_VH, temperature)
+        grad_nV = gradient(n, logits_nV).to(weight_VH.dtype)
+        grad_hidden_NH[n] = grad_nV @ weight_VH / temperature
+        grad_weight_VH += grad_nV.T @ hidden_NH[n]
+    reduce_over(group, grad_hidden_NH, ReduceOp.SUM)  # every rank saw only its rows of the vocabulary
+    return grad_hidden_NH, (grad_weight_VH / temperature).to(weight_VH.dtype)
+
+
+def reduce_over(group: ProcessGroup, tensor: Tensor, op: Any) -> None:
+    """In place, over the ranks that share the vocabulary."""
     if group.size() > 1:
         all_reduce(tensor, op=op, group=group)
