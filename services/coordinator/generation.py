@@ -14,10 +14,8 @@ from services.wire.types import (
     FinishReason,
     Graded,
     GroupId,
-    GroupRequest,
     Sample,
     SampleId,
-    Sampling,
     ScoreItem,
 )
 
@@ -88,29 +86,19 @@ class Generation:
             groups = await self._to_send.take_all()
             await self._replicas.wait_for(1, self._timeout_s)
             for replica, share in self._replicas.share(groups).items():
-                for sampling in {group.sampling for group in share}:
-                    part = [group for group in share if group.sampling == sampling]
-                    tasks.create_task(self._follow(replica, sampling, part))
+                tasks.create_task(self._follow(replica, share))
 
-    async def _follow(self, replica: Replica, sampling: Sampling, groups: Sequence[PendingGroup]) -> None:
+    async def _follow(self, replica: Replica, groups: Sequence[PendingGroup]) -> None:
         """Consumes one Generate stream; what it did not deliver is sent again."""
-        requests = []
+        requests = [request for group in groups for request in group.requests()]
+        attempts = [{index: group.attempts[index] for index in group.missing} for group in groups]
         for group in groups:
             for index in group.missing:
                 group.oldest[index] = replica.version.number
-            requests.append(
-                GroupRequest(
-                    group=group.prompt.id,
-                    prompt_ids=group.prompt.token_ids,
-                    indices=group.missing,
-                    attempts=tuple(group.attempts[index] for index in group.missing),
-                    sampling=sampling,
-                )
-            )
-        expected = sum(len(request.indices) for request in requests)
+        expected = sum(map(len, attempts))
         reason = "the replica ended the stream without it"
         try:
-            async for arrival in replica.client.generate(self._model, sampling, requests):
+            async for arrival in replica.client.generate(self._model, requests):
                 expected -= len(arrival.samples)
                 replica.outstanding -= len(arrival.samples)
                 await self._receive(arrival)
@@ -120,10 +108,10 @@ class Generation:
             reason = f"lost with {replica.entry.name}: {error}"
             self._replicas.lose(replica, error)
         replica.outstanding -= expected
-        for group, request in zip(groups, requests, strict=True):
+        for group, asked in zip(groups, attempts, strict=True):
             lost = [
                 index
-                for index, attempt in zip(request.indices, request.attempts, strict=True)
+                for index, attempt in asked.items()
                 if group.samples[index] is None and group.attempts[index] == attempt
             ]
             await self._retry(group, lost, reason)

@@ -1,9 +1,24 @@
 """Groups on their way: which samples are there, which are missing, and how old they are."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from services.wire.types import Graded, Group, Prompt, Sample, SampleId, Sampling, TurnReward, Version
+import numpy as np
+
+from services.config.functions import load
+from services.config.schema import FilterConfig
+from services.runtime.errors import AtollError
+from services.wire.types import (
+    Graded,
+    Group,
+    GroupRequest,
+    Prompt,
+    Sample,
+    SampleId,
+    Sampling,
+    TurnReward,
+    Version,
+)
 
 
 def staleness(sample: Sample, current: Version) -> int:
@@ -25,6 +40,7 @@ class PendingGroup:
     sampling: Sampling
     samples: list[Sample | None]  # by index; None: being generated
     issued: int  # version number at issue
+    has_baseline: bool = False  # the last sample is the greedy one, which is not trained on
     graded: list[bool] = field(init=False)
     attempts: list[int] = field(init=False)
     failures: list[int] = field(init=False)  # attempts that were lost, by index
@@ -43,6 +59,26 @@ class PendingGroup:
     @property
     def missing(self) -> tuple[int, ...]:
         return tuple(index for index, sample in enumerate(self.samples) if sample is None)
+
+    def requests(self) -> list[GroupRequest]:
+        """For what is missing: one request for the samples, one for the greedy baseline."""
+        indices: dict[Sampling, list[int]] = {}
+        for index in self.missing:
+            indices.setdefault(self._sampling(index), []).append(index)
+        return [
+            GroupRequest(
+                group=self.prompt.id,
+                prompt_ids=self.prompt.token_ids,
+                indices=tuple(alike),
+                attempts=tuple(self.attempts[index] for index in alike),
+                sampling=sampling,
+            )
+            for sampling, alike in indices.items()
+        ]
+
+    def _sampling(self, index: int) -> Sampling:
+        is_baseline = self.has_baseline and index == len(self.samples) - 1
+        return replace(self.sampling, temperature=0.0) if is_baseline else self.sampling
 
     @property
     def complete(self) -> bool:
@@ -87,13 +123,86 @@ class PendingGroup:
 
     def group(self) -> Group:
         assert self.complete
-        return Group(self.prompt, tuple(sample for sample in self.samples if sample is not None))
+        samples = tuple(sample for sample in self.samples if sample is not None)
+        if self.has_baseline:
+            return Group(self.prompt, samples[:-1], baseline=samples[-1])
+        return Group(self.prompt, samples)
 
     def ids(self) -> list[SampleId]:
         return [SampleId(self.prompt.id, index) for index in range(len(self.samples))]
 
 
-def scores_differ(group: Group) -> bool:
-    """DAPO's dynamic sampling keeps only such groups: equal scores give no gradient."""
-    first = group.samples[0].score
-    return any(sample.score != first for sample in group.samples)
+def scores_differ(group: Group, *, component: str = "") -> bool:
+    """Keeps groups whose samples do not all score the same: equal scores give no gradient.
+
+    `component` compares this grader's own value instead of the score, as DAPO judges accuracy without the
+    penalty on length (https://arxiv.org/abs/2503.14476, section 3.2). Raises ValueError for one that the
+    samples do not have.
+    """
+    if not component:
+        return len({sample.score for sample in group.samples}) > 1
+    return len({_component(sample, component) for sample in group.samples}) > 1
+
+
+def _component(sample: Sample, name: str) -> float:
+    known = {known for reward in sample.rewards for known in reward.components}
+    if name not in known:
+        raise ValueError(f"component {name!r}: sample {sample.id} has {', '.join(sorted(known)) or 'none'}")
+    return sum(reward.components.get(name, 0.0) for reward in sample.rewards)
+
+
+FILTERS: Mapping[str, Callable[..., bool]] = {
+    "scores_differ": scores_differ,
+}
+
+
+class DynamicSampling:
+    """Which finished groups are trained on, and for how long others are replaced by new prompts.
+
+    From DAPO (https://arxiv.org/abs/2503.14476, section 3.2): without contrast within a group there is
+    nothing to learn from it, so the batch is filled up with others.
+    """
+
+    def __init__(self, config: FilterConfig, prompts_per_step: int) -> None:
+        """Raises ConfigError where `config` names no function that fits."""
+        self._keep: Callable[[Group], bool] = load(config, FILTERS)
+        self._name = config.name
+        self._max_refill = config.max_refill
+        self._prompts_per_step = prompts_per_step
+        self._num_kept = 0  # since the last batch
+        self._num_filtered = 0
+
+    def keeps(self, group: Group) -> bool:
+        """Raises AtollError where the filter fails: the user's own may raise anything."""
+        try:
+            keep = self._keep(group)
+            if not isinstance(keep, bool | np.bool_):
+                raise TypeError(f"it returned {keep!r}, expected True or False")
+        except Exception as error:
+            raise AtollError(
+                f"algorithm.filter = {self._name!r} failed on group {group.prompt.id}: "
+                f"{type(error).__name__}: {error}; mend the function or its parameters, "
+                "then continue with --resume"
+            ) from error
+        self._num_kept += bool(keep)
+        self._num_filtered += not keep
+        return bool(keep)
+
+    def check(self) -> None:
+        """Raises AtollError where more than max_refill batches were left out since the last batch."""
+        if self._num_filtered > self._max_refill * self._prompts_per_step:
+            raise AtollError(
+                f"algorithm.filter = {self._name!r} left out {self._num_filtered} of the "
+                f"{self._num_filtered + self._num_kept} groups that finished since the last batch, more than "
+                f"algorithm.filter.max_refill = {self._max_refill} batches of {self._prompts_per_step}; take "
+                "easier or harder prompts, raise coordinator.samples_per_prompt, or allow more"
+            )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the groups that finished since the last call, which is made once per batch."""
+        num_filtered, num_finished = self._num_filtered, self._num_filtered + self._num_kept
+        self._num_kept = self._num_filtered = 0
+        return {
+            "dynamic_sampling/num_filtered": float(num_filtered),
+            "dynamic_sampling/kept_fraction": 1 - num_filtered / max(num_finished, 1),
+        }

@@ -6,14 +6,14 @@ between issue and publish, so generation runs ahead of training by that much and
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from services.coordinator.data import PromptSource
 from services.coordinator.dump import read_dump
 from services.coordinator.generation import Generation
-from services.coordinator.groups import PendingGroup
+from services.coordinator.groups import DynamicSampling, PendingGroup
 from services.coordinator.journal import Journal, RestoredGroup
 from services.runtime.errors import AtollError, UserError
 from services.wire.types import Group, GroupId, Prompt, Sample, SampleId, Sampling, Version
@@ -32,6 +32,10 @@ class Source(Protocol):
         """The batch taken last is trained on and `version` is live."""
         ...
 
+    def take_metrics(self) -> Mapping[str, float]:
+        """Of the batch taken last: what a filter left out for it."""
+        ...
+
 
 class GenerateSource:
     """Draws prompts, has them generated and graded, and hands out groups that are fresh enough."""
@@ -45,20 +49,22 @@ class GenerateSource:
         sampling: Sampling,
         prompts_per_step: int,
         samples_per_prompt: int,
+        greedy_baseline: bool,
         max_staleness: int,
         steps: int,
         max_dropped_share: float,
-        keep: Callable[[Group], bool],
+        dynamic_sampling: DynamicSampling | None,
     ) -> None:
         self._prompts = prompts
         self._generation = generation
         self._journal = journal
         self._sampling = sampling
         self._prompts_per_step = prompts_per_step
-        self._samples_per_prompt = samples_per_prompt
+        self._samples_per_group = samples_per_prompt + greedy_baseline
+        self._greedy_baseline = greedy_baseline
         self._max_staleness = max_staleness
         self._max_dropped_share = max_dropped_share
-        self._keep = keep
+        self._dynamic_sampling = dynamic_sampling
         self._version = 0  # number of the last publish
         self._needed = steps * prompts_per_step  # groups still to be taken
         self._training = 0  # groups taken and not yet published
@@ -70,18 +76,22 @@ class GenerateSource:
         self._failure: AtollError | None = None
         self.drops: dict[str, int] = {}  # kind of reason -> groups or samples, since the run began
         self._failed = 0  # groups dropped for an error, out of self._issued
+        self._metrics: Mapping[str, float] = {}
 
     async def take(self, step: int, count: int, current: Version) -> list[Group]:
         """Waits for `count` groups with no sample older than max_staleness at `current`.
 
         Groups that would be too old at the next version come first and are waited for, so that
         nothing is wasted; a sample that is too old all the same is generated again in its group.
+        Raises AtollError where too many groups were dropped, or left out by the filter.
         """
         while True:
             await self._replace_stale(current)
             chosen = self._choose(count, current)
             if chosen:
                 break
+            if self._dynamic_sampling and len(self._ready) < count:
+                self._dynamic_sampling.check()
             self._changed.clear()
             await self._changed.wait()
             if self._failure:
@@ -90,6 +100,7 @@ class GenerateSource:
             del self._ready[group.prompt.id]
         self._training += count
         self._needed -= count
+        self._metrics = self._dynamic_sampling.take_metrics() if self._dynamic_sampling else {}
         chosen.sort(key=lambda group: group.order)
         await self._journal.consume(step, [id for group in chosen for id in group.ids()])
         return [group.group() for group in chosen]
@@ -99,6 +110,10 @@ class GenerateSource:
         self._training = 0
         await self.admit()
 
+    def take_metrics(self) -> Mapping[str, float]:
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
     async def admit(self) -> None:
         """Issues as many prompts as the bound on staleness leaves room for."""
         live = len(self._pending) + len(self._ready)
@@ -107,9 +122,7 @@ class GenerateSource:
         if room <= 0:
             return
         groups = [
-            PendingGroup(
-                prompt, self._issued + i, self._sampling, [None] * self._samples_per_prompt, self._version
-            )
+            self._group(prompt, self._issued + i, [None] * self._samples_per_group)
             for i, prompt in enumerate(self._draw(room))
         ]
         self._issued += room
@@ -122,14 +135,22 @@ class GenerateSource:
         self._version = version.number
         groups = []
         for order, entry in enumerate(restored):
-            prompt = self._prompts.prompt(entry.id)
-            group = PendingGroup(prompt, order, self._sampling, list(entry.samples), version.number)
+            if len(entry.samples) != self._samples_per_group:
+                raise UserError(
+                    f"group {entry.id} was in flight with {len(entry.samples)} samples, the config asks for "
+                    f"{self._samples_per_group}: a run that continues keeps coordinator.samples_per_prompt "
+                    "and greedy_baseline"
+                )
+            group = self._group(self._prompts.prompt(entry.id), order, list(entry.samples))
             group.attempts = list(entry.attempts)
             groups.append(group)
         self._issued = len(groups)
         self._restored = {group.prompt.id for group in groups}
         self._pending = {group.prompt.id: group for group in groups}
         self._generation.submit(groups, self)
+
+    def _group(self, prompt: Prompt, order: int, samples: list[Sample | None]) -> PendingGroup:
+        return PendingGroup(prompt, order, self._sampling, samples, self._version, self._greedy_baseline)
 
     def _draw(self, count: int) -> list[Prompt]:
         """The next prompts that are not in flight already: a restored cursor is older than the journal."""
@@ -174,7 +195,7 @@ class GenerateSource:
 
     async def completed(self, group: PendingGroup) -> None:
         del self._pending[group.prompt.id]
-        if self._keep(group.group()):
+        if self._dynamic_sampling is None or self._dynamic_sampling.keeps(group.group()):
             self._ready[group.prompt.id] = group
         else:
             self._count("filtered", 1)
@@ -221,3 +242,6 @@ class ReplaySource:
         return groups
 
     async def published(self, version: Version) -> None: ...
+
+    def take_metrics(self) -> Mapping[str, float]:
+        return {}

@@ -61,14 +61,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     ) -> AsyncIterator[pb.GenerateReply]:
         if request.model != MODEL:
             raise UserError(f"Generate asks for model {request.model!r}; this replica serves {MODEL!r}")
-        sampling = codec.decode_sampling(request.sampling)
         requests = [
             GroupRequest(
                 group=codec.decode_group_id(group.group),
                 prompt_ids=np.frombuffer(group.prompt_ids, "<i4"),
                 indices=tuple(group.index),
                 attempts=tuple(group.attempt),
-                sampling=sampling,
+                sampling=codec.decode_sampling(group.sampling),
             )
             for group in request.groups
         ]

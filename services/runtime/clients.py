@@ -29,7 +29,6 @@ from services.wire.types import (
     Plan,
     Published,
     Sample,
-    Sampling,
     ScoreItem,
     Segments,
     ServiceEntry,
@@ -168,19 +167,17 @@ class RolloutClient(_Client):
         super().__init__(address, caller, timeout_s)
         self._stub: rollout_pb2_grpc.RolloutAsyncStub = rollout_pb2_grpc.RolloutStub(self._channel)
 
-    async def generate(
-        self, model: str, sampling: Sampling, groups: Sequence[GroupRequest]
-    ) -> AsyncIterator[Arrival]:
+    async def generate(self, model: str, groups: Sequence[GroupRequest]) -> AsyncIterator[Arrival]:
         """Samples of any of the groups as they finish, those of one message together."""
         request = rollout_pb2.GenerateRequest(
             model=model,
-            sampling=codec.encode_sampling(sampling),
             groups=[
                 rollout_pb2.GroupRequest(
                     group=codec.encode_group_id(group.group),
                     prompt_ids=group.prompt_ids.astype("<i4", copy=False).tobytes(),
                     index=group.indices,
                     attempt=group.attempts,
+                    sampling=codec.encode_sampling(group.sampling),
                 )
                 for group in groups
             ],

@@ -147,7 +147,7 @@ async def test_a_token_id_outside_the_vocabulary_costs_the_replica_nothing(asset
         return GroupRequest(GroupId("toy", 0, prompt[-1]), np.array(prompt, np.int32), (0,), (0,), SAMPLING)
 
     async def generate(*requests: GroupRequest) -> list[Sample]:
-        stream = client.generate("actor", SAMPLING, requests)
+        stream = client.generate("actor", requests)
         return [sample async for arrival in stream for sample in arrival.samples]
 
     engine = LocalEngine(assets / "model", dtype=torch.float32, slots=4, max_length=24, version=AS_IN_FOLDER)
@@ -170,7 +170,7 @@ def test_a_full_disk_at_checkpoint_time_costs_that_checkpoint_alone(config: Path
 
     async def fill_disk(client: CoordinatorClient) -> None:
         await step_reached(client, 2)
-        trainer = next(p for p in psutil.Process().children() if "trainer-0" in p.cmdline())
+        trainer = next(p for p in psutil.Process().children() if "actor-0" in p.cmdline())
         trainer.rlimit(psutil.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
         await asyncio.Event().wait()
 

@@ -8,6 +8,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ def ask(row: int, indices: Sequence[int] = (0, 1), prompt: Sequence[int] = (7, 3
 
 
 async def collect(client: RolloutClient, sampling: Sampling, *requests: GroupRequest) -> list[Sample]:
-    stream = client.generate("actor", sampling, requests)
+    stream = client.generate("actor", [replace(request, sampling=sampling) for request in requests])
     return [sample async for arrival in stream for sample in arrival.samples]
 
 
@@ -93,7 +94,7 @@ async def test_a_repeated_call_generates_nothing_twice(client):
 
 
 async def test_samples_of_one_step_come_in_one_message(client):
-    stream = client.generate("actor", GREEDY, [ask(1), ask(2)])
+    stream = client.generate("actor", [ask(1), ask(2)])
     batches = [len(arrival.samples) async for arrival in stream]
     assert batches == [4]
 
@@ -131,7 +132,7 @@ async def test_requests_at_fault_are_the_callers_errors(client):
     with pytest.raises(UserError, match="token id 64, expected 0 to 63"):
         await collect(client, GREEDY, ask(1, prompt=(3, 64)))
     with pytest.raises(UserError, match="serves 'actor'"):
-        [s async for s in client.generate("critic", GREEDY, [ask(1)])]
+        [s async for s in client.generate("critic", [ask(1)])]
     with pytest.raises(AtollError, match="nothing is staged"):
         await client.commit_weights(AS_IN_FOLDER.__class__("a3f0", 1), finish_running=True)
     assert len(await collect(client, GREEDY, ask(1))) == 2  # a failed commit leaves no pause behind

@@ -142,7 +142,7 @@ def tensor_sums(exported: Path) -> dict[str, int]:
 
 async def generate(replica: Replica, num_tokens: int) -> Sample:
     request = GroupRequest(GroupId("toy", 0, 0), PROMPT, (0,), (num_tokens,), Sampling(num_tokens))
-    stream = replica.client.generate("actor", request.sampling, [request])
+    stream = replica.client.generate("actor", [request])
     [sample] = [sample async for arrival in stream for sample in arrival.samples]
     return sample
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -101,10 +101,17 @@ class Decoder(Generic[Call]):
         return sum(len(waiting.tickets) for waiting in self._waiting)
 
     def submit(self, requests: Sequence[GroupRequest], call: Call) -> None:
-        """Queues groups; their prompts are shorter than `max_length` and within the vocabulary."""
-        for request in requests:
-            samples = zip(request.indices, request.attempts, strict=True)
-            self._waiting.append(_Waiting([_Ticket(call, request, *sample) for sample in samples]))
+        """Queues groups; their prompts are shorter than `max_length` and within the vocabulary.
+
+        Requests of one group that follow each other, which differ in sampling, share its prefill.
+        """
+        for _, same_group in groupby(requests, key=lambda request: request.group):
+            tickets = [
+                _Ticket(call, request, index, attempt)
+                for request in same_group
+                for index, attempt in zip(request.indices, request.attempts, strict=True)
+            ]
+            self._waiting.append(_Waiting(tickets))
 
     def step(self, admit: bool) -> list[tuple[Call, Completion]]:
         """One token for every running row, after waiting samples have got the free rows and their first."""

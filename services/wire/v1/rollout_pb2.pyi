@@ -49,6 +49,7 @@ class GroupRequest(_message.Message):
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     prompt_ids: _builtins.bytes
     """int32"""
     @_builtins.property
@@ -57,6 +58,8 @@ class GroupRequest(_message.Message):
     def index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def attempt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def sampling(self) -> _types_pb2.Sampling: ...
     def __init__(
         self,
         *,
@@ -64,10 +67,11 @@ class GroupRequest(_message.Message):
         prompt_ids: _builtins.bytes = ...,
         index: _abc.Iterable[_builtins.int] | None = ...,
         attempt: _abc.Iterable[_builtins.int] | None = ...,
+        sampling: _types_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group", b"group", "index", b"index", "prompt_ids", b"prompt_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group", b"group", "index", b"index", "prompt_ids", b"prompt_ids", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -78,23 +82,21 @@ class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     @_builtins.property
-    def sampling(self) -> _types_pb2.Sampling: ...
-    @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRequest]: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRequest]:
+        """those of one group, as with two samplings, follow each other"""
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
-        sampling: _types_pb2.Sampling | None = ...,
         groups: _abc.Iterable[Global___GroupRequest] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "model", b"model", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
