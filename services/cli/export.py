@@ -4,7 +4,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from services.cli.launcher import first_of, trainer_of
+from services.cli.launcher import first_of, ranks_of
 from services.cli.processes import Fleet
 from services.config.load import access_token, read_resolved
 from services.config.schema import RunConfig
@@ -46,7 +46,7 @@ def newest_checkpoint(source: Path) -> Path:
 
 async def export(config: RunConfig, weights: Path, out: Path) -> None:
     """Starts the run's trainer ranks, has them load `weights` and write `out`, and ends them."""
-    leader, *followers = trainer_of(config)
+    leader, *followers = ranks_of(config, ACTOR)
     async with Fleet(config.folder / "logs" / "export") as fleet:
 
         async def work() -> None:

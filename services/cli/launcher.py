@@ -12,7 +12,7 @@ from pathlib import Path
 
 from services.cli.processes import Fleet, Service
 from services.config.load import access_token, write_resolved
-from services.config.schema import RunConfig
+from services.config.schema import Role, RunConfig
 from services.runtime.clients import Caller, CoordinatorClient
 from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from services.runtime.store import embedded
@@ -76,7 +76,12 @@ def coordinator_of(config: RunConfig, store: str, *, resume: bool) -> Service:
 def services_of(config: RunConfig, coordinator: str) -> list[Service]:
     """What the run's mode needs beside its coordinator."""
     registered = ("--coordinator", coordinator)
-    trainer = trainer_of(config, *registered)
+    models = [
+        rank
+        for role in config.roles
+        if not (role == "reference" and config.reference.placement == "colocated")
+        for rank in ranks_of(config, role, *registered)
+    ]
     rollout = [
         Service(
             f"rollout-{index}",
@@ -91,11 +96,11 @@ def services_of(config: RunConfig, coordinator: str) -> list[Service]:
     )
     match config.run.mode:
         case "train":
-            return [reward, *trainer, *rollout]
+            return [reward, *models, *rollout]
         case "rollout_only":
             return [reward, *rollout]
         case "train_only":
-            return trainer
+            return models
 
 
 def computing(threads: int) -> dict[str, str]:
@@ -111,19 +116,20 @@ def computing(threads: int) -> dict[str, str]:
     }
 
 
-def trainer_of(config: RunConfig, *arguments: str) -> list[Service]:
+def ranks_of(config: RunConfig, role: Role, *arguments: str) -> list[Service]:
     """One process a rank; the first one serves for all of them, the others announce no address."""
-    world_size = config.trainer.parallel.world_size
+    section = config.roles[role]
+    world_size = section.parallel.world_size
     fleet = {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
-        **computing(config.trainer.threads),
+        **computing(section.threads),
     }
     return [
         Service(
-            f"trainer-{rank}",
-            _command("trainer", config, "--name", f"trainer-{rank}", *arguments),
+            f"{role}-{rank}",
+            _command("trainer", config, "--role", role, "--name", f"{role}-{rank}", *arguments),
             {**fleet, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(world_size)

@@ -5,11 +5,12 @@ import logging
 from dataclasses import dataclass
 
 from services.config.schema import RunConfig, SamplingConfig
+from services.coordinator.algorithm import Algorithm, Models
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.control import Control
 from services.coordinator.data import PromptSource, SupervisedSource, read_prompts
 from services.coordinator.generation import Generation
-from services.coordinator.groups import scores_differ
+from services.coordinator.groups import DynamicSampling
 from services.coordinator.journal import Checkpoint, Journal
 from services.coordinator.loop import Loop, Parts
 from services.coordinator.membership import Membership
@@ -63,7 +64,7 @@ class Assembly:
         )
         self._sync = (
             WeightSync(
-                lambda: self._membership.trainer,
+                lambda: self._membership.models["actor"],
                 self._replicas,
                 config.rollout.dtype,
                 finish_running=not config.coordinator.partial_rollouts,
@@ -94,24 +95,25 @@ class Assembly:
         data = await asyncio.to_thread(self._read_data, trains, generates)
         # everything that can be wrong with the data has been said: now the services
         await self._membership.wait_for(
-            ({"trainer": 1} if trains else {})
+            (dict.fromkeys(config.roles, 1) if trains else {})
             | ({"reward": 1, "rollout": config.rollout.replicas} if generates else {}),
             START_TIMEOUT_S,
         )
-        trainer = self._membership.trainer if trains else None
-        if trainer:
-            await self._check_tokenizer(trainer, data.renderer)
-        return await self._loop(resume, data, trainer)
+        models = self._membership.models
+        for role, model in models.items():
+            await self._check_tokenizer(role, model, data.renderer)
+        return await self._loop(resume, data, models)
 
-    async def _loop(self, resume: bool, data: _Data, trainer: TrainerClient | None) -> Loop:
+    async def _loop(self, resume: bool, data: _Data, models: Models) -> Loop:
         """Restores the last checkpoint where asked to, and opens the run's next lineage."""
-        config, checkpoint, best, step = self._config, None, None, 0
+        config, checkpoint, best, carried, step = self._config, None, None, None, 0
         prompts = data.prompts
         if resume and (steps := self._checkpoints.steps()):
-            state, snapshot, actor = self._checkpoints.load(steps[-1])
+            state, snapshot, folder = self._checkpoints.load(steps[-1])
             step, best, checkpoint = state.step, state.best, Checkpoint(state.step, state.version, snapshot)
-            if trainer:
-                await trainer.load_checkpoint(actor)
+            carried = state.algorithm
+            for role in config.trained if models else ():
+                await models[role].load_checkpoint(folder / role)
             if prompts and state.cursor:
                 prompts.load(state.cursor)
             log.info("resumes after step %d, version %s", step, state.version)
@@ -135,7 +137,8 @@ class Assembly:
             rewards=self._rewards,
             generation=self._generation,
             sync=self._sync,
-            trainer=trainer,
+            models=models,
+            algorithm=Algorithm(config, models, carried) if models else None,
             supervised=data.supervised,
             validation_sets=data.validation_sets,
             sampling=sampling,
@@ -166,7 +169,7 @@ class Assembly:
         )
 
     def _generate_source(self, prompts: PromptSource, sampling: Sampling, steps: int) -> GenerateSource:
-        coordinator = self._config.coordinator
+        coordinator, wanted = self._config.coordinator, self._config.algorithm.filter
         return GenerateSource(
             prompts,
             self._generation,
@@ -177,7 +180,8 @@ class Assembly:
             max_staleness=coordinator.max_staleness,
             steps=steps,
             max_dropped_share=coordinator.max_dropped_share,
-            keep=scores_differ if self._config.algorithm.drop_equal_groups else lambda group: True,
+            greedy_baseline=coordinator.greedy_baseline,
+            dynamic_sampling=DynamicSampling(wanted, coordinator.prompts_per_step) if wanted else None,
         )
 
     def _validation_sets(self, renderer: Renderer) -> tuple[ValidationSet, ...]:
@@ -191,11 +195,11 @@ class Assembly:
             for entry in self._config.validation.sets
         )
 
-    async def _check_tokenizer(self, trainer: TrainerClient, renderer: Renderer) -> None:
-        info = await trainer.info()
+    async def _check_tokenizer(self, role: str, model: TrainerClient, renderer: Renderer) -> None:
+        info = await model.info()
         if info.tokenizer_digest != renderer.digest:
             raise UserError(
-                f"the trainer's model folder {info.model} has another tokenizer.json than the coordinator's "
+                f"the {role}'s model folder {info.model} has another tokenizer.json than the coordinator's "
                 f"{self._config.model.path}: give both the same folder"
             )
 

@@ -1,7 +1,7 @@
 """Checkpoint folders: model, optimizer, data cursor and journal become valid together, by one rename.
 
-checkpoints/step-000100/actor/            the trainer's part
-                        coordinator.json  step, version, cursor, best validation
+checkpoints/step-000100/actor/            model and optimizer; likewise critic/ where the run has one
+                        coordinator.json  step, version, cursor, best validation, the algorithm's state
                         journal.bin       enough to rebuild the store
 """
 
@@ -14,13 +14,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from services.config.schema import Role
+from services.coordinator.algorithm import AlgorithmState
 from services.coordinator.data import Cursor
 from services.runtime.errors import AtollError
 from services.wire.types import Version
 
 log = logging.getLogger(__name__)
 
-ACTOR, STATE, JOURNAL = "actor", "coordinator.json", "journal.bin"
+Save = Callable[[Path], Awaitable[object]]
+
+ACTOR: Role = "actor"
+STATE, JOURNAL = "coordinator.json", "journal.bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class CoordinatorState:
     version: Version
     cursor: Cursor | None  # None in a replay
     best: Best | None
+    algorithm: AlgorithmState
 
     @classmethod
     def parse(cls, tree: Mapping[str, Any]) -> "CoordinatorState":
@@ -46,6 +52,7 @@ class CoordinatorState:
             version=Version(**tree["version"]),
             cursor=None if cursor is None else Cursor.parse(cursor),
             best=None if best is None else Best(**best),
+            algorithm=AlgorithmState(**tree["algorithm"]),
         )
 
 
@@ -61,15 +68,17 @@ class Checkpoints:
         """Of the complete checkpoints, ascending."""
         return sorted(int(path.name.removeprefix("step-")) for path in self._folder.glob("step-*"))
 
-    async def save(
-        self, state: CoordinatorState, journal: bytes, save_trainer: Callable[[Path], Awaitable[object]]
-    ) -> Path:
-        """Raises AtollError where the disk does not take it; checkpoints that were there stay valid."""
+    async def save(self, state: CoordinatorState, journal: bytes, models: Mapping[Role, Save]) -> Path:
+        """`models`: how each model that learns writes its folder.
+
+        Raises AtollError where the disk does not take it; checkpoints that were there stay valid.
+        """
         partial = self._folder / f".partial-{state.step:06d}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            await save_trainer(partial / ACTOR)
+            for role, save in models.items():
+                await save(partial / role)
             _write(partial / JOURNAL, journal)
             _write(partial / STATE, json.dumps(asdict(state), indent=2).encode())
             path = self.path(state.step)
@@ -87,10 +96,10 @@ class Checkpoints:
         return path
 
     def load(self, step: int) -> tuple[CoordinatorState, bytes, Path]:
-        """State, journal snapshot, and the trainer's folder."""
+        """State, journal snapshot, and the folder in which each model that learns has its own."""
         path = self.path(step)
         state = CoordinatorState.parse(json.loads((path / STATE).read_text()))
-        return state, (path / JOURNAL).read_bytes(), path / ACTOR
+        return state, (path / JOURNAL).read_bytes(), path
 
     def _remove_old(self, state: CoordinatorState) -> None:
         keep = set(self.steps()[-self._keep :]) | ({state.best.step} if state.best else set())

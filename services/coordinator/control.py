@@ -51,8 +51,10 @@ class Control:
                 await self._changed.wait_for(lambda: self.progress.revision != seen)
         return self.progress
 
-    async def pause(self) -> None:
+    async def pause(self, reason: str = "") -> None:
+        """Between two steps. `reason` is shown until the run goes on."""
         self._paused = True
+        await self.report(error=reason)
 
     async def resume(self) -> None:
         self._paused = False
@@ -84,7 +86,7 @@ class Control:
         await self.report(state=State.PAUSED)
         async with self._changed:
             await self._changed.wait_for(lambda: not self._paused or self.stopping)
-        await self.report(state=before)
+        await self.report(state=before, error="")
 
     async def request_checkpoint(self) -> str:
         """Returns the path once the loop has saved, after the step in progress."""

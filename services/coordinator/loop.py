@@ -4,34 +4,35 @@ What differs between synchronous, one-step-off and asynchronous training is how 
 run ahead (coordinator.max_staleness) and whether a push interrupts sequences (partial_rollouts).
 """
 
+import asyncio
 import json
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import numpy as np
-
-from services.config.schema import RunConfig
-from services.coordinator import experience
-from services.coordinator.advantage import ADVANTAGES
+from services.config.schema import Role, RunConfig, TrainerSection
+from services.coordinator.algorithm import Algorithm, Models
 from services.coordinator.checkpoints import Best, Checkpoints, CoordinatorState
 from services.coordinator.control import Control, State
 from services.coordinator.data import PromptSource, SupervisedSource
 from services.coordinator.dump import write_dump
+from services.coordinator.experience import supervised
 from services.coordinator.generation import Generation
+from services.coordinator.guards import Limits, trip
 from services.coordinator.journal import Journal
 from services.coordinator.metrics import mean_of, step_metrics
 from services.coordinator.rewards import Rewards
 from services.coordinator.source import Source
 from services.coordinator.sync import WeightSync
 from services.coordinator.validation import ValidationSet, evaluate
-from services.runtime.clients import TrainerClient
+from services.runtime.errors import AtollError
 from services.runtime.telemetry import MetricsFile, StepTimer
-from services.wire.types import Batch, Group, LossSettings, Sampling, StepKey, Version
+from services.wire.types import Batch, Sampling, StepKey, SupervisedBatch, Version
 
 log = logging.getLogger(__name__)
+
+WARM = "warm"  # folder in the run's: the policy after the warm-up, where reference and critics begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Parts:
     rewards: Rewards
     generation: Generation
     sync: WeightSync | None  # not in rollout_only and train_only
-    trainer: TrainerClient | None  # not in rollout_only
+    models: Models  # none in rollout_only
+    algorithm: Algorithm | None  # not in rollout_only
     supervised: SupervisedSource | None
     validation_sets: tuple[ValidationSet, ...]
     sampling: Sampling  # of training
@@ -62,7 +64,7 @@ class Loop:
         self._version = version
         self._step = step  # the last finished one
         self._best = best
-        self._scores: deque[float] = deque(maxlen=config.run.target_window)
+        self._scores: list[float] = []
         self._rows: list[Mapping[str, float]] = []
         self._begun = time.time()
 
@@ -70,6 +72,7 @@ class Loop:
         """Runs to the last step, the target reward, or a request to stop; then writes summary.json."""
         parts, config = self._parts, self._config
         start = await self._warm_up() if self._step == 0 else {}
+        await self._begin_alike()
         await self._publish()
         await parts.control.report(state=State.TRAINING, step=self._step, num_steps=config.run.steps)
         if self._step == 0:
@@ -98,14 +101,14 @@ class Loop:
                 return
             if self._config.coordinator.dump:
                 write_dump(self._config.folder / "dumps", step, groups)
-            metrics = step_metrics(groups, self._version)
-            if self._parts.trainer:
-                batches = await self._prepare(groups, timer)
-                with timer.phase("update_actor"):
-                    metrics |= await self._update(step, batches)
-                self._version = replace(self._version, number=self._version.number + 1)
+            metrics = step_metrics(groups, self._version) | dict(self._parts.source.metrics())
+            if self._parts.algorithm:
+                prepared = await self._parts.algorithm.prepare(groups, timer)
+                metrics |= prepared.metrics
+                metrics |= await self._update(step, prepared.batches, timer)
             self._step = step
             self._scores.append(metrics["critic/score/mean"])
+            await self._guard(metrics)
             with timer.phase("sync_weights"):
                 metrics |= await self._publish()
             if self._due(self._config.validation.every, self._config.validation.at_end):
@@ -116,54 +119,51 @@ class Loop:
                     await self._checkpoint()
         await self._record(metrics | self._timings(timer, metrics["perf/total_num_tokens"]))
 
-    async def _prepare(self, groups: Sequence[Group], timer: StepTimer) -> list[Batch]:
-        """Advantages over the whole batch; old logprobs where the update cannot take them along."""
-        algorithm = self._config.algorithm
-        with timer.phase("adv"):
-            scores_N = np.array([sample.score for group in groups for sample in group.samples])
-            group_N = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
-            advantages_N = ADVANTAGES[algorithm.advantage](scores_N, group_N)
-            batches = []
-            for part, samples in experience.split(groups, algorithm.num_minibatches):
-                layout = experience.lay_out(part)
-                batches.append(
-                    Batch(
-                        segments=layout.segments,
-                        loss_weights=experience.loss_weights(layout, algorithm.aggregation),
-                        advantages=experience.spread(advantages_N[samples], layout),
-                        rollout_logprobs=layout.rollout_logprobs_T,
-                        old_logprobs=(
-                            layout.rollout_logprobs_T if algorithm.old_logprobs == "rollout" else None
-                        ),
-                    )
-                )
-        if algorithm.old_logprobs == "rollout" or algorithm.num_minibatches * algorithm.num_epochs == 1:
-            return batches
-        with timer.phase("old_log_prob"):
-            trainer = self._parts.trainer
-            assert trainer is not None
-            temperature = self._config.rollout.sampling.temperature
-            old = [await trainer.compute_logprobs(batch.segments, temperature) for batch in batches]
-        return [
-            replace(batch, old_logprobs=np.where(batch.loss_weights > 0, logprobs, 0.0).astype(np.float32))
-            for batch, logprobs in zip(batches, old, strict=True)
-        ]
+    async def _update(
+        self, step: int, batches: Mapping[Role, Sequence[Batch]], timer: StepTimer
+    ) -> dict[str, float]:
+        """Every model that trains, all at once; the actor waits while its critic warms up."""
+        critic = self._config.critic
+        waits = critic is not None and step <= critic.warmup_steps
+        roles = [role for role in batches if not (role == "actor" and waits)]
+        updates = (self._train(role, step, batches[role], timer) for role in roles)
+        rows = await asyncio.gather(*updates)
+        if not waits:
+            self._version = replace(self._version, number=self._version.number + 1)
+        return {name: value for row in rows for name, value in row.items()}
 
-    async def _update(self, step: int, batches: Sequence[Batch]) -> dict[str, float]:
+    async def _train(
+        self, role: Role, step: int, batches: Sequence[Batch], timer: StepTimer
+    ) -> dict[str, float]:
         """One optimizer step per minibatch and epoch."""
-        trainer, algorithm = self._parts.trainer, self._config.algorithm
-        assert trainer is not None
-        loss = LossSettings(
-            algorithm.loss, algorithm.clip_low, algorithm.clip_high, self._config.rollout.sampling.temperature
-        )
-        optimizer = self._config.trainer.optimizer
+        model, section = self._parts.models[role], self._config.roles[role]
+        assert isinstance(section, TrainerSection)
+        optimizer = section.optimizer
         learning_rate = optimizer.learning_rate * min(1.0, step / max(optimizer.warmup_steps, 1))
         rows: list[Mapping[str, float]] = []
-        for number, batch in enumerate(list(batches) * algorithm.num_epochs):
-            key = StepKey(self._version.lineage, step, number, "actor")
-            row = dict(await trainer.forward_backward(key, loss, batch))
-            rows.append(row | dict(await trainer.optim_step(key, learning_rate)))
-        return mean_of(rows) | {"actor/lr": learning_rate}
+        with timer.phase(f"update_{role}"):
+            for number, batch in enumerate(list(batches) * self._config.algorithm.num_epochs):
+                key = StepKey(self._version.lineage, step, number, role)
+                row = dict(await model.forward_backward(key, batch))
+                rows.append(row | dict(await model.optim_step(key, learning_rate)))
+        return mean_of(rows)
+
+    async def _guard(self, metrics: Mapping[str, float]) -> None:
+        """Stops or pauses a run that diverges, before its weights are published or saved."""
+        guards = self._config.guards
+        limits = Limits(**guards.model_dump(exclude={"action"}))
+        reason = trip(metrics, self._scores, limits)
+        if reason is None:
+            return
+        saved = self._parts.checkpoints.steps()
+        good = f"step {saved[-1]} in {self._parts.checkpoints.path(saved[-1])}" if saved else "none was saved"
+        reason = f"step {self._step}: {reason}; the last good checkpoint: {good}"
+        if guards.action == "pause" and not self._parts.control.stopping:
+            log.warning("the run pauses: %s", reason)
+            await self._parts.control.pause(reason)
+            await self._parts.control.gate()
+        if guards.action == "stop" or self._parts.control.stopping:
+            raise AtollError(reason)
 
     async def _publish(self) -> dict[str, float]:
         """Pushes the current version to every replica, then lets the source go on."""
@@ -182,22 +182,19 @@ class Loop:
         }
 
     async def _warm_up(self) -> dict[str, float]:
-        """Supervised steps with the same step code: loss nll, every response token with equal weight."""
-        warmup, trainer, rows = self._config.warmup, self._parts.trainer, self._parts.supervised
-        if not (trainer and rows):
+        """Supervised steps with the same step code, every response token with equal weight."""
+        warmup, rows = self._config.warmup, self._parts.supervised
+        if not rows:
             return {}
+        actor = self._parts.models["actor"]
         await self._parts.control.report(state=State.WARMING_UP)
-        loss = LossSettings("nll", 0.0, 0.0, temperature=1.0)
         metrics: dict[str, float] = {}
         for number in range(1, warmup.steps + 1):
-            layout = experience.supervised(rows.draw(warmup.rows_per_step))
-            zeros_T = np.zeros(len(layout.loss_mask_T), np.float32)
-            weights_T = experience.loss_weights(layout, "token_mean")
-            batch = Batch(layout.segments, weights_T, zeros_T, zeros_T, old_logprobs=None)
+            batch = SupervisedBatch(*supervised(rows.draw(warmup.rows_per_step)))
             # warm-up steps count up to 0, so that their keys never meet those of training
             key = StepKey(self._version.lineage, number - warmup.steps, 0, "actor")
-            metrics |= await trainer.forward_backward(key, loss, batch)
-            await trainer.optim_step(key, warmup.learning_rate)
+            metrics |= await actor.forward_backward(key, batch)
+            await actor.optim_step(key, warmup.learning_rate)
             metrics["warmup/steps"] = float(number)
             reached = False
             if warmup.target_reward is not None and number % warmup.check_every == 0:
@@ -206,7 +203,19 @@ class Loop:
             await self._parts.control.report(step=number, num_steps=warmup.steps, metrics=metrics)
             if reached or self._parts.control.stopping:
                 break
+        if self._config.followers:
+            await actor.export_hf(self._config.folder.absolute() / WARM)
         return {name: value for name, value in metrics.items() if name.startswith("warmup/")}
+
+    async def _begin_alike(self) -> None:
+        """Reference and critics without a path of their own begin where the warm-up left the policy.
+
+        In a resumed run only the reference: critics come from their checkpoint.
+        """
+        warm = self._config.folder.absolute() / WARM
+        if warm.exists():
+            begin = self._config.followers & ({"reference"} if self._step else self._parts.models.keys())
+            await asyncio.gather(*(self._parts.models[role].load_hf(warm) for role in begin))
 
     async def _warmup_score(self) -> float:
         """The mean score of the first validation set, sampled as in training."""
@@ -234,13 +243,14 @@ class Loop:
         return metrics
 
     async def _checkpoint(self) -> None:
-        if not self._parts.trainer:
+        algorithm = self._parts.algorithm
+        if not algorithm:
             return
-        state = CoordinatorState(
-            self._step, self._version, self._parts.prompts.cursor if self._parts.prompts else None, self._best
-        )
+        cursor = self._parts.prompts.cursor if self._parts.prompts else None
+        state = CoordinatorState(self._step, self._version, cursor, self._best, algorithm.state)
         snapshot = await self._parts.journal.snapshot()
-        path = await self._parts.checkpoints.save(state, snapshot, self._parts.trainer.save_checkpoint)
+        trained = {role: self._parts.models[role].save_checkpoint for role in self._config.trained}
+        path = await self._parts.checkpoints.save(state, snapshot, trained)
         await self._parts.journal.commit(self._step)
         self._parts.control.checkpoint_saved(str(path))
 
@@ -252,12 +262,9 @@ class Loop:
         return (every > 0 and self._step % every == 0) or (at_end and self._ends())
 
     def _ends(self) -> bool:
-        target = self._config.run.target_reward
-        reached = (
-            target is not None
-            and len(self._scores) == self._scores.maxlen
-            and sum(self._scores) / len(self._scores) > target
-        )
+        target, window = self._config.run.target_reward, self._config.run.target_window
+        last = self._scores[-window:]
+        reached = target is not None and len(last) == window and sum(last) / window > target
         return reached or self._step >= self._config.run.steps or self._parts.control.stopping
 
     def _timings(self, timer: StepTimer, num_tokens: float) -> dict[str, float]:

@@ -33,6 +33,7 @@ class Membership:
         self._timeout_s = request_timeout_s
         self._admit = admit
         self._clients: dict[ServiceEntry, RewardClient | TrainerClient | Replica] = {}
+        self.models: dict[str, TrainerClient] = {}  # one service may hold several roles
         self._changed = asyncio.Condition()
 
     async def follow(self) -> None:
@@ -48,7 +49,8 @@ class Membership:
         """Returns once that many services of each role are connected. Raises ServiceUnavailableError."""
 
         def missing() -> str:
-            there = [entry.role for entry in self._clients]
+            others = [entry.role for entry in self._clients if entry.role not in self.models]
+            there = [*others, *self.models]
             counts = {role: number - there.count(role) for role, number in expected.items()}
             return ", ".join(f"{number} x {role}" for role, number in counts.items() if number > 0)
 
@@ -59,10 +61,6 @@ class Membership:
             raise ServiceUnavailableError(
                 f"after {timeout_s:g} s still missing: {missing()}; see logs/*.log of the run"
             ) from None
-
-    @property
-    def trainer(self) -> TrainerClient:
-        return next(client for client in self._clients.values() if isinstance(client, TrainerClient))
 
     async def _join(self, entry: ServiceEntry) -> None:
         """Connects to a service that answers; a lease may outlive its process."""
@@ -80,10 +78,6 @@ class Membership:
 
     async def _connect(self, entry: ServiceEntry) -> RewardClient | TrainerClient | Replica:
         match entry.role:
-            case "trainer":
-                trainer = TrainerClient(entry.address, self._caller, self._timeout_s)
-                await trainer.info()
-                return trainer
             case "reward":
                 reward = RewardClient(entry.address, self._caller)
                 await reward.describe()
@@ -93,6 +87,11 @@ class Membership:
                 replica = await self._replicas.connect(entry)
                 await self._admit(replica)
                 return replica
+            case "actor" | "critic" | "cost_critic" | "reference" | "reward_model" | "cost_model":
+                model = TrainerClient(entry.address, self._caller, self._timeout_s, entry.role)
+                for role in (await model.info()).roles:
+                    self.models[role] = TrainerClient(entry.address, self._caller, self._timeout_s, role)
+                return model
             case role:
                 raise AtollError(f"no part of a run has the role {role!r}")
 
@@ -107,4 +106,4 @@ class Membership:
                 self._rewards.remove(client)
                 await client.close()
             case TrainerClient():
-                raise ServiceUnavailableError(f"the trainer {entry.name} is gone; see its log")
+                raise ServiceUnavailableError(f"{entry.name} is gone; see its log")

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from services.coordinator.advantage import Float64
 from services.coordinator.groups import staleness
-from services.wire.types import FinishReason, Group, Version
+from services.wire.types import FinishReason, Group, Int64, Version
 
 
 def step_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
@@ -18,12 +19,8 @@ def step_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
     clipped = sum(sample.finish_reason is FinishReason.LENGTH for sample in samples)
     metrics = {
         "training/version": float(version.number),
-        "critic/score/mean": float(scores.mean()),
-        "critic/score/max": float(scores.max()),
-        "critic/score/min": float(scores.min()),
-        "response_length/mean": float(lengths.mean()),
-        "response_length/max": float(lengths.max()),
-        "response_length/min": float(lengths.min()),
+        **extent("critic/score", scores),
+        **extent("response_length", lengths),
         "response_length/clip_ratio": clipped / len(samples),
         "prompt_length/mean": float(prompt_lengths.mean()),
         "perf/total_num_tokens": float((prompt_lengths * num_samples).sum() + lengths.sum()),
@@ -36,6 +33,30 @@ def step_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
             for name, value in reward.components.items():
                 totals[name] = totals.get(name, 0.0) + value
     return metrics | {f"reward/{name}/mean": totals[name] / len(samples) for name in sorted(totals)}
+
+
+def extent(name: str, values: Float64 | Int64) -> dict[str, float]:
+    """NAME/mean, NAME/max and NAME/min; nothing where there is no value."""
+    if len(values) == 0:
+        return {}
+    return {
+        f"{name}/mean": float(np.mean(values)),
+        f"{name}/max": float(np.max(values)),
+        f"{name}/min": float(np.min(values)),
+    }
+
+
+def critic_metrics(role: str, values: Float64 | None, returns: Float64) -> dict[str, float]:
+    """Of a critic's values and the returns that they foretell, over all loss-masked tokens.
+
+    Explained variance is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that
+    says the same everywhere.
+    """
+    metrics = extent(f"{role}/returns", returns)
+    if values is None or len(values) == 0:
+        return metrics
+    explained = 1 - np.var(returns - values) / (np.var(returns) + 1e-5)
+    return metrics | extent(f"{role}/values", values) | {f"{role}/vf_explained_var": float(explained)}
 
 
 def mean_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -313,17 +313,7 @@ def split_by_groups(segments: Segments, max_tokens: int) -> Iterator[tuple[Segme
         if not last_of_all and segments.offsets[bounds[i + 1]] - segments.offsets[first] <= max_tokens:
             continue
         end = bounds[i]
-        tokens = slice(int(segments.offsets[first]), int(segments.offsets[end]))
-        parents = segments.parents[first:end]
-        yield (
-            Segments(
-                token_ids=segments.token_ids[tokens],
-                offsets=segments.offsets[first : end + 1] - segments.offsets[first],
-                parents=np.where(parents >= 0, parents - first, -1).astype(np.int32),
-                groups=segments.groups[first:end],
-            ),
-            tokens,
-        )
+        yield segments.part(first, end)
         first = end
 
 

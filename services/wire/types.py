@@ -200,6 +200,19 @@ class Segments:
     parents: Int32  # [S] -1 for a root; a parent comes before its children
     groups: Int32  # [S] ascending
 
+    def part(self, first: int, end: int) -> tuple["Segments", slice]:
+        """Segments [first, end), which hold whole trees, as segments of their own; and the slice of the
+        flat token arrays that they own."""
+        tokens = slice(int(self.offsets[first]), int(self.offsets[end]))
+        parents = self.parents[first:end]
+        part = Segments(
+            token_ids=self.token_ids[tokens],
+            offsets=self.offsets[first : end + 1] - self.offsets[first],
+            parents=np.where(parents >= 0, parents - first, -1).astype(np.int32),
+            groups=self.groups[first:end],
+        )
+        return part, tokens
+
     @cached_property
     def positions(self) -> Int32:
         """[T] position of each token in its own sequence: ancestors' tokens count."""
@@ -305,7 +318,7 @@ Verdict = Graded | GradingError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupRequest:
-    """Generate samples `indices` of one group; they share the prompt's prefill."""
+    """Generate samples `indices` of one group; all of a call that are of one group share its prefill."""
 
     group: GroupId
     prompt_ids: Int32  # [T]

@@ -130,10 +130,10 @@ def test_a_killed_trainer_ends_the_run_and_resuming_gives_the_same_losses(
 
     async def kill_trainer(client: CoordinatorClient) -> None:
         await step_reached(client, 4)
-        kill("trainer-0")
+        kill("actor-0")
         await asyncio.Event().wait()
 
-    with pytest.raises(AtollError, match=r"(?s)trainer-0.*SIGKILL.*trainer-0\.log"):
+    with pytest.raises(AtollError, match=r"(?s)actor-0.*SIGKILL.*actor-0\.log"):
         launch(broken, kill_trainer, resume=False)
     assert launch(broken, watch, resume=True)
     assert curve(broken) == curve(whole)
@@ -203,7 +203,7 @@ def test_rollout_only_dumps_scored_groups_without_a_trainer(make: Make) -> None:
     assert all(
         len(sample.rewards) == 1 for groups in dumps(config) for group in groups for sample in group.samples
     )
-    assert not (config.folder / "logs" / "trainer-0.log").exists()
+    assert not (config.folder / "logs" / "actor-0.log").exists()
 
 
 def test_a_run_can_be_paused_checkpointed_and_stopped(make: Make) -> None:

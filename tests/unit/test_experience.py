@@ -1,12 +1,14 @@
-"""Advantages, layout and loss weights against values worked out by hand."""
+"""Layout, loss weights, minibatches and step metrics against values worked out by hand."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from services.coordinator import experience
-from services.coordinator.advantage import grpo
 from services.coordinator.groups import PendingGroup, scores_differ, staleness
-from services.coordinator.metrics import mean_of, step_metrics
+from services.coordinator.metrics import critic_metrics, mean_of, step_metrics
 from services.coordinator.validation import set_metrics
 from services.wire.types import (
     FinishReason,
@@ -61,14 +63,6 @@ GROUPS = [
 ]
 
 
-def test_grpo_by_hand() -> None:
-    # scores 1, 0, 0, 1: mean 0.5, unbiased std sqrt(1/3); equal scores: 0; a singleton keeps its score
-    scores = np.array([1.0, 0.0, 0.0, 1.0, 0.3, 0.3, 0.7])
-    group = np.array([0, 0, 0, 0, 1, 1, 2])
-    unit = 0.5 / (np.sqrt(1 / 3) + 1e-6)
-    np.testing.assert_allclose(grpo(scores, group), [unit, -unit, -unit, unit, 0, 0, 0.7], atol=1e-12)
-
-
 def test_layout_by_hand() -> None:
     layout = experience.lay_out(GROUPS)
     np.testing.assert_array_equal(layout.segments.token_ids, [1, 2, 3, 4, 5, 6, 8, 9, 1])
@@ -78,41 +72,76 @@ def test_layout_by_hand() -> None:
     np.testing.assert_array_equal(layout.segments.positions, [0, 1, 2, 3, 2, 3, 4, 5, 0])
     np.testing.assert_array_equal(layout.loss_mask_T, [0, 0, 1, 1, 1, 0, 1, 1, 0])
     np.testing.assert_array_equal(layout.sample_T, [-1, -1, 0, 0, 1, 1, 1, 1, -1])
+    np.testing.assert_array_equal(layout.group_N, [0, 0, 1])
+    np.testing.assert_array_equal(layout.lengths, [2, 3, 0])
+    np.testing.assert_array_equal(layout.last_N, [3, 7, 8])  # the empty response: its prompt's last token
 
 
-def test_loss_weights_by_hand() -> None:
+def test_rewards_stand_at_the_last_trained_token_of_their_turn() -> None:
+    nodes = (
+        node(-1, [3], [0]),  # a template token before anything was generated
+        node(0, [5, 6], [1, 0]),
+        node(1, [8, 9], [1, 1]),
+        node(2, [7], [0]),  # what a tool said at the end
+    )
+    rewards = tuple(TurnReward(i, value, {}) for i, value in enumerate([0.1, 0.2, 0.3, 0.4]))
+    turns = replace(sample(7, 0, *nodes), rewards=rewards)
+    empty = sample(7, 1, node(-1, [], []), score=5.0)
+    layout = experience.lay_out([Group(prompt(7, 1, 2), (turns, empty, sample(7, 2, node(-1, [4], [1]))))])
+    # trained tokens 5, 8, 9, 4: the first turn's reward falls on the first of its sample's, the tool's on 9
+    np.testing.assert_allclose(layout.rewards_R, [0.1 + 0.2, 0, 0.3 + 0.4, 0])
+    np.testing.assert_array_equal(layout.at_the_end(np.array([1.0, 2.0, 3.0])), [0, 0, 1, 3])
+    np.testing.assert_allclose(layout.sums(np.array([1.0, 2.0, 3.0, 4.0])), [6, 0, 4])
+    np.testing.assert_array_equal(layout.pick(layout.place(np.array([1.0, 2.0, 3.0, 4.0]))), [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        # the first sample has 2 loss-masked tokens, the second 3, the third none; weights 1, 2, 3
+        ("token_mean", np.array([0, 0, 1, 1, 2, 0, 2, 2, 0]) / (2 * 1 + 3 * 2)),
+        ("seq_mean_token_mean", np.array([0, 0, 1 / 2, 1 / 2, 2 / 3, 0, 2 / 3, 2 / 3, 0]) / 3),
+        ("seq_mean_token_sum", np.array([0, 0, 1, 1, 2, 0, 2, 2, 0]) / 3),
+        ("seq_mean_token_sum_norm", np.array([0, 0, 1, 1, 2, 0, 2, 2, 0]) / (3 * 8)),
+    ],
+)
+def test_loss_weights_by_hand(aggregation: str, expected: NDArray[np.float64]) -> None:
     layout = experience.lay_out(GROUPS)
-    token_mean = experience.loss_weights(layout, "token_mean")
-    np.testing.assert_allclose(token_mean, np.array([0, 0, 1, 1, 1, 0, 1, 1, 0]) / 5)
-    # three samples; the first has 2 loss-masked tokens, the second 3, the third none
-    per_sequence = experience.loss_weights(layout, "seq_mean_token_mean")
-    np.testing.assert_allclose(per_sequence, np.array([0, 0, 1 / 2, 1 / 2, 1 / 3, 0, 1 / 3, 1 / 3, 0]) / 3)
+    weights = experience.loss_weights(
+        layout.loss_mask_T, layout.sample_T, np.array([1.0, 2.0, 3.0]), aggregation, max_length=8
+    )
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
 
 
-def test_spread_gives_each_token_its_samples_value() -> None:
+def test_split_keeps_groups_whole_and_tokens_and_samples_aligned() -> None:
     layout = experience.lay_out(GROUPS)
-    spread = experience.spread(np.array([2.0, -3.0, 5.0]), layout)
-    np.testing.assert_array_equal(spread, [0, 0, 2, 2, -3, 0, -3, -3, 0])
+    first, second = experience.split(layout, 2)
+    assert (first.tokens, first.samples) == (slice(0, 8), slice(0, 2))
+    assert (second.tokens, second.samples) == (slice(8, 9), slice(2, 3))
+    np.testing.assert_array_equal(second.segments.parents, [-1, 0])
+    np.testing.assert_array_equal(second.segments.offsets, [0, 1, 1])
+    np.testing.assert_array_equal(first.segments.token_ids, layout.segments.token_ids[:8])
 
 
-def test_split_keeps_groups_whole_and_samples_aligned() -> None:
-    parts = list(experience.split(GROUPS, 2))
-    assert [[g.prompt.id.prompt for g in groups] for groups, _ in parts] == [[7], [9]]
-    assert [(s.start, s.stop) for _, s in parts] == [(0, 2), (2, 3)]
-
-
-def test_supervised_layout_weighs_responses_only() -> None:
+def test_supervised_rows_weigh_responses_only() -> None:
     rows = [
         (np.array([1, 2], np.int32), np.array([3], np.int32)),
         (np.array([4], np.int32), np.array([5, 6], np.int32)),
     ]
-    layout = experience.supervised(rows)
-    np.testing.assert_array_equal(layout.segments.token_ids, [1, 2, 3, 4, 5, 6])
-    np.testing.assert_array_equal(layout.segments.parents, [-1, 0, -1, 2])
-    np.testing.assert_array_equal(layout.segments.groups, [0, 0, 1, 1])
-    np.testing.assert_allclose(
-        experience.loss_weights(layout, "token_mean"), np.array([0, 0, 1, 0, 1, 1]) / 3
-    )
+    segments, weights = experience.supervised(rows)
+    np.testing.assert_array_equal(segments.token_ids, [1, 2, 3, 4, 5, 6])
+    np.testing.assert_array_equal(segments.parents, [-1, 0, -1, 2])
+    np.testing.assert_array_equal(segments.groups, [0, 0, 1, 1])
+    np.testing.assert_allclose(weights, np.array([0, 0, 1, 0, 1, 1]) / 3, rtol=1e-6)
+
+
+def test_critic_metrics_by_hand() -> None:
+    # returns 1, 3 have variance 1; errors 1 - 0.5 and 3 - 2 have variance ((0.5 - 1) / 2)^2 = 1/16
+    metrics = critic_metrics("critic", np.array([0.5, 2.0]), np.array([1.0, 3.0]))
+    assert metrics["critic/vf_explained_var"] == pytest.approx(15 / 16, abs=1e-5)
+    assert metrics["critic/returns/mean"] == 2
+    assert metrics["critic/values/max"] == 2
+    assert critic_metrics("critic", None, np.array([])) == {}
 
 
 def test_staleness_counts_from_the_oldest_token() -> None:

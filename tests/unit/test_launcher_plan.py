@@ -29,17 +29,17 @@ def test_a_training_run_has_every_rank_and_replica() -> None:
     )
     by_name = {service.name: service for service in services}
     assert list(by_name) == [
-        *("reward-0", "trainer-0", "trainer-1", "trainer-2", "trainer-3", "rollout-0", "rollout-1")
+        *("reward-0", "actor-0", "actor-1", "actor-2", "actor-3", "rollout-0", "rollout-1")
     ]
-    last = by_name["trainer-3"]
+    last = by_name["actor-3"]
     assert last.command == (
         *(sys.executable, "-m", "services.trainer", "--config", "runs/toy/config.json"),
-        *("--name", "trainer-3", "--coordinator", "127.0.0.1:9"),
+        *("--role", "actor", "--name", "actor-3", "--coordinator", "127.0.0.1:9"),
     )
     port = last.environment["MASTER_PORT"]
     assert 1024 <= int(port) < 65536
     for rank in range(4):
-        assert by_name[f"trainer-{rank}"].environment == {
+        assert by_name[f"actor-{rank}"].environment == {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "4",
@@ -64,7 +64,7 @@ def test_a_training_run_has_every_rank_and_replica() -> None:
     ("sections", "names"),
     [
         ({"run": {"name": "toy", "steps": 1, "mode": "rollout_only"}}, ["reward-0", "rollout-0"]),
-        ({"run": {"name": "toy", "steps": 1, "mode": "train_only"}, "data": {"replay": "d"}}, ["trainer-0"]),
+        ({"run": {"name": "toy", "steps": 1, "mode": "train_only"}, "data": {"replay": "d"}}, ["actor-0"]),
     ],
 )
 def test_a_mode_leaves_out_what_it_does_not_need(sections: dict[str, object], names: list[str]) -> None:

@@ -1,0 +1,258 @@
+"""A batch's way from scored groups to what each model trains on, with models that answer known numbers."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.config.schema import RunConfig
+from services.coordinator.algorithm import Algorithm, AlgorithmState, Prepared
+from services.runtime.errors import AtollError
+from services.runtime.telemetry import StepTimer
+from services.wire.types import (
+    FinishReason,
+    Float32,
+    Group,
+    GroupId,
+    Node,
+    PolicyBatch,
+    Prompt,
+    Provenance,
+    Sample,
+    SampleId,
+    Segments,
+    TurnReward,
+    ValueBatch,
+    Version,
+    VersionSpan,
+)
+
+
+@dataclass
+class Model:
+    """Answers the same numbers for every batch, whatever it is asked."""
+
+    answer: list[float]
+    asked: list[str] = field(default_factory=list)
+
+    async def compute_logprobs(self, segments: Segments) -> Float32:
+        self.asked.append("logprobs")
+        return np.array(self.answer, np.float32)
+
+    async def compute_values(self, segments: Segments) -> Float32:
+        self.asked.append("values")
+        return np.array(self.answer, np.float32)
+
+
+def sample(prompt: int, index: int, ids: list[int], reward: float, cost: float) -> Sample:
+    node = Node(
+        -1,
+        np.array(ids, np.int32),
+        np.ones(len(ids), np.bool_),
+        np.full(len(ids), -1.0, np.float32),
+        (VersionSpan(Version("l", 0), 0, len(ids)),),
+    )
+    rewards = (TurnReward(0, reward, {"exact_match": reward, "length_cost": cost}),)
+    origin = Provenance("rollout-0", "1", 0.0, 1.0)
+    return Sample(
+        SampleId(GroupId("toy", 0, prompt), index), 0, (node,), FinishReason.STOP, "", origin, rewards
+    )
+
+
+def group(prompt: int, *samples: Sample, baseline: Sample | None = None) -> Group:
+    ids = np.array([1], np.int32)
+    return Group(Prompt(GroupId("toy", 0, prompt), ids, "1+1=", "2", "toy"), samples, baseline)
+
+
+# flat tokens: prompt, [3, 4], [5], prompt, [6], [7, 8]; the policy produced 1, 2, 3, 5, 6 and 7
+GROUPS = [
+    group(0, sample(0, 0, [3, 4], 1.0, 2.0), sample(0, 1, [5], 0.0, 0.0)),
+    group(1, sample(1, 0, [6], 0.0, 0.0), sample(1, 1, [7, 8], 1.0, 2.0)),
+]
+TRAINED = [1, 2, 3, 5, 6, 7]
+
+
+def prepare(
+    models: dict[str, Model],
+    groups: list[Group] = GROUPS,
+    state: AlgorithmState | None = None,
+    graders: tuple[dict[str, Any], ...] = ({"name": "exact_match"},),
+    **sections: Any,
+) -> tuple[Prepared, Algorithm]:
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "toy", "steps": 1},
+            "model": {"path": "m"},
+            "data": {"train": [{"path": "d"}]},
+            "coordinator": {"prompts_per_step": 2, "samples_per_prompt": 2},
+            "reward": {"graders": graders},
+        }
+        | sections
+    )
+    algorithm = Algorithm(config, models, state)  # type: ignore[arg-type]
+    return asyncio.run(algorithm.prepare(groups, StepTimer())), algorithm
+
+
+def policy(prepared: Prepared) -> PolicyBatch:
+    (batch,) = prepared.batches["actor"]
+    assert isinstance(batch, PolicyBatch)
+    return batch
+
+
+def test_grpo_asks_no_model_and_trains_the_actor_alone() -> None:
+    actor = Model([])
+    prepared, _ = prepare({"actor": actor})
+    batch = policy(prepared)
+    assert actor.asked == []
+    assert list(prepared.batches) == ["actor"]
+    assert batch.old_logprobs is None
+    assert batch.ref_logprobs is None
+    unit = 0.5 / (np.sqrt(0.5) + 1e-6)  # scores 1, 0: mean 0.5, unbiased std sqrt(0.5)
+    np.testing.assert_allclose(batch.advantages[TRAINED], [unit, unit, -unit, -unit, unit, unit], rtol=1e-6)
+    np.testing.assert_array_equal(batch.samples, [-1, 0, 0, 1, -1, 2, 3, 3])
+    np.testing.assert_allclose(batch.loss_weights, np.array([0, 1, 1, 1, 0, 1, 1, 1]) / 6)
+    np.testing.assert_array_equal(batch.rollout_logprobs, [0, -1, -1, -1, 0, -1, -1, -1])
+    assert prepared.metrics["critic/score/mean"] == 0.5
+    assert prepared.metrics["critic/advantages/max"] == pytest.approx(unit)
+
+
+def test_a_critic_learns_what_gae_returns() -> None:
+    # the value of the state before a token is what the critic says after the one before it
+    critic = Model([0.1, 0.2, 9, 9, 0.4, 9, 0.6, 9])
+    prepared, _ = prepare(
+        {"actor": Model([0.0] * 8), "critic": critic},
+        algorithm={"advantage": {"name": "gae", "gamma": 1.0, "lam": 1.0}, "num_minibatches": 2},
+        critic={},
+    )
+    assert critic.asked == ["values"]
+    first, second = prepared.batches["critic"]
+    assert isinstance(first, ValueBatch)
+    assert isinstance(second, ValueBatch)
+    np.testing.assert_allclose(first.values, [0, 0.1, 0.2, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(second.values, [0, 0.4, 0.4, 0.6], rtol=1e-6)
+    np.testing.assert_allclose(first.returns, [0, 1, 1, 0], atol=1e-6)  # lambda 1: the rewards to come
+    np.testing.assert_allclose(second.returns, [0, 0, 1, 1], atol=1e-6)
+    np.testing.assert_allclose(first.loss_weights, np.array([0, 1, 1, 1]) / 3)
+    advantages = np.concatenate([batch.advantages for batch in prepared.batches["actor"]])[TRAINED]  # type: ignore[union-attr]
+    raw = np.array([0.9, 0.8, -0.1, -0.4, 0.6, 0.4])
+    whitened = (raw - raw.mean()) / np.sqrt(raw.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(advantages, whitened, rtol=1e-5)
+    # returns 1, 1, 0, 0, 1, 1 and values 0.1, 0.2, 0.1, 0.4, 0.4, 0.6
+    assert prepared.metrics["critic/vf_explained_var"] == pytest.approx(
+        1 - np.var(raw) / (np.var([1, 1, 0, 0, 1, 1]) + 1e-5), abs=1e-6
+    )
+
+
+def test_kl_in_the_reward_is_taken_off_and_its_coefficient_adapts() -> None:
+    actor = Model([0, -1, -1, -1, 0, -1, -1, -1])
+    reference = Model([0, -1.5, -1, -1, 0, -1, -1, -1])  # k1 is 0.5 at the first trained token, else 0
+    kl = {"where": "reward", "estimator": "k1", "coef": 0.2, "target": 0.05, "horizon": 8}
+    prepared, algorithm = prepare(
+        {"actor": actor, "reference": reference}, algorithm={"advantage": "rloo", "kl": kl}
+    )
+    # scores 0.9, 0, 0, 1; RLOO of two: the difference from the other
+    np.testing.assert_allclose(policy(prepared).advantages[TRAINED], [0.9, 0.9, -0.9, -1, 1, 1], rtol=1e-6)
+    assert prepared.metrics["critic/score/mean"] == 0.5
+    assert prepared.metrics["critic/rewards/mean"] == pytest.approx(1.9 / 4)
+    assert prepared.metrics["actor/reward_kl_penalty"] == pytest.approx(0.5 / 6)
+    assert prepared.metrics["actor/kl_coef"] == 0.2
+    # 0.0833 / 0.05 - 1 is above 0.2, and 4 samples are half a horizon: times 1.1
+    assert algorithm.state.kl_coef == pytest.approx(0.22)
+    assert policy(prepared).ref_logprobs is None
+    np.testing.assert_array_equal(policy(prepared).old_logprobs, actor.answer)  # type: ignore[arg-type]
+
+
+def test_kl_in_the_loss_sends_the_references_logprobs_along() -> None:
+    reference = Model([0, -1.5, -1, -1, 0, -1, -1, -1])
+    prepared, _ = prepare({"actor": Model([]), "reference": reference}, algorithm={"kl": {"where": "loss"}})
+    np.testing.assert_array_equal(policy(prepared).ref_logprobs, np.float32(reference.answer))  # type: ignore[arg-type]
+    assert policy(prepared).old_logprobs is None
+
+
+def test_a_constraint_takes_the_cost_off_and_moves_its_multiplier() -> None:
+    prepared, algorithm = prepare(
+        {"actor": Model([])},
+        graders=({"name": "exact_match"}, {"name": "length_cost", "weight": 0.0}),
+        algorithm={
+            "advantage": "dr_grpo",
+            "constraint": {"cost": "length_cost", "limit": 0.5, "initial": 2.0, "learning_rate": 0.1},
+        },
+    )
+    # reward advantages +-0.5, cost advantages +-1: (0.5 - 2 * 1) / 3 = -0.5
+    np.testing.assert_allclose(
+        policy(prepared).advantages[TRAINED], [-0.5, -0.5, 0.5, 0.5, -0.5, -0.5], rtol=1e-6
+    )
+    assert prepared.metrics["cost/mean"] == 1
+    assert prepared.metrics["cost/multiplier"] == pytest.approx(2)
+    # log 2 + 0.1 * (1 - 0.5) * 2
+    assert algorithm.state.log_multiplier == pytest.approx(np.log(2) + 0.1)
+
+
+def test_models_of_reward_and_cost_judge_the_last_token() -> None:
+    rewards = Model([9, 9, 3.0, 1.0, 9, 2.0, 9, 4.0])
+    costs = Model([9, 9, 1.0, 0.0, 9, 0.0, 9, 0.0])
+    prepared, _ = prepare(
+        {"actor": Model([]), "reward_model": rewards, "cost_model": costs},
+        reward_model={"path": "r", "weight": 0.5},
+        cost_model={"path": "c"},
+        algorithm={"advantage": "rloo", "constraint": {"limit": 0.0, "initial": 1.0}},
+    )
+    # scores 1 + 1.5, 0 + 0.5, 0 + 1, 1 + 2: differences 2, -2, -2, 2; costs' differences 1, -1, 0, 0
+    np.testing.assert_allclose(policy(prepared).advantages[TRAINED], [0.5, 0.5, -0.5, -1, 1, 1], rtol=1e-6)
+    assert prepared.metrics["critic/score/mean"] == pytest.approx((2.5 + 0.5 + 1 + 3) / 4)
+
+
+def test_a_reward_model_that_gives_no_number_is_an_error() -> None:
+    with pytest.raises(AtollError, match=r"reward_model gave nan.*reward_model.path"):
+        prepare(
+            {"actor": Model([]), "reward_model": Model([0, 0, 0, np.nan, 0, 0, 0, 0])},
+            reward_model={"path": "r"},
+        )
+
+
+def test_the_greedy_sample_is_remaxs_baseline_and_is_not_trained_on() -> None:
+    groups = [
+        group(0, sample(0, 0, [3, 4], 1.0, 0.0), baseline=sample(0, 1, [5], 0.25, 0.0)),
+        group(1, sample(1, 0, [6], 0.0, 0.0), baseline=sample(1, 1, [7], 1.0, 0.0)),
+    ]
+    prepared, _ = prepare(
+        {"actor": Model([])},
+        groups,
+        coordinator={"prompts_per_step": 2, "samples_per_prompt": 1, "greedy_baseline": True},
+        algorithm={"advantage": "remax"},
+    )
+    np.testing.assert_array_equal(policy(prepared).segments.token_ids, [1, 3, 4, 1, 6])
+    np.testing.assert_allclose(policy(prepared).advantages, [0, 0.75, 0.75, 0, -1])
+
+
+@pytest.mark.parametrize(
+    ("method", "factors", "weights"),
+    [
+        # weights e^0.5 = 1.65 at the first token, 1 at the others; over the bound 1.5
+        ("truncate", [1.5, 1, 1, 1, 1, 1], np.ones(6) / 6),
+        ("mask", [0, 1, 1, 1, 1, 1], np.ones(6) / 6),
+        ("reject", [1, 1, 1, 1, 1, 1], np.array([0, 1, 1, 1, 1, 1]) / 5),
+    ],
+)
+def test_corrections_weigh_advantages_or_leave_tokens_out(
+    method: str, factors: list[float], weights: Float32
+) -> None:
+    actor = Model([0, -0.5, -1, -1, 0, -1, -1, -1])  # the rollout said -1 everywhere
+    correction = {"method": method, "low": 0.0 if method == "truncate" else 0.5, "high": 1.5}
+    prepared, _ = prepare({"actor": actor}, algorithm={"advantage": "rloo", "correction": correction})
+    batch = policy(prepared)
+    advantages = np.array([1, 1, -1, -1, 1, 1]) * factors
+    kept = weights > 0
+    np.testing.assert_allclose(batch.advantages[TRAINED][kept], advantages[kept], rtol=1e-6)
+    np.testing.assert_allclose(batch.loss_weights[TRAINED], weights, rtol=1e-6)
+    assert prepared.metrics["rollout_corr/is_weight_max"] == pytest.approx(np.exp(0.5))
+    np.testing.assert_array_equal(batch.old_logprobs, np.float32(actor.answer))  # type: ignore[arg-type]
+
+
+def test_reweighting_weighs_the_loss_of_whole_samples() -> None:
+    prepared, _ = prepare({"actor": Model([])}, algorithm={"reweight": "max_random"})
+    # scores 1, 0, 0, 1: preferences 0.4, 0.1, 0.1, 0.4, divided by their mean 0.25
+    per_token = np.array([1.6, 1.6, 0.4, 0.4, 1.6, 1.6])
+    np.testing.assert_allclose(policy(prepared).loss_weights[TRAINED], per_token / per_token.sum(), rtol=1e-6)
