@@ -145,9 +145,9 @@ def scores_differ(group: Group, *, component: str = "") -> bool:
 
 
 def _component(sample: Sample, name: str) -> float:
-    known = {known for reward in sample.rewards for known in reward.components}
-    if name not in known:
-        raise ValueError(f"component {name!r}: sample {sample.id} has {', '.join(sorted(known)) or 'none'}")
+    there = {component for reward in sample.rewards for component in reward.components}
+    if name not in there:
+        raise ValueError(f"component {name!r}: sample {sample.id} has {', '.join(sorted(there)) or 'none'}")
     return sum(reward.components.get(name, 0.0) for reward in sample.rewards)
 
 

@@ -1,0 +1,169 @@
+"""Groups on their way, the filters, and what a filter may leave out, by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.config.schema import FilterConfig
+from services.coordinator.dump import read_dump, write_dump
+from services.coordinator.groups import DynamicSampling, PendingGroup, scores_differ, staleness
+from services.runtime.errors import AtollError
+from services.wire.types import (
+    FinishReason,
+    Graded,
+    Group,
+    GroupId,
+    Node,
+    Prompt,
+    Provenance,
+    Sample,
+    SampleId,
+    Sampling,
+    TurnReward,
+    Version,
+    VersionSpan,
+)
+
+ID = GroupId("toy", 0, 7)
+PROMPT = Prompt(ID, np.array([1, 2], np.int32), "12+34=", "46", "toy")
+SAMPLING = Sampling(8, temperature=0.7, top_p=0.9, stop_token_ids=(1,), stop=("\n",), seed=3)
+GREEDY = Sampling(8, temperature=0.0, top_p=0.9, stop_token_ids=(1,), stop=("\n",), seed=3)
+
+
+def sample(index: int, versions: tuple[int, ...], *rewards: TurnReward, attempt: int = 0) -> Sample:
+    """One token per version."""
+    count = len(versions)
+    spans = tuple(VersionSpan(Version("l", number), i, i + 1) for i, number in enumerate(versions))
+    tokens = np.array([5 + attempt] * count, np.int32)
+    node = Node(-1, tokens, np.ones(count, np.bool_), np.full(count, -0.5, np.float32), spans)
+    origin = Provenance("rollout-0", "1", 0.0, 1.0)
+    return Sample(SampleId(ID, index), attempt, (node,), FinishReason.STOP, "46", origin, rewards)
+
+
+def scored(*values: tuple[float, float]) -> Group:
+    """By each sample's accuracy and penalty; the score is their sum."""
+    rewards = [TurnReward(0, a + b, {"gsm8k": a, "overlong": b}) for a, b in values]
+    return Group(PROMPT, tuple(sample(i, (4,), reward) for i, reward in enumerate(rewards)))
+
+
+def test_staleness_counts_from_the_oldest_token() -> None:
+    assert staleness(sample(0, (3, 4)), Version("l", 6)) == 3
+    assert staleness(sample(0, ()), Version("l", 6)) == 0  # no token, nothing stale
+
+
+def test_pending_group_first_attempt_wins_and_a_retry_starts_over() -> None:
+    pending = PendingGroup(PROMPT, 0, SAMPLING, [None, None], issued=3)
+    first, second = sample(0, (4,)), sample(0, (4,), attempt=1)
+    assert pending.accept(first)
+    assert not pending.accept(second)
+    pending.grade(Graded(first.id, 0.5, {"exact_match": 0.5}))
+    assert (pending.missing, pending.complete, pending.oldest) == ((1,), False, [4, 3])
+    pending.accept(sample(1, (5,)))
+    pending.grade(Graded(SampleId(ID, 1), 1.0, {}))
+    assert pending.complete
+    assert [s.score for s in pending.group().samples] == [0.5, 1.0]
+    assert pending.group().baseline is None
+    assert pending.stale(Version("l", 5), max_staleness=0) == [0]
+    pending.again([0])
+    assert (pending.missing, pending.attempts, pending.complete) == ((0,), [1, 0], False)
+    pending.grade(Graded(first.id, 0.5, {}))  # a verdict that comes late for the replaced sample
+    assert not pending.complete
+
+
+def test_a_baseline_is_asked_for_greedily_and_kept_apart() -> None:
+    pending = PendingGroup(PROMPT, 0, SAMPLING, [None, None, None], issued=3, has_baseline=True)
+    sampled, greedy = pending.requests()
+    assert (sampled.indices, sampled.attempts, sampled.sampling) == ((0, 1), (0, 0), SAMPLING)
+    assert (greedy.indices, greedy.attempts, greedy.sampling) == ((2,), (0,), GREEDY)
+    for index, score in enumerate([1.0, 0.0, 0.25]):
+        pending.accept(sample(index, (3,)))
+        pending.grade(Graded(SampleId(ID, index), score, {}))
+    group = pending.group()
+    assert [s.score for s in group.samples] == [1.0, 0.0]
+    assert group.baseline is not None
+    assert (group.baseline.id, group.baseline.score) == (SampleId(ID, 2), 0.25)
+    assert [id.index for id in pending.ids()] == [0, 1, 2]
+    pending.again([2])
+    (again,) = pending.requests()
+    assert (again.indices, again.attempts, again.sampling) == ((2,), (1,), GREEDY)
+
+
+def test_a_group_without_baseline_is_one_request() -> None:
+    pending = PendingGroup(PROMPT, 0, SAMPLING, [None, sample(1, (3,)), None], issued=3)
+    (request,) = pending.requests()
+    assert (request.group, request.indices, request.sampling) == (ID, (0, 2), SAMPLING)
+
+
+def test_a_dump_carries_the_baseline(tmp_path: Path) -> None:
+    with_baseline = replace(
+        scored((1, 0), (0, 0)), baseline=sample(2, (3, 4), TurnReward(0, 0.25, {"a": 1.0}))
+    )
+    step, groups = read_dump(write_dump(tmp_path / "dumps", 5, [with_baseline, scored((1, 0))]))
+    assert step == 5
+    back = groups[0].baseline
+    assert back is not None
+    assert (back.id, back.score, back.rewards[0].components) == (SampleId(ID, 2), 0.25, {"a": 1.0})
+    np.testing.assert_array_equal(back.nodes[0].token_ids, [5, 5])
+    assert back.versions() == {Version("l", 3), Version("l", 4)}
+    assert [s.id.index for s in groups[0].samples] == [0, 1]
+    assert groups[1].baseline is None
+
+
+def test_scores_differ_by_score_or_by_one_component() -> None:
+    penalised = scored((1, 0), (1, -0.5))  # both right, one too long
+    assert scores_differ(penalised)
+    assert not scores_differ(penalised, component="gsm8k")
+    assert scores_differ(penalised, component="overlong")
+    offset = scored((1, -1), (0, 0))  # right but long, and wrong: both score 0
+    assert not scores_differ(offset)
+    assert scores_differ(offset, component="gsm8k")
+    assert not scores_differ(scored((1, 0)))
+
+
+def test_an_unknown_component_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="'accuracy': sample toy/0/7/0 has gsm8k, overlong"):
+        scores_differ(scored((1, 0), (0, 0)), component="accuracy")
+
+
+def test_refill_is_bounded_and_counted_per_batch() -> None:
+    sampling = DynamicSampling(FilterConfig(name="scores_differ", max_refill=2), prompts_per_step=3)
+    for _ in range(6):
+        assert not sampling.keeps(scored((1, 0), (1, 0)))
+    assert sampling.keeps(scored((1, 0), (0, 0)))
+    sampling.check()  # 6 is 2 batches of 3
+    assert not sampling.keeps(scored((1, 0), (1, 0)))
+    with pytest.raises(
+        AtollError, match=r"'scores_differ' left out 7 of the 8 groups .*max_refill = 2 batches of 3; take"
+    ):
+        sampling.check()
+    assert sampling.take_metrics() == {
+        "dynamic_sampling/num_filtered": 7,
+        "dynamic_sampling/kept_fraction": 0.125,
+    }
+    sampling.check()
+    assert sampling.take_metrics() == {
+        "dynamic_sampling/num_filtered": 0,
+        "dynamic_sampling/kept_fraction": 1,
+    }
+
+
+def test_a_filters_parameters_come_from_the_config() -> None:
+    config = FilterConfig.model_validate({"name": "scores_differ", "component": "gsm8k"})
+    assert not DynamicSampling(config, 1).keeps(scored((1, 0), (1, -0.5)))
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        ("return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("group.samples", "TypeError: it returned None, expected True or False"),
+    ],
+)
+def test_a_users_filter_that_fails_is_an_error_with_its_name(tmp_path: Path, body: str, cause: str) -> None:
+    file = tmp_path / "filters.py"
+    file.write_text(f"def mine(group):\n    {body}\n")
+    sampling = DynamicSampling(FilterConfig(name=f"{file}:mine"), 1)
+    with pytest.raises(AtollError, match=f"filters.py:mine' failed on group toy/0/7: {cause}; mend"):
+        sampling.keeps(scored((1, 0)))
