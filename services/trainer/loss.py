@@ -114,7 +114,7 @@ def sapo(
     Source: https://arxiv.org/abs/2511.20347.
     """
     log_ratio_N, ratio_N = _ratio(tokens.logprobs_N, tokens.old_logprobs_N)
-    tau_N = torch.where(tokens.advantages_N > 0, tau_positive, tau_negative)
+    tau_N = torch.full_like(ratio_N, tau_negative).masked_fill(tokens.advantages_N > 0, tau_positive)
     gate_N = torch.sigmoid(tau_N * (ratio_N - 1)) * 4 / tau_N
     return -tokens.advantages_N * gate_N, {"actor/ppo_kl": -log_ratio_N, "actor/ratio": ratio_N}
 
