@@ -139,7 +139,7 @@ class Assembly:
             sync=self._sync,
             models=models,
             algorithm=Algorithm(config, models, carried) if models else None,
-            supervised=data.supervised,
+            supervised=None if checkpoint else data.supervised,
             validation_sets=data.validation_sets,
             sampling=sampling,
         )

@@ -7,6 +7,7 @@ run ahead (coordinator.max_staleness) and whether a push interrupts sequences (p
 import asyncio
 import json
 import logging
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -101,7 +102,7 @@ class Loop:
                 return
             if self._config.coordinator.dump:
                 write_dump(self._config.folder / "dumps", step, groups)
-            metrics = step_metrics(groups, self._version) | dict(self._parts.source.metrics())
+            metrics = step_metrics(groups, self._version) | dict(self._parts.source.take_metrics())
             if self._parts.algorithm:
                 prepared = await self._parts.algorithm.prepare(groups, timer)
                 metrics |= prepared.metrics
@@ -204,7 +205,9 @@ class Loop:
             if reached or self._parts.control.stopping:
                 break
         if self._config.followers:
-            await actor.export_hf(self._config.folder.absolute() / WARM)
+            warm = self._config.folder.absolute() / WARM
+            shutil.rmtree(warm, ignore_errors=True)  # of a start that got no further than this
+            await actor.export_hf(warm)
         return {name: value for name, value in metrics.items() if name.startswith("warmup/")}
 
     async def _begin_alike(self) -> None:

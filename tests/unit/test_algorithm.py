@@ -161,7 +161,7 @@ def test_kl_in_the_reward_is_taken_off_and_its_coefficient_adapts() -> None:
     # 0.0833 / 0.05 - 1 is above 0.2, and 4 samples are half a horizon: times 1.1
     assert algorithm.state.kl_coef == pytest.approx(0.22)
     assert policy(prepared).ref_logprobs is None
-    np.testing.assert_array_equal(policy(prepared).old_logprobs, actor.answer)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(policy(prepared).old_logprobs, actor.answer)
 
 
 def test_kl_in_the_loss_sends_the_references_logprobs_along() -> None:
