@@ -49,7 +49,7 @@ Estimator = Callable[..., Estimate]  # (trajectories, *, parameters of its own)
 def gae(trajectories: Trajectories, *, gamma: float = 1.0, lam: float = 1.0) -> Estimate:
     """Generalized advantage estimation, whitened over the batch; returns are A + V before whitening.
 
-    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}; both end at 0.
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}; V and A are 0 past the end.
 
     Source: https://arxiv.org/abs/1506.02438. Raises ValueError without a critic's values.
     """
