@@ -128,7 +128,7 @@ def load_user_function(name: str) -> Callable[..., Any]:
         raise ConfigError(f"{path} has no function {function_name!r}")
     function: Callable[..., Any] = vars(module)[function_name]
     if not callable(function) or inspect.iscoroutinefunction(function):
-        got = "an async function" if callable(function) else f"a {type(function).__name__}"
+        got = "an async function" if callable(function) else f"{type(function).__name__} {function!r}"
         raise ConfigError(f"{name} does not fit: expected a plain function, got {got}")
     return function
 
@@ -183,7 +183,7 @@ def _check_parameters(
         annotation = annotations.get(name)
         if annotation is not None and not _fits(value, annotation):
             raise ConfigError(
-                f"{what}: {name} = {value!r} is a {type(value).__name__}, "
+                f"{what}: {name} = {value!r} ({type(value).__name__}), "
                 f"expected {ast.unparse(annotation)}; its parameters: {known}"
             )
     missing = [name for name, default in defaults.items() if default is None and name not in got]

@@ -8,12 +8,18 @@ from typing import get_args, get_origin
 
 from pydantic import BaseModel
 
-from services.config.schema import RunConfig
+from services.config.functions import built_in
+from services.config.schema import FunctionConfig, RunConfig
 
 HEAD = """# Configuration
 
 A run is one TOML file. `atoll run FILE --set a.b=c` overrides a setting, `--dry-run` prints all of them,
 defaults filled in, and the same goes to `runs/NAME/config.json`. Unknown keys are refused.
+`base = "other.toml"`, at the top of a file, reads that one first (relative to this one) and changes it.
+
+Some settings name a function: one of those listed, or `file.py:function` of your own. Its parameters stand
+beside the name, `advantage = { name = "gae", lam = 0.95 }`, and `advantage = "gae"` takes their defaults;
+[algorithms.md](algorithms.md) has them.
 
 Written by `make docs` from `services/config/schema.py`.
 """
@@ -31,10 +37,14 @@ def _section(prefix: str, section: type[BaseModel]) -> Iterator[str]:
     comments = {match["name"]: match["comment"] for line in source if (match := _COMMENT.fullmatch(line))}
     rows, tables = [], []
     for name, field in section.model_fields.items():
-        if table := _table(field.annotation):
+        table = _table(field.annotation)
+        if table and table.model_fields.keys() != {"name"}:
             tables.append((f"{prefix}{name}", field.annotation, table))
+            continue
+        default = "required" if field.is_required() else _shown(field.default)
+        if table:  # a function, whose name stands for its table
+            rows.append(f"| `{name}` | {default} | {_functions(table)} | {table.__doc__} |")
         else:
-            default = "required" if field.is_required() else _shown(field.default)
             values = " ".join(f"`{value}`" for value in get_args(field.annotation) if isinstance(value, str))
             rows.append(f"| `{name}` | {default} | {values} | {comments.get(name, '')} |")
     if rows:
@@ -44,10 +54,19 @@ def _section(prefix: str, section: type[BaseModel]) -> Iterator[str]:
         yield ""
         if table.__doc__:
             yield from [table.__doc__, ""]
+        if functions := _functions(table):
+            yield from [f"`name` is one of {functions}, or `file.py:function`.", ""]
         yield from _section(f"{path}.", table)
 
 
+def _functions(table: type[BaseModel]) -> str:
+    """The names of the built-in functions that a table may name; empty for a table of another sort."""
+    return " ".join(f"`{name}`" for name in built_in(table.kind)) if issubclass(table, FunctionConfig) else ""
+
+
 def _shown(default: object) -> str:
+    if isinstance(default, FunctionConfig):
+        return _shown(default.name)
     return "unset" if default is None else f"`{json.dumps(default, default=str)}`"
 
 

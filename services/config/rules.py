@@ -66,6 +66,27 @@ def _remax_has_its_baseline(config: "RunConfig") -> str | None:
     return None
 
 
+def _remax_baseline_is_scored_alike(config: "RunConfig") -> str | None:
+    other = "[reward_model]" if config.reward_model else "[algorithm.constraint]"
+    if config.algorithm.advantage.name == "remax" and (config.reward_model or config.algorithm.constraint):
+        return (
+            f'algorithm.advantage = "remax" knows of its greedy samples what reward.graders say, and nothing '
+            f'of {other}: take that out, or another advantage such as "rloo"'
+        )
+    return None
+
+
+def _gdpo_sees_the_whole_score(config: "RunConfig") -> str | None:
+    kl_in_reward = config.algorithm.kl is not None and config.algorithm.kl.where == "reward"
+    other = "[reward_model]" if config.reward_model else 'algorithm.kl.where = "reward"'
+    if config.algorithm.advantage.name == "gdpo" and (config.reward_model or kl_in_reward):
+        return (
+            f'algorithm.advantage = "gdpo" combines reward.graders one by one and would leave out {other}: '
+            'take that out (a KL can go into the loss), or another advantage such as "grpo"'
+        )
+    return None
+
+
 def _baseline_is_used(config: "RunConfig") -> str | None:
     advantage = config.algorithm.advantage
     if config.coordinator.greedy_baseline and not (advantage.name == "remax" or advantage.is_users_own):
@@ -271,6 +292,8 @@ RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
     _groups_have_samples_to_compare,
     _minibatches_have_groups,
     _remax_has_its_baseline,
+    _remax_baseline_is_scored_alike,
+    _gdpo_sees_the_whole_score,
     _baseline_is_used,
     _values_have_a_critic,
     _cost_values_have_a_critic,

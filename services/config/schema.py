@@ -367,7 +367,9 @@ class RunConfig(Section):
         """The roles that begin at the policy as the warm-up leaves it: they have no folder of their own."""
         kinds = CriticSection | ReferenceSection
         return frozenset(
-            role for role, section in self.roles.items() if isinstance(section, kinds) and section.path is None
+            role
+            for role, section in self.roles.items()
+            if isinstance(section, kinds) and section.path is None
         )
 
     @model_validator(mode="after")

@@ -10,6 +10,14 @@ def test_the_committed_reference_is_current() -> None:
     assert committed == document(), "run `make docs` and commit docs/configuration.md"
 
 
+def test_a_setting_that_names_a_function_lists_them() -> None:
+    lines = document().splitlines()
+    (advantage,) = [line for line in lines if line.startswith("| `advantage` |")]
+    assert advantage.startswith('| `advantage` | `"grpo"` | `gae` `vapo` `grpo` `dr_grpo` `rloo` ')
+    assert "`name` is one of `scores_differ`, or `file.py:function`." in lines
+    assert "| `max_refill` | `10` |  | groups left out in a row, in batches, before the run ends |" in lines
+
+
 def test_a_setting_has_its_default_its_values_and_its_comment() -> None:
     lines = document().splitlines()
     assert '| `mode` | `"train"` | `train` `rollout_only` `train_only` |  |' in lines

@@ -3,16 +3,17 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from services.config.errors import ConfigError
 from services.config.schema import GraderConfig
 from services.reward.score import WeightedGrader, load_graders, score
 from services.reward.verifiers.exact_match import exact_match
 from services.reward.verifiers.gsm8k import extract_answer, gsm8k, gsm8k_format
-from services.runtime.errors import UserError
 from services.wire.types import FinishReason, Graded, GradingError, GroupId, SampleId, ScoreItem
 
 SAMPLE = Path(__file__).parents[2] / "examples" / "data" / "gsm8k"
@@ -153,33 +154,35 @@ def test_a_users_own_grader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("tokens", "value"),
     [
-        (
-            "exact-match",
-            r"unknown grader 'exact-match'; expected exact_match, gsm8k, .* or file\.py:function",
-        ),
-        ("{}/absent.py:f", "absent.py: no such file"),
-        ("{}/mine.py:absent", "mine.py has no function 'absent'"),
-        ("{}/mine.py:LIMIT", "mine.py:LIMIT does not fit; .* got a int"),
-        (
-            "{}/mine.py:two",
-            r"does not fit; .* `def two\(item: ScoreItem\) -> float`, got def \(item, other\)",
-        ),
-        ("{}/mine.py:later", r"does not fit; .*, got async def \(item\)"),
-        ("{}/broken.py:f", "broken.py cannot be imported: SyntaxError"),
+        (0, 0.0),
+        (6, 0.0),  # 8 - 2 tokens are free
+        (7, -0.25),  # half of the buffer: -1/2 * 0.5
+        (8, -0.5),
+        (10, -1.0),  # -4/2 * 0.5
     ],
 )
-def test_graders_that_do_not_fit_are_refused_at_start(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "mine.py").write_text(
-        "LIMIT = 3\ndef two(item, other):\n    return 1.0\nasync def later(item):\n    return 1.0\n"
+def test_overlong(tokens: int, value: float) -> None:
+    graders = load_graders(
+        [GraderConfig.model_validate({"name": "overlong", "max_tokens": 8, "buffer": 2, "penalty": 0.5})]
     )
-    (tmp_path / "broken.py").write_text("def f(:\n")
-    with pytest.raises(UserError, match=message):
-        load_graders([GraderConfig(name=name.format(tmp_path))])
+    verdict = score(replace(item(""), response_length=tokens), graders)
+    assert verdict == Graded(item("").id, value, {"overlong": value})
 
 
-@pytest.mark.parametrize("names", [[], ["gsm8k", "gsm8k"]])
-def test_graders_are_named_once(names: list[str]) -> None:
-    with pytest.raises(UserError, match="expected at least one grader and each name once"):
-        load_graders([GraderConfig(name=name) for name in names])
+def test_a_cost_is_a_component_and_no_part_of_the_score() -> None:
+    costs = {"name": "length_cost", "weight": 0.0, "per_token": 0.5}
+    graders = load_graders([GraderConfig(name="exact_match"), GraderConfig.model_validate(costs)])
+    # 3 tokens of 0.5
+    assert score(item("46"), graders) == Graded(item("").id, 1.0, {"exact_match": 1.0, "length_cost": 1.5})
+
+
+def test_without_graders_the_score_is_zero() -> None:
+    assert score(item("46"), load_graders([])) == Graded(item("").id, 0.0, {})
+
+
+def test_graders_that_cannot_be_imported_are_refused_at_start(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import absent_module\ndef f(item): return 1.0\n")
+    with pytest.raises(ConfigError, match=r"mine\.py cannot be imported: ModuleNotFoundError"):
+        load_graders([GraderConfig(name=f"{tmp_path}/mine.py:f")])

@@ -1,0 +1,264 @@
+"""Configs: what a file may be built on, and which combinations are refused with which words."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.config.load import ConfigError, load, read_resolved, write_resolved
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+TOY = """
+[run]
+name = "toy"
+steps = 2
+
+[model]
+path = "model"
+
+[[data.train]]
+path = "train.parquet"
+"""
+
+SCORER = '{path = "m"}'
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    path = tmp_path / "toy.toml"
+    path.write_text(TOY)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    assert load(path).run.name == path.stem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (['run.mode="train_only"'], "starts no rollout service: set data.replay"),
+        (["data.train=[]"], "no training data: add a [[data.train]] table"),
+        (
+            ["coordinator.samples_per_prompt=1"],
+            'algorithm.advantage = "grpo" compares the samples of a prompt: '
+            "set coordinator.samples_per_prompt to 2 or more",
+        ),
+        (["algorithm.num_minibatches=17"], "algorithm.num_minibatches = 17 is more than the 16 groups"),
+        (
+            ["algorithm.advantage=remax"],
+            '"remax" compares each sample with a greedy one of the same prompt: '
+            "set coordinator.greedy_baseline = true",
+        ),
+        (
+            ["algorithm.advantage=remax", "coordinator.greedy_baseline=true", f"reward_model={SCORER}"],
+            'algorithm.advantage = "remax" knows of its greedy samples what reward.graders say, and nothing '
+            "of [reward_model]",
+        ),
+        (
+            [
+                "algorithm={advantage='remax', constraint={cost='exact_match'}}",
+                "coordinator.greedy_baseline=true",
+            ],
+            "nothing of [algorithm.constraint]",
+        ),
+        (
+            ["algorithm.advantage=gdpo", "algorithm.kl.where=reward"],
+            '"gdpo" combines reward.graders one by one and would leave out algorithm.kl.where = "reward"',
+        ),
+        (["algorithm.advantage=gdpo", f"reward_model={SCORER}"], "would leave out [reward_model]"),
+        (
+            ["coordinator.greedy_baseline=true"],
+            'coordinator.greedy_baseline generates a sample per prompt that "grpo" does not look at',
+        ),
+        (["algorithm.advantage=gae"], '"gae" needs the values of states: add a [critic] table'),
+        (["algorithm.advantage=vapo"], '"vapo" needs the values of states: add a [critic] table'),
+        (
+            ["algorithm.advantage=gae", "critic={}", "algorithm.constraint={cost='exact_match'}"],
+            "from values of its own: add a [cost_critic] table",
+        ),
+        (["critic.warmup_steps=3"], "critic.warmup_steps = 3 makes the actor wait for a critic, which"),
+        (
+            ["algorithm.constraint={}"],
+            "[algorithm.constraint] needs a cost: set cost to one of reward.graders (exact_match), or add",
+        ),
+        (
+            ["algorithm.constraint={cost='length_cost'}"],
+            "algorithm.constraint.cost = 'length_cost' is none of reward.graders (exact_match)",
+        ),
+        ([f"cost_model={SCORER}"], "[cost_model] is asked only by an [algorithm.constraint]"),
+        (
+            [f"cost_model={SCORER}", "algorithm.constraint={cost='exact_match'}"],
+            "[cost_model] is asked only by an [algorithm.constraint] that names no other cost",
+        ),
+        (["reward.graders=[]"], "nothing scores a response: name a function in reward.graders, or add"),
+        (
+            ['reward.graders=["gsm8k", "gsm8k"]'],
+            "gsm8k, gsm8k: components are told apart by name: give each function once",
+        ),
+        (
+            ["algorithm.filter=scores_differ", f"reward_model={SCORER}"],
+            "algorithm.filter judges a group when it is graded, before [reward_model] has scored it",
+        ),
+        (["algorithm.kl.estimator=full"], 'algorithm.kl.estimator = "full" sums over the vocabulary'),
+        (
+            ["algorithm.kl={estimator='full', where='reward'}", "reference.placement=colocated"],
+            'set algorithm.kl.where = "loss" and reference.placement = "colocated", or take "k3"',
+        ),
+        (
+            ["algorithm.kl={estimator='k3+', where='reward'}"],
+            '"k3+" differs from "k3" in its gradient, and a reward has none',
+        ),
+        (
+            ["algorithm.kl.target=0.1"],
+            "algorithm.kl.target adapts the coefficient of a penalty in the reward",
+        ),
+        (
+            ["algorithm.correction={}", "algorithm.old_logprobs=rollout"],
+            'with algorithm.old_logprobs = "rollout" the ratio of the loss does so already',
+        ),
+        (["algorithm.correction.low=0.5"], 'low = 0.5: "truncate" cuts weights from above alone'),
+        (
+            ["algorithm.correction={method='mask', low=2, high=2}"],
+            "no weight lies between low = 2 and high = 2: set low below high",
+        ),
+        (["algorithm.loss=gspo"], '"gspo" is defined as a mean over sequences: set algorithm.aggregation'),
+        (["algorithm.loss=gmpo"], '"gmpo" is defined as a mean over sequences'),
+        (["algorithm.loss=sapo"], '"sapo" is defined as a mean over sequences'),
+        (
+            ["algorithm.loss=reinforce", "algorithm.num_minibatches=2", "algorithm.num_epochs=2"],
+            "after the first of a step's 4 updates it would be biased",
+        ),
+        (["guards={min_entropy=2, max_entropy=1}"], "every entropy is below min_entropy = 2 or above"),
+        (["warmup.steps=3"], "warmup.steps > 0 needs [warmup.source] with a path"),
+        (["warmup.target_reward=0.5"], "warmup.target_reward is measured by the replicas on the first"),
+        (["algorithm.advantage=gea"], "algorithm.advantage = 'gea': no such function; did you mean gae"),
+        (["algorithm.filter={name='scores_differ', max_refil=3}"], "did you mean max_refill?"),
+    ],
+)
+def test_a_combination_that_makes_no_sense_is_refused(toy: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(toy, overrides)
+    (line,) = str(refusal.value).splitlines()  # this, and nothing else
+    assert message in line
+    assert line.startswith(f"{toy}: ")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.advantage=remax", "coordinator.greedy_baseline=true", "coordinator.samples_per_prompt=1"],
+        ["algorithm.advantage=reinforce_pp", "coordinator.samples_per_prompt=1"],
+        ["reward.graders=[]", f"reward_model={SCORER}"],
+        ["algorithm.kl.estimator=full", "reference.placement=colocated"],
+        ["algorithm.kl={where='reward', target=0.1, estimator='k1'}"],
+        ["algorithm.correction={method='mask', low=0.5}"],
+        ["algorithm.constraint={}", f"cost_model={SCORER}"],
+        ["algorithm.loss=gspo", "algorithm.aggregation=seq_mean_token_mean"],
+    ],
+)
+def test_a_combination_that_makes_sense_is_not(toy: Path, overrides: list[str]) -> None:
+    load(toy, overrides)
+
+
+def test_all_broken_rules_are_told_at_once(toy: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(toy, ["algorithm.advantage=gae", "algorithm.loss=gspo", "warmup.steps=1"])
+    assert [line.partition(": ")[2][:17] for line in str(refusal.value).splitlines()] == [
+        "algorithm.advanta",
+        "algorithm.loss = ",
+        "warmup.steps > 0 ",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "roles"),
+    [
+        ([], {"actor"}),
+        (["critic={}"], {"actor"}),  # nothing asks for its values
+        (["algorithm.advantage=gae", "critic={}"], {"actor", "critic"}),
+        (["algorithm.kl={}"], {"actor", "reference"}),
+        (["algorithm.constraint={}", f"cost_model={SCORER}"], {"actor", "cost_model"}),
+        ([f"reward_model={SCORER}"], {"actor", "reward_model"}),
+    ],
+)
+def test_a_role_that_is_not_needed_is_not_there(toy: Path, overrides: list[str], roles: set[str]) -> None:
+    assert load(toy, overrides).roles.keys() == roles
+
+
+def derived(toy: Path, text: str) -> Path:
+    path = toy.with_name("derived.toml")
+    path.write_text(f'base = "toy.toml"\n{text}')
+    return path
+
+
+def test_a_file_changes_its_base(toy: Path) -> None:
+    path = derived(toy, '[run]\nname = "mine"\n[[data.train]]\npath = "a"\n[[data.train]]\npath = "b"')
+    config = load(path, ["run.seed=7"])
+    assert (config.run.name, config.run.steps, config.run.seed) == ("mine", 2, 7)
+    assert [str(source.path) for source in config.data.train] == ["a", "b"]  # a list is replaced
+    assert str(config.model.path) == "model"
+
+
+def test_bases_chain_and_lie_relative_to_their_file(toy: Path) -> None:
+    derived(toy, "[run]\nseed = 3")
+    (toy.parent / "deep").mkdir()
+    path = toy.parent / "deep" / "third.toml"
+    path.write_text('base = "../derived.toml"\n[run]\nsteps = 5')
+    run = load(path).run
+    assert (run.name, run.seed, run.steps) == ("toy", 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "parameters"),
+    [
+        ('loss = "ppo_clip"', "loss = { clip_low = 0.1 }", ("ppo_clip", {"clip_low": 0.1})),
+        (
+            'loss = { name = "ppo_clip", clip_low = 0.1 }',
+            "loss = { clip_high = 0.3 }",
+            ("ppo_clip", {"clip_low": 0.1, "clip_high": 0.3}),
+        ),
+        ('loss = { name = "ppo_clip", dual_clip = 4.0 }', 'loss = "cispo"', ("cispo", {})),
+        (
+            'loss = { name = "ppo_clip", dual_clip = 4.0 }',
+            'loss = { name = "cispo", clip_high = 2.0 }',
+            ("cispo", {"clip_high": 2.0}),
+        ),
+    ],
+)
+def test_a_function_over_another(
+    toy: Path, first: str, second: str, parameters: tuple[str, dict[str, float]]
+) -> None:
+    toy.write_text(f"{TOY}\n[algorithm]\n{first}")
+    loss = load(derived(toy, f"[algorithm]\n{second}")).algorithm.loss
+    assert (loss.name, loss.parameters) == parameters
+
+
+def test_a_base_that_leads_back_is_refused(toy: Path) -> None:
+    path = derived(toy, "")
+    toy.write_text('base = "derived.toml"\n' + TOY)
+    with pytest.raises(ConfigError, match=r"toy\.toml: base = 'derived\.toml' leads back to a file"):
+        load(path)
+
+
+def test_a_base_that_is_missing_is_named(toy: Path) -> None:
+    toy.write_text('base = "absent.toml"\n' + TOY)
+    with pytest.raises(ConfigError, match=r"absent\.toml: no such config file"):
+        load(toy)
+
+
+def test_an_override_reaches_into_a_function_that_is_given_by_name(toy: Path) -> None:
+    toy.write_text(f'{TOY}\n[algorithm]\nadvantage = "gae"\n[critic]')
+    config = load(toy, ["algorithm.advantage.lam=0.9"])
+    assert config.algorithm.advantage.parameters == {"lam": 0.9}
+
+
+def test_the_resolved_config_is_the_same_config(toy: Path, tmp_path: Path) -> None:
+    config = load(toy, ["algorithm.loss={name='ppo_clip', clip_high=0.28}", "algorithm.kl={}"])
+    write_resolved(config, tmp_path / "config.json")
+    assert read_resolved(tmp_path / "config.json") == config
+    resolved = json.loads((tmp_path / "config.json").read_text())
+    assert resolved["algorithm"]["loss"] == {"name": "ppo_clip", "clip_high": 0.28}
