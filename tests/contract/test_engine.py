@@ -14,6 +14,7 @@ import xxhash
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from services.coordinator.groups import PendingGroup
 from services.rollout.engines.base import Completion, Engine
 from services.rollout.engines.local import LocalEngine
 from services.runtime.errors import UserError
@@ -26,6 +27,7 @@ from services.wire.types import (
     GroupId,
     GroupRequest,
     PauseMode,
+    Prompt,
     Sampling,
     Version,
     VersionSpan,
@@ -201,6 +203,30 @@ async def test_samples_of_a_group_differ_and_start_from_the_same_prompt(start_en
     greedy = await collect(engine, [ask(PROMPTS[2], indices=range(8))])
     expected = reference_greedy(tiny_qwen2, PROMPTS[2], 24)
     assert [c.token_ids.tolist() for c in greedy.values()] == [expected] * 8
+
+
+async def test_a_group_with_a_greedy_member_has_its_greedy_tokens(start_engine, any_model):
+    """As ReMax's dataflow asks: samples and baseline of each group in one call, and in few slots."""
+    engine = await start_engine(any_model, slots=3)
+    prompts = list(enumerate(PROMPTS))
+    groups = [
+        PendingGroup(
+            Prompt(GroupId("toy", 0, row), np.array(prompt, np.int32), "", "", ""),
+            order=row,
+            sampling=Sampling(24, temperature=1.3, seed=2),
+            samples=[None] * 4,
+            issued=0,
+            has_baseline=True,
+        )
+        for row, prompt in prompts
+    ]
+    done = await collect(engine, [request for group in groups for request in group.requests()])
+    for row, prompt in prompts:
+        greedy = reference_greedy(any_model, prompt, 24)
+        assert done[row, 3].token_ids.tolist() == greedy
+        sampled = [done[row, index].token_ids.tolist() for index in range(3)]
+        assert greedy not in sampled
+        assert len(set(map(tuple, sampled))) == 3
 
 
 async def test_stop_token_ends_the_response_and_belongs_to_it(start_engine, tiny_qwen2):

@@ -7,28 +7,30 @@ and records the policy versions that were live while it ran.
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from services.config.schema import FilterConfig
 from services.coordinator.generation import Generation
-from services.coordinator.groups import scores_differ, staleness
-from services.coordinator.journal import Journal
+from services.coordinator.groups import DynamicSampling, staleness
+from services.coordinator.journal import Checkpoint, Journal, RestoredGroup
 from services.coordinator.replicas import Replica, Replicas
 from services.coordinator.rewards import Rewards
 from services.coordinator.source import GenerateSource
 from services.runtime.clients import Arrival, Caller
-from services.runtime.errors import AtollError, ServiceUnavailableError
+from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from services.runtime.store import Store, embedded
 from services.wire import codec
 from services.wire.types import (
     FinishReason,
     Graded,
     GradingError,
+    Group,
     GroupId,
     GroupRequest,
     Node,
@@ -43,6 +45,8 @@ from services.wire.types import (
     Version,
     VersionSpan,
 )
+
+GREEDY_SCORE = 0.25
 
 
 class Prompts:
@@ -67,17 +71,16 @@ class SimulatedReplica:
     dice: random.Random
     death_rate: float
     version: Version
-    generated: Counter[str] = field(default_factory=Counter)
+    asked: list[tuple[SampleId, int, float]]  # sample, attempt, temperature; of all replicas
+    hangs: Callable[[SampleId], bool] = lambda id: False  # such samples never finish
 
-    async def generate(
-        self, model: str, sampling: Sampling, requests: Sequence[GroupRequest]
-    ) -> AsyncIterator[Arrival]:
+    async def generate(self, model: str, requests: Sequence[GroupRequest]) -> AsyncIterator[Arrival]:
         finished: asyncio.Queue[Sample] = asyncio.Queue()
-        tasks = [
-            asyncio.create_task(self._sample(request, index, attempt, finished))
-            for request in requests
-            for index, attempt in zip(request.indices, request.attempts, strict=True)
-        ]
+        tasks = []
+        for request in requests:
+            for index, attempt in zip(request.indices, request.attempts, strict=True):
+                self.asked.append((SampleId(request.group, index), attempt, request.sampling.temperature))
+                tasks.append(asyncio.create_task(self._sample(request, index, attempt, finished)))
         try:
             for _ in tasks:
                 sample = await finished.get()
@@ -91,32 +94,43 @@ class SimulatedReplica:
     async def _sample(
         self, request: GroupRequest, index: int, attempt: int, finished: asyncio.Queue[Sample]
     ) -> None:
-        first = self.version
+        id, first = SampleId(request.group, index), self.version
         await asyncio.sleep(0.001 + (0.06 if self.dice.random() < 0.03 else 0.004 * self.dice.random()))
-        spans = (VersionSpan(first, 0, 1), VersionSpan(self.version, 1, 2))  # a push may have come between
-        node = Node(-1, np.array([3, 4], np.int32), np.ones(2, np.bool_), np.zeros(2, np.float32), spans)
-        id = SampleId(request.group, index)
-        self.generated[f"{id}/{attempt}"] += 1
-        origin = Provenance(self.name, "1", 0.0, 0.0)
-        finished.put_nowait(Sample(id, attempt, (node,), FinishReason.STOP, "2", origin))
+        if self.hangs(id):
+            await asyncio.Event().wait()
+        # a push may have come between
+        spans = (VersionSpan(first, 0, 1), VersionSpan(self.version, 1, 2))
+        text = "greedy" if request.sampling.temperature == 0 else "2"
+        finished.put_nowait(made(id, attempt, text, self.name, spans))
 
     async def abort(self, id_prefix: str) -> int:
         return 0
 
 
-class Graders:
-    """Scores by the sample's index; fails for good on the prompts in `broken`."""
+def made(id: SampleId, attempt: int, text: str, replica: str, spans: tuple[VersionSpan, ...]) -> Sample:
+    node = Node(-1, np.array([3, 4], np.int32), np.ones(2, np.bool_), np.zeros(2, np.float32), spans)
+    return Sample(id, attempt, (node,), FinishReason.STOP, text, Provenance(replica, "1", 0.0, 0.0))
 
-    def __init__(self, broken: frozenset[int] = frozenset()) -> None:
+
+class Graders:
+    """Scores by the sample's index; fails for good on the prompts in `broken`; those in `flat` score 1."""
+
+    def __init__(self, broken: Collection[int] = (), flat: Collection[int] = ()) -> None:
         self._broken = broken
+        self._flat = flat
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
         return [
             GradingError(item.id, "toy", "ZeroDivisionError", retryable=False)
             if item.id.group.prompt in self._broken
-            else Graded(item.id, float(item.id.index % 2), {"toy": float(item.id.index % 2)})
+            else Graded(item.id, self._value(item), {})
             for item in items
         ]
+
+    def _value(self, item: ScoreItem) -> float:
+        if item.response == "greedy":
+            return GREEDY_SCORE
+        return 1.0 if item.id.group.prompt in self._flat else float(item.id.index % 2)
 
 
 class Dataflow:
@@ -126,29 +140,42 @@ class Dataflow:
         self.dice = random.Random(0)
         self.version = Version("", 0)
         self.replicas = Replicas(Caller(), 5.0)
+        self.asked: list[tuple[SampleId, int, float]] = []
         self.simulated = [
-            SimulatedReplica(f"rollout-{i}", self.dice, death_rate, self.version) for i in range(2)
+            SimulatedReplica(f"rollout-{i}", self.dice, death_rate, self.version, self.asked)
+            for i in range(2)
         ]
         self.journal = Journal(store, "toy")
         rewards = Rewards(1, [graders or Graders()])  # type: ignore[list-item]
         self.generation = Generation(self.replicas, rewards, model="", max_attempts=50, timeout_s=5.0)
 
-    async def start(self) -> None:
-        self.version = Version((await self.journal.restore(None)).lineage, 0)
+    async def start(self, checkpoint: Checkpoint | None = None) -> tuple[RestoredGroup, ...]:
+        restored = await self.journal.restore(checkpoint)
+        self.version = Version(restored.lineage, checkpoint.version.number if checkpoint else 0)
         await self.publish(self.version)
+        return restored.groups
 
-    def source(self, max_staleness: int, steps: int, prompts_per_step: int = 10) -> GenerateSource:
+    def source(
+        self,
+        max_staleness: int,
+        steps: int,
+        *,
+        greedy_baseline: bool = False,
+        filter: str = "scores_differ",
+        max_refill: int = 10,
+    ) -> GenerateSource:
         return GenerateSource(
             Prompts(),  # type: ignore[arg-type]
             self.generation,
             self.journal,
             sampling=Sampling(8),
-            prompts_per_step=prompts_per_step,
+            prompts_per_step=10,
             samples_per_prompt=8,
+            greedy_baseline=greedy_baseline,
             max_staleness=max_staleness,
             steps=steps,
             max_dropped_share=0.5,
-            keep=scores_differ,
+            dynamic_sampling=DynamicSampling(FilterConfig(name=filter, max_refill=max_refill), 10),
         )
 
     async def publish(self, version: Version) -> None:
@@ -165,6 +192,10 @@ class Dataflow:
             )
 
 
+def of_baseline(group: Group) -> list[Sample]:
+    return [] if group.baseline is None else [group.baseline]
+
+
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
     with embedded(tmp_path) as server:
@@ -174,36 +205,43 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
         await store.close()
 
 
-@pytest.mark.parametrize(("max_staleness", "death_rate"), [(0, 0.0), (2, 0.002)])
+@pytest.mark.parametrize(
+    ("max_staleness", "death_rate", "greedy_baseline"), [(0, 0.0, False), (2, 0.002, False), (2, 0.002, True)]
+)
 async def test_no_consumed_token_is_older_than_the_bound(
-    store: Store, max_staleness: int, death_rate: float
+    store: Store, max_staleness: int, death_rate: float, greedy_baseline: bool
 ) -> None:
     flow = Dataflow(store, death_rate=death_rate)
     await flow.start()
     steps = 125  # x 10 prompts x 8 samples = 10,000
-    source = flow.source(max_staleness, steps)
+    source = flow.source(max_staleness, steps, greedy_baseline=greedy_baseline)
     running = asyncio.create_task(flow.generation.run())
     ages: list[int] = []
     consumed: Counter[SampleId] = Counter()
     await source.published(flow.version)
     for step in range(1, steps + 1):
         groups = await asyncio.wait_for(source.take(step, 10, flow.version), 20)
-        ages += [staleness(sample, flow.version) for group in groups for sample in group.samples]
-        consumed.update(sample.id for group in groups for sample in group.samples)
-        assert all([s.id.index for s in group.samples] == list(range(8)) for group in groups)
+        for group in groups:
+            assert [s.id.index for s in group.samples] == list(range(8))
+            assert [s.id.index for s in of_baseline(group)] == ([8] if greedy_baseline else [])
+            samples = [*group.samples, *of_baseline(group)]
+            ages += [staleness(sample, flow.version) for sample in samples]
+            consumed.update(sample.id for sample in samples)
         await asyncio.sleep(0.004)  # the update
         flow.version = Version(flow.version.lineage, step)
         await flow.publish(flow.version)
         await source.published(flow.version)
     running.cancel()
-    assert len(consumed) == 10_000
+    assert len(consumed) == (11_250 if greedy_baseline else 10_000)
     assert set(consumed.values()) == {1}
+    assert len({(id, attempt) for id, attempt, _ in flow.asked}) == len(flow.asked)  # each attempt once
+    assert all((id.index == 8) == (temperature == 0) for id, _, temperature in flow.asked)
     assert max(ages) == max_staleness  # never more, and the bound was reached
     assert min(ages) == 0
 
 
 async def test_a_group_that_cannot_be_graded_is_dropped_whole_and_replaced(store: Store) -> None:
-    flow = Dataflow(store, graders=Graders(broken=frozenset({3, 4})))
+    flow = Dataflow(store, graders=Graders(broken={3, 4}))
     await flow.start()
     source = flow.source(max_staleness=0, steps=1)
     running = asyncio.create_task(flow.generation.run())
@@ -215,7 +253,7 @@ async def test_a_group_that_cannot_be_graded_is_dropped_whole_and_replaced(store
 
 
 async def test_too_many_dropped_groups_stop_the_run_with_the_cause(store: Store) -> None:
-    flow = Dataflow(store, graders=Graders(broken=frozenset(range(1000))))
+    flow = Dataflow(store, graders=Graders(broken=range(1000)))
     await flow.start()
     source = flow.source(max_staleness=0, steps=1)
     running = asyncio.create_task(flow.generation.run())
@@ -228,12 +266,7 @@ async def test_too_many_dropped_groups_stop_the_run_with_the_cause(store: Store)
 
 
 async def test_a_group_without_contrast_is_filtered_and_replaced(store: Store) -> None:
-    class Flat(Graders):
-        async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-            verdicts = await super().score(items)
-            return [Graded(v.id, 1.0, {}) if v.id.group.prompt == 0 else v for v in verdicts]
-
-    flow = Dataflow(store, graders=Flat())
+    flow = Dataflow(store, graders=Graders(flat={0}))
     await flow.start()
     source = flow.source(max_staleness=0, steps=1)
     running = asyncio.create_task(flow.generation.run())
@@ -256,3 +289,136 @@ async def test_without_a_replica_the_run_ends_with_the_reason(store: Store) -> N
     with pytest.raises(ExceptionGroup) as failure:
         await asyncio.wait_for(running, 5)
     assert "0 of 1 rollout replicas are ready after 0.1 s" in str(failure.value.exceptions[0])
+
+
+async def test_refill_goes_up_to_the_bound_for_each_batch(store: Store) -> None:
+    """2 batches of 10 are left out before the first batch, and again before the second."""
+    flow = Dataflow(store, graders=Graders(flat={*range(20), *range(30, 50)}))
+    await flow.start()
+    source = flow.source(max_staleness=0, steps=2, max_refill=2)
+    running = asyncio.create_task(flow.generation.run())
+    for step, first in ((1, 20), (2, 50)):
+        await source.published(flow.version)
+        groups = await asyncio.wait_for(source.take(step, 10, flow.version), 20)
+        assert [group.prompt.id.prompt for group in groups] == list(range(first, first + 10))
+        assert source.take_metrics() == {
+            "dynamic_sampling/num_filtered": 20,
+            "dynamic_sampling/kept_fraction": pytest.approx(10 / 30),
+        }
+    running.cancel()
+
+
+async def test_one_group_beyond_the_refill_bound_ends_the_run(store: Store) -> None:
+    flow = Dataflow(store, graders=Graders(flat=range(21)))
+    await flow.start()
+    source = flow.source(max_staleness=0, steps=1, max_refill=2)
+    running = asyncio.create_task(flow.generation.run())
+    await source.published(flow.version)
+    with pytest.raises(
+        AtollError, match=r"'scores_differ' left out 21 of the \d+ groups .*max_refill = 2 batches of 10"
+    ):
+        await asyncio.wait_for(source.take(1, 10, flow.version), 20)
+    running.cancel()
+
+
+async def test_a_users_filter_that_fails_ends_the_run_with_its_cause(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def keep(group):\n    return group.samples[9].score > 0\n")
+    flow = Dataflow(store)
+    await flow.start()
+    source = flow.source(max_staleness=0, steps=1, filter=f"{tmp_path}/mine.py:keep")
+    await source.published(flow.version)
+    with pytest.raises(ExceptionGroup) as failure:
+        await asyncio.wait_for(flow.generation.run(), 20)
+    assert "mine.py:keep' failed on group toy/0/" in str(failure.value.exceptions[0])
+    assert "IndexError: tuple index out of range; mend" in str(failure.value.exceptions[0])
+
+
+async def test_the_greedy_sample_becomes_the_baseline(store: Store) -> None:
+    flow = Dataflow(store)
+    await flow.start()
+    source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
+    running = asyncio.create_task(flow.generation.run())
+    await source.published(flow.version)
+    groups = await asyncio.wait_for(source.take(1, 10, flow.version), 20)
+    running.cancel()
+    ids = [SampleId(GroupId("toy", 0, prompt), index) for prompt in range(10) for index in range(9)]
+    assert sorted(flow.asked) == [(id, 0, 0.0 if id.index == 8 else 1.0) for id in ids]
+    for group in groups:
+        assert [sample.score for sample in group.samples] == [0.0, 1.0] * 4
+        assert [(sample.id.index, sample.score) for sample in of_baseline(group)] == [(8, GREEDY_SCORE)]
+        # the whole group was on one replica
+        assert len({s.provenance.replica for s in (*group.samples, *of_baseline(group))}) == 1
+    names = await store.read("ZRANGE", "journal/consumed", 0, -1)
+    assert sorted(names) == sorted(f"0/{id.group.prompt}/{id.index}".encode() for id in ids)
+
+
+async def test_a_restart_in_mid_group_keeps_what_is_there_of_samples_and_baseline(store: Store) -> None:
+    """Killed while even prompts lack their baseline and odd ones everything but that."""
+
+    def hangs(id: SampleId) -> bool:
+        return (id.index == 8) == (id.group.prompt % 2 == 0)
+
+    killed = Dataflow(store)
+    await killed.start()
+    for replica in killed.simulated:
+        replica.hangs = hangs
+    running = asyncio.create_task(killed.generation.run())
+    await killed.source(max_staleness=0, steps=1, greedy_baseline=True).published(killed.version)
+    async with asyncio.timeout(20):
+        while await store.read("HLEN", "journal/finished") < 5 * 8 + 5 * 1:
+            pass
+    running.cancel()
+
+    flow = Dataflow(store)
+    restored = await flow.start(Checkpoint(0, killed.version, await killed.journal.snapshot()))
+    source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
+    source.restore(restored, flow.version)
+    running = asyncio.create_task(flow.generation.run())
+    await source.published(flow.version)
+    groups = await asyncio.wait_for(source.take(1, 10, flow.version), 20)
+    running.cancel()
+    ids = [SampleId(GroupId("toy", 0, prompt), index) for prompt in range(10) for index in range(9)]
+    assert sorted(flow.asked) == [(id, 1, 0.0 if id.index == 8 else 1.0) for id in ids if hangs(id)]
+    assert len(groups) == 10
+    for group in groups:
+        assert [sample.score for sample in group.samples] == [0.0, 1.0] * 4
+        assert [sample.score for sample in of_baseline(group)] == [GREEDY_SCORE]
+        for sample in (*group.samples, *of_baseline(group)):
+            assert sample.attempt == hangs(sample.id)
+
+
+async def test_a_stale_baseline_is_generated_again_alone(store: Store) -> None:
+    flow = Dataflow(store)
+    await flow.start()
+    current = Version(flow.version.lineage, 1)
+    ids = [SampleId(GroupId("toy", 0, prompt), index) for prompt in range(10) for index in range(9)]
+    old, new = (VersionSpan(flow.version, 0, 2),), (VersionSpan(current, 0, 2),)
+    samples = [made(id, 0, "2", "rollout-0", old if id.index == 8 else new) for id in ids]
+    await flow.journal.issue(ids)
+    await flow.journal.finish(samples, codec.encode_samples(samples).SerializeToString())
+    await flow.publish(current)
+    source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
+    groups = [
+        RestoredGroup(GroupId("toy", 0, prompt), tuple(samples[9 * prompt : 9 * prompt + 9]), (0,) * 9)
+        for prompt in range(10)
+    ]
+    source.restore(groups, current)
+    running = asyncio.create_task(flow.generation.run())
+    taken = await asyncio.wait_for(source.take(1, 10, current), 20)
+    running.cancel()
+    assert sorted(flow.asked) == [(id, 1, 0.0) for id in ids if id.index == 8]
+    assert source.drops == {"stale": 10}
+    for group in taken:
+        assert {sample.attempt for sample in group.samples} == {0}
+        assert [(s.attempt, s.score, s.versions()) for s in of_baseline(group)] == [
+            (1, GREEDY_SCORE, {current})
+        ]
+
+
+async def test_a_restart_with_another_group_size_is_refused(store: Store) -> None:
+    flow = Dataflow(store)
+    await flow.start()
+    group = RestoredGroup(GroupId("toy", 0, 3), (None,) * 8, (1,) * 8)
+    source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
+    with pytest.raises(UserError, match="toy/0/3 was in flight with 8 samples, the config asks for 9"):
+        source.restore([group], flow.version)

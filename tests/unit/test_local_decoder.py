@@ -1,5 +1,6 @@
 """What the local engine saves, which no result shows."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,14 @@ def test_a_group_is_prefilled_once_even_where_it_gets_slots_one_by_one(tiny_qwen
     model, finished = run(tiny_qwen2, 3, [request(0, 8, 5)])
     assert finished == 8
     assert model.prefills == [1]
+
+
+def test_a_groups_greedy_sample_shares_its_prefill(tiny_qwen2):
+    sampled = request(0, 8, 5)
+    greedy = replace(sampled, indices=(8,), attempts=(0,), sampling=Sampling(5, temperature=0.0))
+    model, finished = run(tiny_qwen2, 16, [sampled, greedy, request(1, 2, 5)])
+    assert finished == 11
+    assert model.prefills == [2]
 
 
 def test_waiting_groups_are_prefilled_together(tiny_qwen2):
