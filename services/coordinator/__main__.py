@@ -47,7 +47,8 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
     """Serves until the run has ended. Raises what ended it, if that was an error."""
     store = Store(store_url, config.run.name)
     caller = Caller(await store.take_epoch(), access_token())
-    registry, control = Registry(store, config.coordinator.lease_s), Control()
+    registry = Registry(store, config.coordinator.lease_s)
+    control = Control(trains=config.run.mode != "rollout_only")
     server = await Server.start(
         "atoll.v1.Coordinator",
         CoordinatorService(config.run.name, registry, control).add_to,

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeVar
 
+from services.runtime.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -32,8 +34,9 @@ class Progress:
 
 
 class Control:
-    def __init__(self) -> None:
+    def __init__(self, *, trains: bool) -> None:
         self.progress = Progress()
+        self._trains = trains
         self._stop = asyncio.Event()
         self._paused = False
         self._changed = asyncio.Condition()
@@ -89,7 +92,13 @@ class Control:
         await self.report(state=before, error="")
 
     async def request_checkpoint(self) -> str:
-        """Returns the path once the loop has saved, after the step in progress."""
+        """Returns the path once the loop has saved, after the step in progress. Raises UserError for a
+        run that trains nothing."""
+        if not self._trains:
+            raise UserError(
+                'Checkpoint: a run of mode "rollout_only" has no trainer to save; '
+                "coordinator.dump = true keeps what it generates"
+            )
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._checkpoints.append(future)
         return await future

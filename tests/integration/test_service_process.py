@@ -15,7 +15,8 @@ import pytest
 from services.coordinator.control import Control
 from services.coordinator.registry import Joined, Left, Registry
 from services.coordinator.service import CoordinatorService
-from services.runtime.clients import Caller, RewardClient
+from services.runtime.clients import Caller, CoordinatorClient, RewardClient
+from services.runtime.errors import UserError
 from services.runtime.server import Server
 from services.runtime.store import EmbeddedServer, Store
 from services.wire.types import ServiceEntry
@@ -98,7 +99,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 async def coordinator(registry: Registry, port: int = 0, token: str | None = None) -> AsyncIterator[str]:
     server = await Server.start(
         "atoll.v1.Coordinator",
-        CoordinatorService("toy", registry, Control()).add_to,
+        CoordinatorService("toy", registry, Control(trains=False)).add_to,
         host="127.0.0.1",
         port=port,
         token=token,
@@ -229,3 +230,12 @@ async def test_tokens_are_shared_and_never_logged(start: Start, store: Store) ->
         _, stderr = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == 0
         assert "secret" not in stderr.decode()
+
+
+async def test_a_run_that_trains_nothing_refuses_to_save_at_once(store: Store) -> None:
+    async with coordinator(Registry(store, lease_s=60)) as address:
+        client = CoordinatorClient(address, Caller())
+        async with asyncio.timeout(5):
+            with pytest.raises(UserError, match='mode "rollout_only" has no trainer to save'):
+                await client.checkpoint()
+        await client.close()
