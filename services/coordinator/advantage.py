@@ -7,6 +7,7 @@ not among them, so what an estimator carries from token to token crosses them un
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from services.wire.types import Int64
 
 Float64 = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]  # of any precision
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,15 +6,11 @@ U: units that have one weight each: the tokens, or the samples that have tokens.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from services.coordinator.advantage import Float64
+from services.coordinator.advantage import Float64, Floats
 from services.wire.types import Bool, Int64
-
-Floats = NDArray[np.floating[Any]]
 
 MAX_LOG_WEIGHT = 20.0
 
@@ -39,8 +35,10 @@ def correct(
       https://richardli.xyz/rl-collapse
     - "reject": 1 in [low, high]; outside, the token, or at the other levels the whole sample, is not kept.
 
-    Metrics describe the weights before any of this, over units that have tokens; none for a batch without
-    tokens. Raises ValueError for an unknown level or method.
+    Metrics describe the weights before any of this, over units that have tokens; masked_fraction is the share
+    of tokens that are masked or rejected. A batch without tokens has no metrics.
+
+    Raises ValueError for an unknown level or method.
     """
     log_ratio_T = old_T.astype(np.float64) - rollout_T
     log_ratio_U, tokens_U = _units(log_ratio_T, lengths_N, level)

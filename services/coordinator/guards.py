@@ -44,13 +44,13 @@ def trip(metrics: Mapping[str, float], scores: Sequence[float], limits: Limits) 
 
 
 def _reward_drop(scores: Sequence[float], limits: Limits) -> str | None:
-    """The mean of the last `window` scores against the best mean of as many consecutive ones before."""
-    if limits.reward_drop is None or len(scores) <= limits.window:
+    """The mean of the last `window` scores against the best mean of as many consecutive ones so far."""
+    if limits.reward_drop is None or len(scores) < limits.window:
         return None
     means = np.lib.stride_tricks.sliding_window_view(np.asarray(scores, np.float64), limits.window).mean(
         axis=1
     )
-    best, last = means[:-1].max(), means[-1]
+    best, last = means.max(), means[-1]
     if best - last <= limits.reward_drop:
         return None
     return (

@@ -1,16 +1,11 @@
 """KL divergence from the reference policy as a part of the reward. Pure numpy.
 
-T: loss-masked tokens of all samples, as in advantage.py. KL in the loss is in services/trainer/loss.py.
+T: loss-masked tokens of all samples, as in advantage.py. KL in the loss is in services/trainer/kl.py.
 """
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-from services.coordinator.advantage import Float64
-
-Floats = NDArray[np.floating[Any]]
+from services.coordinator.advantage import Float64, Floats
 
 
 def kl_penalty(logprobs_T: Floats, ref_logprobs_T: Floats, estimator: str) -> Float64:
