@@ -8,7 +8,7 @@ Importance weights that correct for the rollout engine come in with the advantag
 (https://arxiv.org/abs/2505.24298) is `ppo_clip` around the trainer's own old logprobs, the proximal policy,
 with advantages that carry the weight from the behaviour policy to it.
 
-Letters in shapes: N trained tokens (loss weight not 0) of a micro-batch, 0 among them. A sample is never
+Letters in shapes: N trained tokens (loss weight not 0) of a micro-batch; N may be 0. A sample is never
 split over micro-batches. A selection's N tokens are those of the whole minibatch.
 """
 
@@ -29,15 +29,15 @@ class PolicyTokens:
     logprobs_N: Tensor  # under the policy that is trained: carries the gradient
     old_logprobs_N: Tensor  # under the policy that the ratio is taken to
     advantages_N: Tensor
-    sample_N: Tensor  # int64, number of each token's sample, ascending from 0
+    sample_N: Tensor  # int64, number of each token's sample, from 0 without gaps
     chosen_N: Tensor  # bool, what the loss's entry in SELECTIONS picked out of the whole minibatch
 
     def sample_mean(self, values_N: Tensor) -> Tensor:
         """[N] the mean over the tokens of the same sample."""
-        num_samples = int(self.sample_N.max()) + 1 if len(self.sample_N) else 0
-        sums = values_N.new_zeros(num_samples).index_add(0, self.sample_N, values_N)
-        counts = torch.bincount(self.sample_N, minlength=num_samples)
-        return (sums / counts)[self.sample_N]
+        zeros_N = torch.zeros_like(values_N)  # a slot for each sample: there are at most as many as tokens
+        sums_N = zeros_N.index_add(0, self.sample_N, values_N)
+        counts_N = zeros_N.index_add(0, self.sample_N, torch.ones_like(values_N))
+        return sums_N[self.sample_N] / counts_N[self.sample_N]
 
 
 TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # (tokens, *, parameters of its own)

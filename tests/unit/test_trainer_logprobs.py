@@ -1,12 +1,16 @@
-"""Chunked logprobs against the naive computation on whole logits."""
+"""Chunked logprobs and entropy against the naive computation on whole logits."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import gradcheck
 
+from services.trainer.kl import full_kl
 from services.trainer.logprobs import token_logprobs
+from tests.ranks import run_ranks
 
 
 @pytest.fixture
@@ -17,40 +21,113 @@ def alone() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+def random_policy(vocabulary: int = 11) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [7, 5], output weight [vocabulary, 5], targets [7]."""
+    torch.manual_seed(0)
+    hidden = (3 * torch.randn(7, 5, dtype=torch.float64)).requires_grad_()
+    weight = torch.randn(vocabulary, 5, dtype=torch.float64, requires_grad=True)
+    return hidden, weight, torch.randint(vocabulary, (7,))
+
+
+def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    table = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    return table[torch.arange(len(targets)), targets], -(table.exp() * table).sum(-1)
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+# what the loss is made of: upstream factors of the logprobs and of the entropy, 0: not differentiated
+@pytest.mark.parametrize("factors", [(1, 0), (0, 1), (1, -0.3)])
 @pytest.mark.parametrize("rows", [1, 3, 7, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_values_and_gradients_equal_the_naive_ones(
-    alone: dist.ProcessGroup, rows: int, temperature: float
+    alone: dist.ProcessGroup, rows: int, temperature: float, factors: tuple[float, float]
 ) -> None:
-    torch.manual_seed(0)
-    hidden = (3 * torch.randn(7, 5, dtype=torch.float64)).requires_grad_()
-    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(11, (7,))
-    upstream = torch.randn(7, dtype=torch.float64)
+    hidden, weight, targets = random_policy()
+    upstream = torch.randn(2, 7, dtype=torch.float64)
 
-    table = torch.log_softmax(hidden @ weight.T / temperature, -1)
-    naive = table[torch.arange(7), targets]
-    expected = torch.autograd.grad(naive @ upstream, (hidden, weight))
+    def gradients(outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        terms = [f * (x @ u) for f, x, u in zip(factors, outputs, upstream, strict=True) if f]
+        return torch.autograd.grad(torch.stack(terms).sum(), (hidden, weight))
 
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, alone, chunk_logits=11 * rows)
-    got = torch.autograd.grad(logprobs @ upstream, (hidden, weight))
+    expected = naive(hidden, weight, targets, temperature)
+    got = token_logprobs(hidden, weight, targets, temperature, alone, chunk_logits=11 * rows)
+    for ours, theirs in zip((*got, *gradients(got)), (*expected, *gradients(expected)), strict=True):
+        assert_close(ours, theirs)
 
-    torch.testing.assert_close(logprobs, naive, rtol=0, atol=1e-12)
-    torch.testing.assert_close(entropy, -(table.exp() * table).sum(-1), rtol=0, atol=1e-12)
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+def test_gradients_equal_finite_differences(alone: dist.ProcessGroup) -> None:
+    hidden, weight, targets = random_policy()
+    assert gradcheck(
+        lambda h, w: token_logprobs(h, w, targets, 0.7, alone, chunk_logits=33), (hidden, weight)
+    )
+
+
+def test_an_entropy_that_is_not_differentiated_has_no_gradient(alone: dist.ProcessGroup) -> None:
+    """The backward pass gets None for it, and not zeros to multiply with."""
+    hidden, weight, targets = random_policy()
+    logprobs, _ = token_logprobs(hidden, weight, targets, 1.0, alone)
+    assert logprobs.grad_fn is not None
+    seen: list[tuple[Tensor | None, ...]] = []
+    logprobs.grad_fn.register_prehook(seen.append)
+    logprobs.sum().backward()
+    assert seen[0][0] is not None
+    assert seen[0][1] is None
 
 
 def test_large_logits_do_not_overflow(alone: dist.ProcessGroup) -> None:
-    hidden = torch.full((1, 1), 1e4)
-    logprobs, entropy = token_logprobs(hidden, torch.tensor([[1.0], [0.0]]), torch.tensor([1]), 1.0, alone)
+    hidden = torch.full((1, 1), 1e4, requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0]])
+    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([1]), 1.0, alone)
     assert logprobs.item() == -1e4
     assert entropy.item() == 0
+    entropy.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.item() == 0  # of a word that never comes, p (log p + H) is 0
 
 
 def test_no_tokens(alone: dist.ProcessGroup) -> None:
     hidden, weight = torch.zeros(0, 2, requires_grad=True), torch.ones(3, 2, requires_grad=True)
-    logprobs, _ = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long), 1.0, alone)
-    logprobs.sum().backward()
+    logprobs, entropy = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long), 1.0, alone)
+    (logprobs.sum() + entropy.sum()).backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [[0, 0]] * 3
+
+
+def test_vocabulary_split_over_two_ranks() -> None:
+    run_ranks(_check_split_vocabulary, 2)
+
+
+def _check_split_vocabulary() -> None:
+    """Of logprobs, entropy and the full KL, the latter here so that the ranks start once."""
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    hidden, weight, targets = random_policy(vocabulary=12)
+    targets[:2] = torch.tensor([5, 6])  # both sides of the cut
+    ref_hidden, ref_weight = torch.randn(7, 4, dtype=torch.float64), torch.randn(12, 4, dtype=torch.float64)
+    upstream = torch.randn(3, 7, dtype=torch.float64)
+    share = slice(6 * group.rank(), 6 * group.rank() + 6)
+    own = weight.detach()[share].requires_grad_()
+
+    def ours(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logprobs, entropy = token_logprobs(h, w, targets, 0.7, group, chunk_logits=18)
+        return logprobs, entropy, full_kl(h, w, ref_hidden, ref_weight[share], 0.7, group, chunk_logits=36)
+
+    logq = torch.log_softmax(ref_hidden @ ref_weight.T / 0.7, -1)
+    logp = torch.log_softmax(hidden @ weight.T / 0.7, -1)
+    expected = (*naive(hidden, weight, targets, 0.7), (logp.exp() * (logp - logq)).sum(-1))
+    got = ours(hidden, own)
+    assert_close(torch.stack(got), torch.stack(expected))
+    for mine, theirs, u in zip(got, expected, upstream, strict=True):
+        grad_hidden, grad_own = torch.autograd.grad(mine @ u, (hidden, own), retain_graph=True)
+        expected_hidden, expected_weight = torch.autograd.grad(
+            theirs @ u, (hidden, weight), retain_graph=True
+        )
+        assert_close(grad_hidden, expected_hidden)
+        assert_close(grad_own, expected_weight[share])
+    # of the hidden states alone: they are what both ranks can move at the same time
+    assert gradcheck(lambda h: ours(h, own.detach()), hidden)
+    dist.destroy_process_group()
