@@ -232,7 +232,7 @@ class LossConfig(FunctionConfig):
 
 
 class ReweightConfig(FunctionConfig):
-    """Samples drawn again, by their score, before they are trained on (PF-PPO)."""
+    """How much each sample counts in the loss, by its score (PF-PPO)."""
 
     kind = functions.REWEIGHT
 
