@@ -1,13 +1,20 @@
 """What a Hugging Face folder's config.json says about the model, checked."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from services.runtime.errors import UserError
 
-ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+Family = Literal["qwen2", "qwen3"]
+Head = Literal["language", "value"]  # on top of the last hidden state: logits, or one number
+ARCHITECTURES: dict[str, tuple[Family, Head]] = {
+    "Qwen2ForCausalLM": ("qwen2", "language"),
+    "Qwen3ForCausalLM": ("qwen3", "language"),
+    "Qwen2ForSequenceClassification": ("qwen2", "value"),
+    "Qwen3ForSequenceClassification": ("qwen3", "value"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +31,14 @@ class ModelSpec:
     rope_theta: float
     norm_eps: float
     max_positions: int
-    tied: bool  # the output layer is the embedding
+    head: Head
+    tied: bool  # the output layer is the embedding; False for a value head
     qkv_bias: bool  # Qwen2
     qk_norm: bool  # Qwen3
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """Raises UserError where the folder is no model that Atoll can run."""
+def read_spec(folder: Path, heads: tuple[Head, ...] = ("language",)) -> ModelSpec:
+    """What the folder holds. Raises UserError where it is no model that Atoll can run with one of `heads`."""
     config = _read_config(folder)
 
     def need(key: str) -> Any:
@@ -44,9 +52,13 @@ def read_spec(folder: Path) -> ModelSpec:
         )
 
     architectures = need("architectures")
-    if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        refuse("architectures", architectures, f"one of {sorted(ARCHITECTURES)}")
-    family = ARCHITECTURES[architectures[0]]
+    expected_architectures = sorted(name for name, (_, head) in ARCHITECTURES.items() if head in heads)
+    if len(architectures) != 1 or architectures[0] not in expected_architectures:
+        refuse("architectures", architectures, f"one of {expected_architectures}")
+    family, head = ARCHITECTURES[architectures[0]]
+    num_labels = len(config.get("id2label", (0, 1)))  # without the key, transformers takes two
+    if head == "value" and num_labels != 1:
+        refuse("num_labels", num_labels, "1, whose logit is the value")
     # transformers 5 writes rope_parameters, older versions rope_theta and rope_scaling
     rope = config.get("rope_parameters") or {
         "rope_theta": config.get("rope_theta"),
@@ -74,10 +86,16 @@ def read_spec(folder: Path) -> ModelSpec:
         rope_theta=float(rope["rope_theta"]),
         norm_eps=need("rms_norm_eps"),
         max_positions=need("max_position_embeddings"),
-        tied=config.get("tie_word_embeddings", False),
+        head=head,
+        tied=head == "language" and config.get("tie_word_embeddings", False),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
     )
+
+
+def with_value_head(spec: ModelSpec) -> ModelSpec:
+    """The same model with a value head in place of its output layer."""
+    return replace(spec, head="value", tied=False)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -96,8 +114,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
-    """Raises UserError where `size` ranks cannot share the model evenly."""
+def check_tensor_parallel(spec: ModelSpec, size: int, section: str) -> None:
+    """Raises UserError where `size` ranks, as `section` of the config asks, cannot share the model evenly."""
     for name, value in (
         ("num_key_value_heads", spec.num_kv_heads),
         ("num_attention_heads", spec.num_heads),
@@ -106,6 +124,6 @@ def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
     ):
         if value % size:
             raise UserError(
-                f"trainer.parallel.tensor = {size} does not divide the model's {name} = {value}: "
+                f"{section}.parallel.tensor = {size} does not divide the model's {name} = {value}: "
                 "choose a tensor size that divides it"
             )

@@ -9,6 +9,7 @@ import secrets
 import signal
 import sys
 import time
+import typing
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Final, Protocol
 import grpc.aio
 
 from services.config.load import ConfigError, access_token, read_resolved
-from services.config.schema import RunConfig
+from services.config.schema import Role, RunConfig
 from services.runtime.clients import Caller, CoordinatorClient
 from services.runtime.errors import AtollError, ReplacedError, UnauthenticatedError, UserError
 from services.runtime.server import Server
@@ -37,6 +38,7 @@ class ServiceContext:
     """What a service is built from."""
 
     config: RunConfig
+    role: str  # as it is registered: of a trainer, its model's; of others, the service's name
     name: str  # "rollout-0"
     incarnation: str
 
@@ -55,15 +57,15 @@ class Service(Protocol):
         ...
 
 
-def run_service(role: str, build: Callable[[ServiceContext], Awaitable[Service]]) -> None:
-    """Runs a service of `role` ("trainer", "rollout", "reward") until SIGTERM or SIGINT.
+def run_service(service: str, build: Callable[[ServiceContext], Awaitable[Service]]) -> None:
+    """Runs `service` ("trainer", "rollout", "reward") until SIGTERM or SIGINT.
 
     Ends the process with exit code 1 where it cannot start, has failed, or the run does not want it.
     """
-    arguments = parse_arguments(role)
+    arguments = parse_arguments(service)
     configure_logging(arguments.name)
     try:
-        asyncio.run(_serve(role, build, arguments))
+        asyncio.run(_serve(service, build, arguments))
     except (UserError, ReplacedError, UnauthenticatedError, ConfigError) as error:
         sys.exit(f"{arguments.name}: {error}")
     except KeyboardInterrupt:
@@ -81,10 +83,15 @@ def announce(ready_fd: int, address: str) -> None:
         ready.write(json.dumps({"address": address}) + "\n")
 
 
-def parse_arguments(role: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"atoll serve {role}")
+def parse_arguments(service: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"atoll serve {service}")
+    if service == "trainer":
+        roles = typing.get_args(Role)
+        parser.add_argument("--role", choices=roles, default="actor", help="which model of the run it holds")
+    else:
+        parser.set_defaults(role=service)
     parser.add_argument("--config", type=Path, required=True, help="the run's resolved config.json")
-    parser.add_argument("--name", required=True, help=f"unique in the run, such as {role}-0")
+    parser.add_argument("--name", required=True, help=f"unique in the run, such as {service}-0")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where to register; none: serve alone")
     parser.add_argument("--ready-fd", type=int, help="a pipe that gets a line once the service answers")
     parser.add_argument("--host", default="127.0.0.1")
@@ -93,15 +100,15 @@ def parse_arguments(role: str) -> argparse.Namespace:
 
 
 async def _serve(
-    role: str, build: Callable[[ServiceContext], Awaitable[Service]], arguments: argparse.Namespace
+    name: str, build: Callable[[ServiceContext], Awaitable[Service]], arguments: argparse.Namespace
 ) -> None:
     config, token = read_resolved(arguments.config), access_token()
-    context = ServiceContext(config, arguments.name, new_incarnation())
+    context = ServiceContext(config, arguments.role, arguments.name, new_incarnation())
     service = await build(context)
     failed = asyncio.create_task(service.failed())
     try:
         server = await Server.start(
-            f"atoll.v1.{role.capitalize()}",
+            f"atoll.v1.{name.capitalize()}",
             service.add_to,
             host=arguments.host,
             port=arguments.port,
@@ -115,8 +122,8 @@ async def _serve(
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
             if arguments.ready_fd is not None:
                 announce(arguments.ready_fd, server.address)
-            _log.info("serves %s at %s", role, server.address)
-            entry = ServiceEntry(role, context.name, context.incarnation, server.address)
+            _log.info("serves %s at %s", context.role, server.address)
+            entry = ServiceEntry(context.role, context.name, context.incarnation, server.address)
             await _hold_lease(entry, arguments.coordinator, token, stop)
             if failed.done():
                 await failed

@@ -15,7 +15,7 @@ def run_follower() -> None:
     arguments = parse_arguments("trainer")
     configure_logging(arguments.name)
     try:
-        rank = Rank(read_resolved(arguments.config))
+        rank = Rank(read_resolved(arguments.config), arguments.role)
         if arguments.ready_fd is not None:
             announce(arguments.ready_fd, "")
         follow(rank.channel, rank.execute)

@@ -9,11 +9,14 @@ Letters in shapes: T tokens, S segments.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from services.runtime.errors import UserError
-from services.wire.types import Batch, Bool, Int64, Segments
+from services.wire.types import Batch, Bool, Float32, Int32, Int64, PolicyBatch, Segments
+
+B = TypeVar("B", bound=Batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,29 +63,50 @@ def check_segments(segments: Segments, vocab_size: int, max_length: int) -> None
 
 
 def check_batch(batch: Batch) -> None:
-    """Raises UserError where the per-token arrays do not fit `batch.segments`."""
+    """Raises UserError where the per-token arrays do not fit `batch.segments`, or each other."""
     num_tokens = len(batch.segments.token_ids)
-    arrays = [batch.loss_weights, batch.advantages, batch.rollout_logprobs]
-    arrays += [] if batch.old_logprobs is None else [batch.old_logprobs]
-    lengths = [len(array) for array in arrays]
-    if any(length != num_tokens for length in lengths):
-        raise UserError(f"the batch has {num_tokens} tokens, but per-token arrays of lengths {lengths}")
-    if not all(np.isfinite(array).all() for array in arrays):
-        raise UserError("the batch holds NaN or infinite weights, advantages or logprobs: see its rewards")
+    for name, array in _arrays(batch).items():
+        if len(array) != num_tokens:
+            raise UserError(f"the batch has {num_tokens} tokens, but {len(array)} {name}")
+        if not np.isfinite(array).all():
+            raise UserError(f"the batch's {name} hold NaN or infinity: see its rewards")
     if batch.loss_weights[batch.segments.predecessors < 0].any():
         raise UserError("the first token of a root has a loss weight, but nothing before it predicts it")
+    if isinstance(batch, PolicyBatch):
+        _check_samples(batch)
 
 
-def plan_microbatches(segments: Segments, max_tokens: int, num_ranks: int) -> list[list[Int64]]:
+def _check_samples(batch: PolicyBatch) -> None:
+    trained = np.flatnonzero(batch.loss_weights)
+    samples_N = batch.samples[trained]
+    if (samples_N < 0).any():
+        raise UserError("a token that belongs to no sample has a loss weight: prompts are not trained on")
+    if (np.diff(samples_N) < 0).any():
+        raise UserError("the numbers of the trained tokens' samples must ascend: lay samples out in order")
+    roots_T = np.repeat(_roots(batch.segments), np.diff(batch.segments.offsets))
+    is_split_N = (np.diff(samples_N) == 0) & (np.diff(roots_T[trained]) != 0)
+    if is_split_N.any():
+        sample = int(samples_N[1:][is_split_N][0])
+        raise UserError(
+            f"the trained tokens of sample {sample} lie in two trees: expected them below one root"
+        )
+
+
+def plan_microbatches(
+    segments: Segments, max_tokens: int, num_ranks: int, samples: Int32 | None = None
+) -> list[list[Int64]]:
     """Segment numbers, ascending, of every micro-batch of every rank.
 
     Groups go to ranks balanced by token count; within a rank, trees go to micro-batches of at most
     `max_tokens` tokens, first fit in decreasing size; a larger tree is alone in its own. Ranks may get
     different numbers of micro-batches, even none: no collective between data-parallel ranks runs inside
-    one, gradients are summed once after all of them.
+    one, gradients are summed once after all of them. With `samples` ([T], -1 for none), trees that hold
+    one sample, such as `flatten_trees` makes of its branches, stay together.
     """
     lengths = np.diff(segments.offsets)
     roots = _roots(segments)
+    if samples is not None:
+        roots = _joined_by_sample(segments, roots, samples)
     _, group_of_S = np.unique(segments.groups, return_inverse=True)
     group_tokens = np.bincount(group_of_S, lengths).astype(np.int64)
     tree_tokens = np.bincount(roots, lengths, minlength=len(roots)).astype(np.int64)
@@ -101,6 +125,16 @@ def _roots(segments: Segments) -> Int64:
         if parent >= 0:
             roots[s] = roots[parent]
     return roots
+
+
+def _joined_by_sample(segments: Segments, roots: Int64, samples: Int32) -> Int64:
+    """[S] the first root among those whose trees hold the same sample as their last."""
+    last_sample = np.full(len(roots), -1)  # of each root
+    np.maximum.at(last_sample, np.repeat(roots, np.diff(segments.offsets)), samples)
+    first: dict[int, int] = {}
+    return np.array(
+        [root if last_sample[root] < 0 else first.setdefault(last_sample[root], root) for root in roots]
+    )
 
 
 def _first_fit(items: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -180,23 +214,15 @@ def flatten_trees(segments: Segments) -> tuple[Selection, Bool]:
     return Selection(flat, source), np.repeat(first_of_path, np.diff(bounds))
 
 
-def take(batch: Batch, selection: Selection) -> Batch:
-    """The tokens of `selection` with their own weights, advantages and logprobs."""
-    source, old = selection.source, batch.old_logprobs
-    return Batch(
-        segments=selection.segments,
-        loss_weights=batch.loss_weights[source],
-        advantages=batch.advantages[source],
-        rollout_logprobs=batch.rollout_logprobs[source],
-        old_logprobs=None if old is None else old[source],
-    )
+def take(batch: B, selection: Selection) -> B:
+    """The tokens of `selection` with all that the batch says about them."""
+    taken: dict[str, Any] = {name: array[selection.source] for name, array in _arrays(batch).items()}
+    return replace(batch, segments=selection.segments, **taken)
 
 
-def flatten_batch(batch: Batch) -> Batch:
-    """`flatten_trees` of a batch: a token that is repeated counts in its first copy only."""
-    selection, first = flatten_trees(batch.segments)
-    flat = take(batch, selection)
-    return replace(flat, loss_weights=np.where(first, flat.loss_weights, np.float32(0)))
+def _arrays(batch: Batch) -> dict[str, Float32 | Int32]:
+    """All that the batch says about its tokens, each [T]."""
+    return {name: value for name, value in vars(batch).items() if isinstance(value, np.ndarray)}
 
 
 def _gather(offsets: Int64, chosen: Int64) -> tuple[Int64, Int64]:

@@ -68,7 +68,7 @@ def load(learner: Learner, path: Path) -> None:
         raise UserError(
             f"{path} does not fit this model: {error}; resume with the model it was made of"
         ) from error
-    learner.policy.model.load_state_dict(state["model"])
+    learner.model.network.load_state_dict(state["model"])
     if num_updates:
         learner.optimizer.load_state_dict(state["optimizer"])
     else:
@@ -79,7 +79,7 @@ def load(learner: Learner, path: Path) -> None:
 
 def _state(learner: Learner, num_updates: int, is_loading: bool) -> dict[str, Any]:
     """What Megatron saves or loads; the optimizer has no state before the first update."""
-    model = learner.policy.model.sharded_state_dict()
+    model = learner.model.network.sharded_state_dict()
     state = {"model": model, "num_updates": num_updates}
     if num_updates:
         state["optimizer"] = learner.optimizer.sharded_state_dict(model, is_loading=is_loading)

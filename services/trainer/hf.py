@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.runtime.errors import UserError
-from services.runtime.model_spec import ModelSpec
+from services.runtime.model_spec import ARCHITECTURES, ModelSpec, read_spec, with_value_head
 from services.trainer.names import pieces, shapes
 from services.trainer.shards import boxes_of
 
@@ -27,11 +28,22 @@ COPIED = {".json", ".txt", ".jinja", ".model"}  # tokenizer and generation setti
 def load_weights(model: torch.nn.Module, spec: ModelSpec, folder: Path) -> None:
     """Fills every parameter of this rank, reading only its own slices.
 
-    Raises UserError where a file or tensor is missing, unknown, or of a wrong shape.
+    A value model takes a policy's folder, too: its head stays as it is. Raises UserError where a file or
+    tensor is missing, unknown, or of a wrong shape, and where the folder holds another model than `spec`.
     """
+    theirs = read_spec(folder, ("language", "value") if spec.head == "value" else ("language",))
+    got = with_value_head(theirs) if spec.head == "value" else theirs
+    if got != spec:
+        differing = [f.name for f in fields(ModelSpec) if getattr(got, f.name) != getattr(spec, f.name)]
+        raise UserError(
+            f"{folder} holds another model than the one that it is loaded into: its {differing[0]} is "
+            f"{getattr(got, differing[0])}, expected {getattr(spec, differing[0])}"
+        )
     with ExitStack() as files:
-        slices = open_tensors(folder, spec, files)
+        slices = open_tensors(folder, theirs, files)
         for name, box, memory in boxes_of(model, spec):
+            if name not in slices:  # the value head
+                continue
             rows = slice(int(box["row"]), int(box["row"] + box["rows"]))
             columns = slice(int(box["column"]), int(box["column"] + box["columns"]))
             is_vector = len(slices[name].get_shape()) == 1
@@ -117,6 +129,10 @@ def export_hf(model: torch.nn.Module, spec: ModelSpec, source: Path, target: Pat
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)  # what transformers 4 called dtype
     config["dtype"] = str(dtype).removeprefix("torch.")
+    if spec.head == "value":
+        family, _ = ARCHITECTURES[config["architectures"][0]]
+        config["architectures"] = [name for name, kind in ARCHITECTURES.items() if kind == (family, "value")]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # one label
     (target / "config.json").write_text(json.dumps(config, indent=2))
     return num_bytes
 

@@ -54,6 +54,24 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x_NH.view(x.shape).to(x.dtype), product_NH.sum(0).to(weight_H.dtype), None
 
 
+class ValueHead(torch.nn.Module):
+    """One number per row of hidden states, without bias; says 0 until it is loaded or trained.
+
+    Every tensor-parallel rank holds it whole and computes the same values and gradients.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, hidden_size, device=torch.cuda.current_device(), dtype=dtype)
+        )
+
+    def forward(self, hidden_NH: Tensor) -> Tensor:
+        """[N], at least fp32."""
+        values_N = (hidden_NH @ self.weight.T).squeeze(-1)
+        return values_N.to(torch.promote_types(values_N.dtype, torch.float32))
+
+
 class GatedMLP(MLP):  # type: ignore[misc]
     """Megatron's MLP with silu(gate) * up in one autograd function."""
 

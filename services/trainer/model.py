@@ -30,17 +30,17 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from services.runtime.errors import UserError
-from services.runtime.model_spec import ModelSpec, check_tensor_parallel, read_spec
+from services.runtime.model_spec import ModelSpec
 from services.trainer.attention import AttentionInputs, AttentionPlan, TreeAttention
 from services.trainer.hf import load_weights
-from services.trainer.layers import GatedMLP, RMSNorm
+from services.trainer.layers import GatedMLP, RMSNorm, ValueHead
 from services.trainer.rope import rotation
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
-class PolicyModel(GPTModel):  # type: ignore[misc]
-    """GPTModel over packed trees of segments; stops before the output layer.
+class Network(GPTModel):  # type: ignore[misc]
+    """GPTModel over packed trees of segments; stops before the output layer, or the value head in its place.
 
     Log-probabilities are computed from hidden states at the needed positions only, so that the
     [T, vocabulary] logits never exist whole.
@@ -57,19 +57,24 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, eq=False)
-class Policy:
-    model: PolicyModel
+class Model:
+    """A policy, or a value model: see spec.head."""
+
+    network: Network
     spec: ModelSpec
     folder: Path  # where the weights came from; exports take the tokenizer from here
 
 
-def initialize_parallel(tensor: int, data: int) -> None:
-    """Joins the process groups that torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT describe."""
+def initialize_parallel(tensor: int, data: int, section: str = "trainer") -> None:
+    """Joins the process groups that torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT describe.
+
+    Raises UserError where these are not the ranks that `section` of the config asks for.
+    """
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
     if dist.get_world_size() != tensor * data:
         raise UserError(
-            f"trainer.parallel needs tensor x data = {tensor} x {data} ranks, got WORLD_SIZE = "
+            f"{section}.parallel needs tensor x data = {tensor} x {data} ranks, got WORLD_SIZE = "
             f"{dist.get_world_size()}: start as many ranks as the product"
         )
     if on_gpu:
@@ -81,14 +86,13 @@ def initialize_parallel(tensor: int, data: int) -> None:
     )
 
 
-def build(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
-    """Reads the folder into this rank's shard. Call inside `cpu_compat.apply()`, after `initialize_parallel`.
+def build(folder: Path, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Model:
+    """Reads the folder into this rank's shard of a model as `spec` says. Call inside `cpu_compat.apply()`,
+    after `initialize_parallel`. A value head that the folder lacks says 0.
 
-    Raises UserError where the folder is no model, or the tensor-parallel size does not divide it.
+    Raises UserError where the folder does not hold such a model.
     """
-    spec = read_spec(folder)
-    check_tensor_parallel(spec, parallel_state.get_tensor_model_parallel_world_size())
-    model = PolicyModel(
+    network = Network(
         config=_transformer_config(spec, dtype),
         transformer_layer_spec=_block(spec),
         vocab_size=spec.vocab_size,
@@ -97,32 +101,34 @@ def build(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
         position_embedding_type="none",  # positions enter in the core attention
         rotary_base=spec.rope_theta,
     )
-    _tag_shards(model)
-    load_weights(model, spec, folder)
-    return Policy(model, spec, folder)
+    if spec.head == "value":
+        network.output_layer = ValueHead(spec.hidden_size, dtype)
+    _tag_shards(network)
+    load_weights(network, spec, folder)
+    return Model(network, spec, folder)
 
 
-def _tag_shards(model: PolicyModel) -> None:
+def _tag_shards(network: Network) -> None:
     """Megatron tags the weights that it splits when it initialises them, which we skip.
 
     Without the tag they would count once instead of once per rank in the gradient norm.
     """
-    for module in model.modules():
+    for module in network.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=0, stride=1)
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=1, stride=1)
 
 
-def output_weight(model: PolicyModel) -> Tensor:
+def output_weight(network: Network) -> Tensor:
     """The vocabulary-parallel output weight [V, H], also where it is the embedding.
 
     Whoever multiplies hidden states with it sums their gradient over the tensor-parallel ranks: each
     rank's covers only its own part of the vocabulary.
     """
-    if model.share_embeddings_and_output_weights:
-        return model.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
-    return model.output_layer.weight  # type: ignore[no-any-return]
+    if network.share_embeddings_and_output_weights:
+        return network.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
+    return network.output_layer.weight  # type: ignore[no-any-return]
 
 
 def _transformer_config(spec: ModelSpec, dtype: torch.dtype) -> TransformerConfig:

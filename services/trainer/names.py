@@ -41,7 +41,9 @@ def pieces(spec: ModelSpec, rank: int, size: int) -> dict[str, list[Piece]]:
         "embedding.word_embeddings.weight": rows_of("model.embed_tokens.weight", spec.vocab_size, hidden),
         "decoder.final_layernorm.weight": whole("model.norm.weight", hidden),
     }
-    if not spec.tied:
+    if spec.head == "value":
+        found["output_layer.weight"] = [Piece("score.weight", 0, 1, 0, hidden)]
+    elif not spec.tied:
         found["output_layer.weight"] = rows_of("lm_head.weight", spec.vocab_size, hidden)
     for i in range(spec.num_layers):
         ours, theirs = f"decoder.layers.{i}", f"model.layers.{i}"

@@ -6,29 +6,28 @@ all in one thread.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import grpc.aio
-import torch
 import torch.distributed as dist
 from google.protobuf.message import Message
 
-from services.config.schema import RunConfig
+from services.config.schema import Role, RunConfig
 from services.runtime.errors import AtollError, UserError
 from services.runtime.process import ServiceContext
 from services.runtime.tokenizer import tokenizer_digest
-from services.trainer import checkpoint, cpu_compat
-from services.trainer.attention import SHARES_PREFIX
-from services.trainer.hf import export_hf
-from services.trainer.model import build, initialize_parallel
+from services.trainer import checkpoint
+from services.trainer.forward import Forward
+from services.trainer.hf import export_hf, load_weights
 from services.trainer.names import shapes
 from services.trainer.publish import Publisher, merged
 from services.trainer.ranks import CommandChannel, RankLostError, dismiss, lead
+from services.trainer.roles import build_roles, section_of
 from services.trainer.shards import catalog
 from services.trainer.step import Learner
 from services.wire import codec
@@ -39,35 +38,31 @@ _log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-ROLE = "actor"
-
 
 class Rank:
     """Runs commands on one rank. Build and use it in one thread."""
 
-    def __init__(self, config: RunConfig) -> None:
-        trainer = config.trainer
-        torch.set_num_threads(trainer.threads)
-        initialize_parallel(trainer.parallel.tensor, trainer.parallel.data)
-        with cpu_compat.apply():
-            policy = build(config.model.path)
-            self._learner = Learner(
-                policy, trainer.optimizer, trainer.max_tokens_per_microbatch, SHARES_PREFIX[trainer.attention]
-            )
+    def __init__(self, config: RunConfig, role: Role) -> None:
+        self._parallel = section_of(config, role).parallel
+        models = build_roles(config, role)
         self.channel = CommandChannel()
-        self._config = config
-        self._policy = policy
-        self._catalog, buffers = catalog(policy.model, policy.spec)
-        self._publisher = Publisher(dist.get_rank(), buffers)
+        self._role = role
+        self._forwards, self._learner = models.forwards, models.learner
+        self._publisher: Publisher | None = None
+        if role == "actor":
+            policy = models.forwards["actor"].model
+            self._publisher = Publisher(dist.get_rank(), catalog(policy.network, policy.spec)[1])
         self._commands: dict[str, Callable[[Sequence[bytes]], Message]] = {
             "Info": self._info,
             "ComputeLogprobs": self._compute_logprobs,
+            "ComputeValues": self._compute_values,
             "ForwardBackward": self._forward_backward,
             "OptimStep": self._optim_step,
             "PublishWeights": self._publish_weights,
             "SaveCheckpoint": self._save_checkpoint,
             "LoadCheckpoint": self._load_checkpoint,
             "ExportHF": self._export_hf,
+            "LoadHF": self._load_hf,
         }
 
     def execute(self, method: str, requests: Sequence[bytes]) -> bytes:
@@ -75,44 +70,65 @@ class Rank:
         return self._commands[method](requests).SerializeToString()
 
     def close(self) -> None:
-        self._publisher.close()
+        if self._publisher is not None:
+            self._publisher.close()
         dist.destroy_process_group()
 
+    def _forward(self, role: str) -> Forward:
+        if role not in self._forwards:
+            raise UserError(f"this trainer holds {' and '.join(self._forwards)}, not {role!r}")
+        return self._forwards[role]  # type: ignore[index]
+
+    def _trained(self, role: str) -> Learner:
+        self._forward(role)
+        if self._learner is None or role != self._role:
+            raise UserError(f"the {role} is not trained: it has no updates and no checkpoint")
+        return self._learner
+
     def _info(self, requests: Sequence[bytes]) -> Message:
-        parallel, spec = self._config.trainer.parallel, self._policy.spec
+        model = self._forward(pb.TrainerInfoRequest.FromString(requests[0]).role).model
+        boxes, _ = catalog(model.network, model.spec)
         return pb.TrainerInfoReply(
-            model=str(self._policy.folder),
-            world_size=parallel.world_size,
-            tensor_parallel=parallel.tensor,
-            data_parallel=parallel.data,
-            num_parameters=sum(prod(shape) for shape in shapes(spec).values()),
-            vocab_size=spec.vocab_size,
-            tokenizer_digest=tokenizer_digest(self._policy.folder),
-            shards=[codec.encode_catalog(self._catalog)],
+            model=str(model.folder),
+            world_size=self._parallel.world_size,
+            tensor_parallel=self._parallel.tensor,
+            data_parallel=self._parallel.data,
+            num_parameters=sum(prod(shape) for shape in shapes(model.spec).values()),
+            vocab_size=model.spec.vocab_size,
+            tokenizer_digest=tokenizer_digest(model.folder),
+            shards=[codec.encode_catalog(boxes)],
+            roles=list(self._forwards),
         )
 
     def _compute_logprobs(self, requests: Sequence[bytes]) -> Message:
         chunks = [pb.ComputeLogprobsRequest.FromString(data) for data in requests]
         segments = codec.join_segments([codec.decode_segments(chunk.segments) for chunk in chunks])
-        logprobs_T = self._learner.compute_logprobs(segments, chunks[0].temperature)
+        logprobs_T = self._forward(chunks[0].role).compute_logprobs(segments)
         return pb.ComputeLogprobsReply(logprobs=codec.encode_tensor(logprobs_T))
+
+    def _compute_values(self, requests: Sequence[bytes]) -> Message:
+        chunks = [pb.ComputeValuesRequest.FromString(data) for data in requests]
+        segments = codec.join_segments([codec.decode_segments(chunk.segments) for chunk in chunks])
+        values_T = self._forward(chunks[0].role).compute_values(segments)
+        return pb.ComputeValuesReply(values=codec.encode_tensor(values_T))
 
     def _forward_backward(self, requests: Sequence[bytes]) -> Message:
         chunks = [pb.ForwardBackwardRequest.FromString(data) for data in requests]
-        metrics = self._learner.forward_backward(
-            codec.decode_step_key(chunks[0].key),
-            codec.decode_forward_backward(chunks),
-            codec.decode_loss(chunks[0].loss),
-        )
+        key = codec.decode_step_key(chunks[0].key)
+        metrics = self._trained(key.role).forward_backward(key, codec.decode_forward_backward(chunks))
         return pb.ForwardBackwardReply(metrics=metrics)
 
     def _optim_step(self, requests: Sequence[bytes]) -> Message:
         request = pb.OptimStepRequest.FromString(requests[0])
-        metrics = self._learner.optim_step(codec.decode_step_key(request.key), request.learning_rate)
-        return pb.OptimStepReply(metrics=metrics)
+        key = codec.decode_step_key(request.key)
+        return pb.OptimStepReply(metrics=self._trained(key.role).optim_step(key, request.learning_rate))
 
     def _publish_weights(self, requests: Sequence[bytes]) -> Message:
         request = pb.PublishWeightsRequest.FromString(requests[0])
+        if self._publisher is None or request.role != self._role:
+            raise UserError(
+                f"the {request.role} is not published: replicas generate with the actor's weights"
+            )
         published = self._publisher.publish(
             codec.decode_version(request.version),
             request.dtype,
@@ -123,17 +139,29 @@ class Rank:
         return codec.encode_published(published)
 
     def _save_checkpoint(self, requests: Sequence[bytes]) -> Message:
-        path = Path(pb.SaveCheckpointRequest.FromString(requests[0]).path)
-        return pb.SaveCheckpointReply(num_bytes=checkpoint.save(self._learner, path))
+        request = pb.SaveCheckpointRequest.FromString(requests[0])
+        num_bytes = checkpoint.save(self._trained(request.role), Path(request.path))
+        return pb.SaveCheckpointReply(num_bytes=num_bytes)
 
     def _load_checkpoint(self, requests: Sequence[bytes]) -> Message:
-        checkpoint.load(self._learner, Path(pb.LoadCheckpointRequest.FromString(requests[0]).path))
+        request = pb.LoadCheckpointRequest.FromString(requests[0])
+        checkpoint.load(self._trained(request.role), Path(request.path))
         return pb.LoadCheckpointReply()
 
     def _export_hf(self, requests: Sequence[bytes]) -> Message:
-        path = Path(pb.ExportHFRequest.FromString(requests[0]).path)
-        policy = self._policy
-        return pb.ExportHFReply(num_bytes=export_hf(policy.model, policy.spec, policy.folder, path))
+        request = pb.ExportHFRequest.FromString(requests[0])
+        model = self._forward(request.role).model
+        num_bytes = export_hf(model.network, model.spec, model.folder, Path(request.path))
+        return pb.ExportHFReply(num_bytes=num_bytes)
+
+    def _load_hf(self, requests: Sequence[bytes]) -> Message:
+        request = pb.LoadHFRequest.FromString(requests[0])
+        model = self._forward(request.role).model
+        if self._learner is not None and request.role == self._role:
+            self._learner.load_hf(Path(request.path))
+        else:
+            load_weights(model.network, model.spec, Path(request.path))
+        return pb.LoadHFReply()
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServicer):
@@ -148,7 +176,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def build(cls, context: ServiceContext) -> Self:
         thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         loop = asyncio.get_running_loop()
-        return cls(thread, await loop.run_in_executor(thread, Rank, context.config))
+        role = cast(Role, context.role)
+        return cls(thread, await loop.run_in_executor(thread, Rank, context.config, role))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         trainer_pb2_grpc.add_TrainerServicer_to_server(self, server)
@@ -161,10 +190,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         self._thread.shutdown()
 
     async def Info(self, request: pb.TrainerInfoRequest, context: Context) -> pb.TrainerInfoReply:
-        replies = [
-            pb.TrainerInfoReply.FromString(reply)
-            for reply in await self._run("Info", request.role, [request])
-        ]
+        replies = [pb.TrainerInfoReply.FromString(reply) for reply in await self._run("Info", [request])]
         shards = [boxes for reply in replies for boxes in reply.shards]
         del replies[0].shards[:]
         replies[0].shards.extend(shards)
@@ -175,52 +201,61 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     ) -> AsyncIterator[pb.ComputeLogprobsReply]:
         """One reply per chunk."""
         chunks = await _collect(request_iterator)
-        replies = await self._run("ComputeLogprobs", chunks[0].role, chunks)
+        replies = await self._run("ComputeLogprobs", chunks)
         logprobs_T = codec.decode_tensor(pb.ComputeLogprobsReply.FromString(replies[0]).logprobs)
-        start = 0
-        for chunk in chunks:
-            end = start + chunk.segments.token_ids.shape[0]
-            yield pb.ComputeLogprobsReply(logprobs=codec.encode_tensor(logprobs_T[start:end]))
-            start = end
+        for tokens in _tokens(chunks):
+            yield pb.ComputeLogprobsReply(logprobs=codec.encode_tensor(logprobs_T[tokens]))
+
+    async def ComputeValues(
+        self, request_iterator: AsyncIterator[pb.ComputeValuesRequest], context: Context
+    ) -> AsyncIterator[pb.ComputeValuesReply]:
+        """One reply per chunk."""
+        chunks = await _collect(request_iterator)
+        replies = await self._run("ComputeValues", chunks)
+        values_T = codec.decode_tensor(pb.ComputeValuesReply.FromString(replies[0]).values)
+        for tokens in _tokens(chunks):
+            yield pb.ComputeValuesReply(values=codec.encode_tensor(values_T[tokens]))
 
     async def ForwardBackward(
         self, request_iterator: AsyncIterator[pb.ForwardBackwardRequest], context: Context
     ) -> pb.ForwardBackwardReply:
         chunks = await _collect(request_iterator)
-        replies = await self._run("ForwardBackward", chunks[0].key.role, chunks)
+        replies = await self._run("ForwardBackward", chunks)
         return pb.ForwardBackwardReply.FromString(replies[0])
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepReply:
-        replies = await self._run("OptimStep", request.key.role, [request])
+        replies = await self._run("OptimStep", [request])
         return pb.OptimStepReply.FromString(replies[0])
 
     async def PublishWeights(
         self, request: pb.PublishWeightsRequest, context: Context
     ) -> pb.PublishWeightsReply:
-        replies = await self._run("PublishWeights", request.role, [request])
+        replies = await self._run("PublishWeights", [request])
         parts = [codec.decode_published(pb.PublishWeightsReply.FromString(reply)) for reply in replies]
         return codec.encode_published(merged(parts))
 
     async def SaveCheckpoint(
         self, request: pb.SaveCheckpointRequest, context: Context
     ) -> pb.SaveCheckpointReply:
-        replies = await self._run("SaveCheckpoint", request.role, [request])
+        replies = await self._run("SaveCheckpoint", [request])
         return pb.SaveCheckpointReply.FromString(replies[0])
 
     async def LoadCheckpoint(
         self, request: pb.LoadCheckpointRequest, context: Context
     ) -> pb.LoadCheckpointReply:
-        replies = await self._run("LoadCheckpoint", request.role, [request])
+        replies = await self._run("LoadCheckpoint", [request])
         return pb.LoadCheckpointReply.FromString(replies[0])
 
     async def ExportHF(self, request: pb.ExportHFRequest, context: Context) -> pb.ExportHFReply:
-        replies = await self._run("ExportHF", request.role, [request])
+        replies = await self._run("ExportHF", [request])
         return pb.ExportHFReply.FromString(replies[0])
 
-    async def _run(self, method: str, role: str, requests: Sequence[Message]) -> list[bytes]:
+    async def LoadHF(self, request: pb.LoadHFRequest, context: Context) -> pb.LoadHFReply:
+        replies = await self._run("LoadHF", [request])
+        return pb.LoadHFReply.FromString(replies[0])
+
+    async def _run(self, method: str, requests: Sequence[Message]) -> list[bytes]:
         """Every rank's reply. A rank that failed may hold half an update, so the whole fleet ends."""
-        if role != ROLE:
-            raise UserError(f"{method} asks for the role {role!r}, this trainer holds {ROLE!r}")
         serialized = [request.SerializeToString() for request in requests]
         loop = asyncio.get_running_loop()
         try:
@@ -239,6 +274,15 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         with suppress(RankLostError):  # they may have been told to stop, too
             dismiss(self._rank.channel)
         self._rank.close()
+
+
+def _tokens(chunks: Sequence[Any]) -> Iterator[slice]:
+    """The tokens of each chunk's segments, among those of all chunks."""
+    start = 0
+    for chunk in chunks:
+        end = start + chunk.segments.token_ids.shape[0]
+        yield slice(start, end)
+        start = end
 
 
 async def _collect(chunks: AsyncIterator[Any]) -> list[Any]:

@@ -19,10 +19,9 @@ from services.config.load import write_resolved
 from services.config.schema import RunConfig
 from services.runtime.clients import Caller, TrainerClient
 from services.runtime.errors import AtollError, LostStateError, UserError
-from services.wire.types import Batch, LossSettings, Segments, StepKey
+from services.wire.types import PolicyBatch, Segments, StepKey, ValueBatch, Version
 
-PPO = LossSettings("ppo_clip", clip_low=0.2, clip_high=0.2, temperature=1.0)
-START_S = 90.0
+TEMPERATURE = 0.5
 END_S = 20.0
 
 
@@ -40,14 +39,19 @@ def free_port() -> int:
 
 
 @contextmanager
-def fleet(folder: Path, model: Path, tensor: int, data: int) -> Iterator[Fleet]:
+def fleet(
+    folder: Path, model: Path, tensor: int, data: int, role: str = "actor", **tables: object
+) -> Iterator[Fleet]:
     """Trainer ranks as the launcher starts them; the coordinator's address answers nothing."""
+    section = {"parallel": {"tensor": tensor, "data": data}, "max_tokens_per_microbatch": 32}
     config = RunConfig.model_validate(
         {
             "run": {"name": "toy", "steps": 1, "dir": folder},
             "model": {"path": model},
             "data": {"train": [{"path": "unused.jsonl"}]},
-            "trainer": {"parallel": {"tensor": tensor, "data": data}, "max_tokens_per_microbatch": 32},
+            "rollout": {"sampling": {"temperature": TEMPERATURE}},
+            "trainer" if role == "actor" else role: section,
+            **tables,
         }
     )
     write_resolved(config, folder / "config.json")
@@ -55,13 +59,13 @@ def fleet(folder: Path, model: Path, tensor: int, data: int) -> Iterator[Fleet]:
     try:
         for rank in range(tensor * data):
             read_end, write_end = os.pipe()
-            logs.append(folder / f"trainer-{rank}.log")
+            logs.append(folder / f"{role}-{rank}.log")
             with logs[-1].open("ab") as log:
                 ranks.append(
                     subprocess.Popen(
                         [
                             *(sys.executable, "-m", "services.trainer", "--config", folder / "config.json"),
-                            *("--name", f"trainer-{rank}", "--coordinator", "127.0.0.1:1"),
+                            *("--role", role, "--name", f"{role}-{rank}", "--coordinator", "127.0.0.1:1"),
                             *("--ready-fd", str(write_end)),
                         ],
                         stdout=log,
@@ -96,11 +100,11 @@ def read_line(fd: int) -> bytes:
     return line
 
 
-def key(step: int) -> StepKey:
-    return StepKey("a3f0", step, 0, "actor")
+def key(step: int, role: str = "actor") -> StepKey:
+    return StepKey("a3f0", step, 0, role)
 
 
-def batch(seed: int) -> Batch:
+def batch(seed: int) -> PolicyBatch:
     """Three groups: a prompt of 4 tokens and two responses of 3."""
     rng = np.random.default_rng(seed)
     lengths = [4, 3, 3] * 3
@@ -111,17 +115,19 @@ def batch(seed: int) -> Batch:
         np.array([-1, 0, 0, -1, 3, 3, -1, 6, 6], np.int32),
         np.repeat(np.arange(3, dtype=np.int32), 3),
     )
-    return Batch(
+    return PolicyBatch(
         segments,
-        np.where(is_response, 1 / 18, 0).astype(np.float32),
-        rng.normal(size=sum(lengths)).astype(np.float32),
-        np.where(is_response, -4, 0).astype(np.float32),
-        None,
+        samples=np.repeat(np.array([-1, 0, 1, -1, 2, 3, -1, 4, 5], np.int32), lengths),
+        loss_weights=np.where(is_response, 1 / 18, 0).astype(np.float32),
+        advantages=rng.normal(size=sum(lengths)).astype(np.float32),
+        rollout_logprobs=np.where(is_response, -4, 0).astype(np.float32),
+        old_logprobs=None,
+        ref_logprobs=None,
     )
 
 
 async def update(client: TrainerClient, step: int) -> float:
-    metrics = await client.forward_backward(key(step), PPO, batch(step))
+    metrics = await client.forward_backward(key(step), batch(step))
     await client.optim_step(key(step), 1e-2)
     return metrics["actor/pg_loss"] + metrics["actor/entropy"]
 
@@ -135,15 +141,15 @@ async def drive(address: str, folder: Path) -> list[float]:
         assert len(info.shards) == info.world_size
 
         segments = batch(0).segments
-        before = await client.compute_logprobs(segments, 1.0)
+        before = await client.compute_logprobs(segments)
         first, again = await asyncio.gather(
-            client.forward_backward(key(0), PPO, batch(0)), client.forward_backward(key(0), PPO, batch(0))
+            client.forward_backward(key(0), batch(0)), client.forward_backward(key(0), batch(0))
         )
         assert first == again
         assert first["actor/ratio"] == 1
         stepped = await client.optim_step(key(0), 1e-2)
         assert await client.optim_step(key(0), 1e-2) == stepped
-        after = await client.compute_logprobs(segments, 1.0)
+        after = await client.compute_logprobs(segments)
         assert np.abs(after - before).max() > 1e-3
         with pytest.raises(LostStateError, match="no gradient"):
             await client.optim_step(key(5), 1e-2)
@@ -161,13 +167,13 @@ async def drive(address: str, folder: Path) -> list[float]:
         wrong = batch(0)
         wrong.segments.token_ids[3] = 64
         with pytest.raises(UserError, match="outside the model's vocabulary"):
-            await client.forward_backward(key(6), PPO, wrong)
-        with pytest.raises(UserError, match="holds 'actor'"):
+            await client.forward_backward(key(6), wrong)
+        with pytest.raises(UserError, match="holds actor, not 'critic'"):
             await TrainerClient(address, Caller(fence=1), role="critic").info()
 
         await client.export_hf(folder / "export")
         await client.load_checkpoint(saved)  # of the state after three updates
-        return (await client.compute_logprobs(segments, 0.5)).tolist()
+        return (await client.compute_logprobs(segments)).tolist()
     finally:
         await client.close()
 
@@ -194,10 +200,55 @@ def logprobs_by_transformers(model_folder: Path, segments: Segments, temperature
 def test_a_fleet_serves_every_call(tmp_path: Path, tiny_qwen2: Path, tensor: int, data: int) -> None:
     with fleet(tmp_path, tiny_qwen2, tensor, data) as running:
         logprobs = asyncio.run(drive(running.address, tmp_path))
-        expected = logprobs_by_transformers(tmp_path / "export", batch(0).segments, 0.5)
+        expected = logprobs_by_transformers(tmp_path / "export", batch(0).segments, TEMPERATURE)
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
         running.ranks[0].send_signal(signal.SIGTERM)
         assert [process.wait(END_S) for process in running.ranks] == [0] * tensor * data
+
+
+async def drive_critic(address: str, folder: Path) -> None:
+    """Every call that a critic answers, and those that it refuses."""
+    client = TrainerClient(address, Caller(fence=1), timeout_s=60, role="critic")
+    try:
+        info = await client.info()
+        assert info.roles == ("critic",)
+        segments, weights = batch(0).segments, batch(0).loss_weights
+        # a head of 0 says 0; returns of 1: the loss is 18 tokens * 1/18 * 0.5 * (0 - 1)^2
+        np.testing.assert_array_equal(await client.compute_values(segments), 0)
+        ones = np.ones_like(weights)
+        metrics = await client.forward_backward(
+            key(0, "critic"), ValueBatch(segments, weights, 0 * ones, ones)
+        )
+        assert metrics["critic/vf_loss"] == pytest.approx(0.5, abs=1e-6)
+        assert (await client.optim_step(key(0, "critic"), 1e-2))["critic/skipped_step"] == 0
+        after = await client.compute_values(segments)
+        assert after[weights > 0].mean() > 0.01
+        await client.save_checkpoint(folder / "checkpoint")
+        await client.load_checkpoint(folder / "checkpoint")
+        np.testing.assert_array_equal(await client.compute_values(segments), after)
+
+        with pytest.raises(UserError, match="the critic is not published"):
+            await client.publish_weights(Version("a3f0", 1), "float32", [], [], 0)
+        with pytest.raises(UserError, match="a value model has no log-probabilities"):
+            await client.compute_logprobs(segments)
+        with pytest.raises(UserError, match="the critic learns from ValueBatch, got PolicyBatch"):
+            await client.forward_backward(key(1, "critic"), batch(0))
+        with pytest.raises(UserError, match="has made 1 updates"):
+            await client.load_hf(folder)
+    finally:
+        await client.close()
+
+
+def test_a_critic_answers_values_and_refuses_to_publish(tmp_path: Path, tiny_qwen2: Path) -> None:
+    algorithm = {"advantage": "gae"}
+    with fleet(tmp_path, tiny_qwen2, 2, 1, role="critic", algorithm=algorithm) as running:
+        asyncio.run(drive_critic(running.address, tmp_path))
+
+
+def test_a_role_that_the_run_lacks_is_refused(tmp_path: Path, tiny_qwen2: Path) -> None:
+    refused = pytest.raises(AssertionError, match="this run has no critic: its config needs actor")
+    with refused, fleet(tmp_path, tiny_qwen2, 1, 1, role="critic"):
+        pass
 
 
 def test_a_dead_follower_is_an_error_and_ends_the_leader(tmp_path: Path, tiny_qwen2: Path) -> None:
@@ -209,7 +260,7 @@ def test_a_dead_follower_is_an_error_and_ends_the_leader(tmp_path: Path, tiny_qw
             running.ranks[1].kill()
             running.ranks[1].wait()
             with pytest.raises(AtollError, match="a follower is gone"):
-                await client.forward_backward(key(1), PPO, batch(1))
+                await client.forward_backward(key(1), batch(1))
             await client.close()
 
         asyncio.run(call_after_death())

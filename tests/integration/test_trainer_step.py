@@ -4,6 +4,7 @@ One launch per layout makes all its assertions.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,18 @@ import torch
 
 from services.config.schema import OptimizerConfig
 from services.runtime.errors import LostStateError
+from services.runtime.model_spec import read_spec
 from services.trainer import cpu_compat
-from services.trainer.batch import flatten_batch
+from services.trainer.forward import Forward
+from services.trainer.loss import ppo_clip
 from services.trainer.model import build, initialize_parallel
+from services.trainer.objective import PolicyObjective, PolicySettings, SupervisedObjective
 from services.trainer.step import Learner
-from services.wire.types import Batch, LossSettings, Segments, StepKey
+from services.wire.types import Batch, PolicyBatch, Segments, StepKey, SupervisedBatch
 from tests.ranks import run_ranks
 
 TEMPERATURE = 0.8
-PPO = LossSettings("ppo_clip", clip_low=0.2, clip_high=0.28, temperature=TEMPERATURE)
-NLL = replace(PPO, kind="nll", temperature=1.0)
+PPO = PolicySettings(partial(ppo_clip, clip_low=0.2, clip_high=0.28))
 ADAMW = OptimizerConfig(learning_rate=1e-3, weight_decay=1.0, max_grad_norm=0.5)
 STEPS = 3
 
@@ -39,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Reference:
-    batches: list[Batch]
+    batches: list[PolicyBatch]
     losses: list[float]
     grad_norms: list[float]
     logprobs: np.ndarray  # of the first batch's tokens, before any step
@@ -69,7 +72,7 @@ def draw_groups(rng: np.random.Generator) -> list[list[Row]]:
     return groups
 
 
-def to_batch(groups: list[list[Row]], old: list[list[float]], with_old: bool) -> Batch:
+def to_batch(groups: list[list[Row]], old: list[list[float]], with_old: bool) -> PolicyBatch:
     """Prompt once, one segment per response. `old` lists each row's response logprobs."""
     tokens, parents, group_of, weights, advantages, olds = [], [], [], [], [], []
     flat_old = iter(old)
@@ -86,17 +89,21 @@ def to_batch(groups: list[list[Row]], old: list[list[float]], with_old: bool) ->
             advantages += [advantage] * len(part_tokens)
             olds += part_old
     old_T = np.array(olds, np.float32)
-    return Batch(
+    is_response_S = np.array(parents) >= 0
+    samples_S = np.where(is_response_S, np.cumsum(is_response_S) - 1, -1)
+    return PolicyBatch(
         Segments(
             np.concatenate(tokens).astype(np.int32),
             np.cumsum([0, *map(len, tokens)], dtype=np.int64),
             np.array(parents, np.int32),
             np.array(group_of, np.int32),
         ),
-        np.array(weights, np.float32),
-        np.array(advantages, np.float32),
-        old_T,
-        old_T if with_old else None,
+        samples=np.repeat(samples_S, list(map(len, tokens))).astype(np.int32),
+        loss_weights=np.array(weights, np.float32),
+        advantages=np.array(advantages, np.float32),
+        rollout_logprobs=old_T,
+        old_logprobs=old_T if with_old else None,
+        ref_logprobs=None,
     )
 
 
@@ -125,6 +132,8 @@ def reference_loop(folder: Path) -> Reference:
             old = logprobs.detach() + (torch.tensor(row.noise) if step else 0)  # step 0 is on policy
             ratio = (logprobs - old).exp()
             token_loss = torch.maximum(-row.advantage * ratio, -row.advantage * ratio.clamp(0.8, 1.28))
+            if row.advantage < 0:
+                token_loss = token_loss.clamp(max=-row.advantage * 3)
             loss = loss + (torch.tensor(row.weights) * token_loss).sum()
             old_lists.append(old.tolist())
             token_logprobs += logprobs.tolist()
@@ -141,22 +150,24 @@ def reference_loop(folder: Path) -> Reference:
 
 def new_learner(folder: Path, max_tokens: int = 60, shares_prefix: bool = True) -> Learner:
     with cpu_compat.apply():
-        return Learner(build(folder), ADAMW, max_tokens, shares_prefix)
+        policy = Forward(build(folder, read_spec(folder)), max_tokens, shares_prefix, TEMPERATURE)
+        objectives = {PolicyBatch: PolicyObjective(policy, PPO), SupervisedBatch: SupervisedObjective(policy)}
+        return Learner("actor", policy, objectives, ADAMW)
 
 
-def run_steps(learner: Learner, batches: list[Batch], first: int = 0) -> list[dict[str, float]]:
+def run_steps(learner: Learner, batches: list[PolicyBatch]) -> list[dict[str, float]]:
     results = []
-    for i, batch in enumerate(batches, first):
-        metrics = learner.forward_backward(key(i), batch, PPO)
+    for i, batch in enumerate(batches):
+        metrics = learner.forward_backward(key(i), batch)
         results.append(metrics | learner.optim_step(key(i), ADAMW.learning_rate))
     return results
 
 
-def gradients(learner: Learner, batch: Batch, settings: LossSettings) -> tuple[float, torch.Tensor]:
+def gradients(learner: Learner, batch: Batch) -> tuple[float, torch.Tensor]:
     """The loss, and all gradients in one vector, cleared again."""
     learner.reset()
-    metrics = learner.forward_backward(key(0), batch, settings)
-    flat = torch.cat([p.main_grad.flatten() for p in learner.model.parameters()])
+    metrics = learner.forward_backward(key(0), batch)
+    flat = torch.cat([p.main_grad.flatten() for p in learner.replicas.parameters()])
     return next(iter(metrics.values())), flat.clone()
 
 
@@ -164,7 +175,7 @@ def check_layout(folder: Path, reference: Reference, tensor: int, data: int) -> 
     initialize_parallel(tensor, data)
     learner = new_learner(folder)
     batch = reference.batches[0]
-    logprobs = learner.compute_logprobs(batch.segments, TEMPERATURE)
+    logprobs = learner.forward.compute_logprobs(batch.segments)
     np.testing.assert_allclose(logprobs[batch.loss_weights > 0], reference.logprobs, atol=1e-5)
     results = run_steps(learner, reference.batches)
     for step, metrics in enumerate(results):
@@ -183,45 +194,46 @@ def check_layout(folder: Path, reference: Reference, tensor: int, data: int) -> 
         check_not_finite(learner, reference.batches[0])
 
 
-def check_cuts(folder: Path, batch: Batch) -> None:
+def check_cuts(folder: Path, batch: PolicyBatch) -> None:
     whole = new_learner(folder, max_tokens=100_000)
     small = new_learner(folder, max_tokens=20)
     unshared = new_learner(folder, max_tokens=30, shares_prefix=False)
-    for settings in (PPO, NLL):
-        loss, expected = gradients(whole, batch, settings)
-        flat = flatten_batch(batch)
-        for learner, same in ((small, batch), (unshared, batch), (whole, flat)):
-            other_loss, got = gradients(learner, same, settings)
+    for each in (batch, SupervisedBatch(batch.segments, batch.loss_weights)):
+        loss, expected = gradients(whole, each)
+        for learner in (small, unshared):
+            other_loss, got = gradients(learner, each)
             np.testing.assert_allclose(other_loss, loss, rtol=0, atol=1e-5)
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(
-        unshared.compute_logprobs(batch.segments, 1.0), whole.compute_logprobs(batch.segments, 1.0), atol=1e-5
+        unshared.forward.compute_logprobs(batch.segments),
+        whole.forward.compute_logprobs(batch.segments),
+        atol=1e-5,
     )
 
 
-def check_keys(learner: Learner, batch: Batch) -> None:
+def check_keys(learner: Learner, batch: PolicyBatch) -> None:
     """A repeated call answers from its record and changes nothing."""
     learner.reset()
-    first = learner.forward_backward(key(7), batch, PPO)
-    gradient = next(learner.model.parameters()).main_grad.clone()
-    assert learner.forward_backward(key(7), batch, PPO) == first
-    assert torch.equal(next(learner.model.parameters()).main_grad, gradient)
+    first = learner.forward_backward(key(7), batch)
+    gradient = next(learner.replicas.parameters()).main_grad.clone()
+    assert learner.forward_backward(key(7), batch) == first
+    assert torch.equal(next(learner.replicas.parameters()).main_grad, gradient)
     stepped = learner.optim_step(key(7), 1e-3)
-    weight = next(learner.model.parameters()).detach().clone()
+    weight = next(learner.replicas.parameters()).detach().clone()
     assert learner.optim_step(key(7), 1e-3) == stepped
-    assert torch.equal(next(learner.model.parameters()), weight)
+    assert torch.equal(next(learner.replicas.parameters()), weight)
     with pytest.raises(LostStateError, match="no gradient was accumulated"):
         learner.optim_step(key(8), 1e-3)
 
 
-def check_not_finite(learner: Learner, batch: Batch) -> None:
-    before = [p.detach().clone() for p in learner.model.parameters()]
+def check_not_finite(learner: Learner, batch: PolicyBatch) -> None:
+    before = [p.detach().clone() for p in learner.replicas.parameters()]
     huge = replace(batch, loss_weights=np.where(batch.loss_weights > 0, np.float32(3e38), np.float32(0)))
-    learner.forward_backward(key(9), huge, PPO)
+    learner.forward_backward(key(9), huge)
     assert learner.optim_step(key(9), 1e-3)["actor/skipped_step"] == 1
-    for old, new in zip(before, learner.model.parameters(), strict=True):
+    for old, new in zip(before, learner.replicas.parameters(), strict=True):
         assert torch.equal(old, new)
-    learner.forward_backward(key(10), batch, PPO)
+    learner.forward_backward(key(10), batch)
     assert learner.optim_step(key(10), 1e-3)["actor/skipped_step"] == 0
 
 

@@ -1,0 +1,227 @@
+"""What each trained token contributes to a model's loss: the policy's, a critic's, the warm-up's.
+
+An objective yields the terms of each of this rank's micro-batches; the caller sums
+loss_weights * token loss and takes the gradient.
+
+Letters in shapes: T tokens of a batch, N trained tokens (loss weight not 0) of a micro-batch, H hidden size.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from services.config.schema import KLConfig
+from services.runtime.errors import UserError
+from services.trainer.forward import Forward
+from services.trainer.kl import full_kl, kl_penalty
+from services.trainer.loss import MAX_LOG_RATIO, PolicyTokens, value_loss
+from services.trainer.model import output_weight
+from services.wire.types import Bool, Int64, PolicyBatch, StepKey, SupervisedBatch, ValueBatch
+
+TokenLoss = Callable[[PolicyTokens], tuple[Tensor, dict[str, Tensor]]]
+# (logprobs_N, old_logprobs_N, advantages_N, seed) -> chosen_N, N being the tokens of the whole minibatch
+Select = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Terms:
+    """A micro-batch's trained tokens. All tensors are [N]."""
+
+    loss_N: Tensor
+    weights_N: Tensor
+    losses: Mapping[str, Tensor]  # reported as the sum of weight * value
+    values: Mapping[str, Tensor]  # reported as the mean over tokens; where the name ends in _max, as maximum
+
+
+class Objective(Protocol):
+    """Of one type of batch."""
+
+    def terms(self, key: StepKey, batch: Any) -> Iterator[Terms]:
+        """Each micro-batch of this data-parallel rank that has trained tokens."""
+        ...
+
+    def nothing(self) -> Terms:
+        """No token, under the names of all metrics: what a rank reports that has no micro-batch."""
+        ...
+
+
+class SupervisedObjective:
+    """The negative log-likelihood of the policy's own distribution: temperature 1."""
+
+    def __init__(self, policy: Forward) -> None:
+        self._policy = policy
+
+    def terms(self, key: StepKey, batch: SupervisedBatch) -> Iterator[Terms]:
+        for part, _ in self._policy.microbatches(batch):
+            if len(trained := np.flatnonzero(part.loss_weights)):
+                logprobs_N, entropy_N = self._policy.logprobs(part.segments, trained, temperature=1.0)
+                weights_N = self._policy.tensor(part.loss_weights[trained])
+                yield self._of(logprobs_N, entropy_N, weights_N)
+
+    def nothing(self) -> Terms:
+        return self._of(*_empty(self._policy, 3))
+
+    def _of(self, logprobs_N: Tensor, entropy_N: Tensor, weights_N: Tensor) -> Terms:
+        return Terms(-logprobs_N, weights_N, {"actor/nll_loss": -logprobs_N}, {"actor/entropy": entropy_N})
+
+
+class ValueObjective:
+    """A critic's: a token's value is what the head says after the token before it."""
+
+    def __init__(self, critic: Forward, role: str, clip: float) -> None:
+        self._critic, self._role, self._clip = critic, role, clip
+
+    def terms(self, key: StepKey, batch: ValueBatch) -> Iterator[Terms]:
+        for part, _ in self._critic.microbatches(batch):
+            if len(trained := np.flatnonzero(part.loss_weights)):
+                values_N = self._critic.values(part.segments, part.segments.predecessors[trained])
+                rest = (part.values, part.returns, part.loss_weights)
+                yield self._of(values_N, *(self._critic.tensor(array[trained]) for array in rest))
+
+    def nothing(self) -> Terms:
+        return self._of(*_empty(self._critic, 4))
+
+    def _of(self, values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, weights_N: Tensor) -> Terms:
+        loss_N, values = value_loss(values_N, old_values_N, returns_N, self._clip)
+        named = {f"{self._role}/{name}": value for name, value in values.items()}
+        return Terms(loss_N, weights_N, {f"{self._role}/vf_loss": loss_N}, named)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """What the run's algorithm says about the policy's loss; functions have their parameters bound."""
+
+    loss: TokenLoss
+    select: Select | None = None  # picks the tokens that the loss acts on
+    entropy_coef: float = 0.0
+    kl: KLConfig | None = None  # none: not in the loss
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trained:
+    """What the policy's objective reads of a micro-batch's N trained tokens."""
+
+    tokens: PolicyTokens
+    entropy_N: Tensor
+    kl_N: Tensor  # 0 where the loss has no KL
+    rollout_logprobs_N: Tensor
+    weights_N: Tensor
+
+
+class PolicyObjective:
+    """policy loss + kl.coef * KL(policy || reference) - entropy_coef * entropy.
+
+    `reference` is the policy that the `full` KL is computed from; other estimators take its
+    log-probabilities from the batch.
+    """
+
+    def __init__(self, policy: Forward, settings: PolicySettings, reference: Forward | None = None) -> None:
+        self._policy, self._settings, self._reference = policy, settings, reference
+
+    def terms(self, key: StepKey, batch: PolicyBatch) -> Iterator[Terms]:
+        self._policy.check_temperature()
+        chosen_T = self._choose(key, batch)
+        for part, source in self._policy.microbatches(batch):
+            if len(trained := np.flatnonzero(part.loss_weights)):
+                yield self._of(self._trained(part, trained, chosen_T[source[trained]]))
+
+    def nothing(self) -> Terms:
+        logprobs, old, advantages, entropy, kl, rollout, weights = _empty(self._policy, 7)
+        none = torch.zeros(0, dtype=torch.int64, device=self._policy.device)
+        tokens = PolicyTokens(logprobs, old, advantages, sample_N=none, chosen_N=none.bool())
+        return self._of(_Trained(tokens, entropy, kl, rollout, weights))
+
+    def _choose(self, key: StepKey, batch: PolicyBatch) -> Bool:
+        """[T] the tokens that the loss acts on, the same however the batch is cut."""
+        chosen_T = np.zeros(len(batch.loss_weights), bool)
+        if self._settings.select is not None:
+            trained = np.flatnonzero(batch.loss_weights)
+            logprobs_N = self._policy.compute_logprobs(batch.segments)[trained]
+            old_N = logprobs_N if batch.old_logprobs is None else batch.old_logprobs[trained]
+            logprobs, old, advantages = map(torch.from_numpy, (logprobs_N, old_N, batch.advantages[trained]))
+            seed = (key.step << 32) + key.minibatch
+            chosen_T[trained] = self._settings.select(logprobs, old, advantages, seed).numpy()
+        return chosen_T
+
+    def _trained(self, part: PolicyBatch, trained: Int64, chosen_N: Bool) -> _Trained:
+        policy, segments = self._policy, part.segments
+        hidden_NH = policy.hidden_before(segments, trained)
+        logprobs_N, entropy_N = policy.logprobs_from(hidden_NH, segments, trained, policy.temperature)
+        old_N = logprobs_N.detach()
+        if part.old_logprobs is not None:
+            old_N = policy.tensor(part.old_logprobs[trained])
+        _, sample_N = np.unique(part.samples[trained], return_inverse=True)
+        return _Trained(
+            PolicyTokens(
+                logprobs_N,
+                old_N,
+                policy.tensor(part.advantages[trained]),
+                sample_N=policy.tensor(sample_N),
+                chosen_N=policy.tensor(chosen_N),
+            ),
+            entropy_N,
+            self._kl(part, trained, hidden_NH, logprobs_N),
+            policy.tensor(part.rollout_logprobs[trained]),
+            policy.tensor(part.loss_weights[trained]),
+        )
+
+    def _kl(self, part: PolicyBatch, trained: Int64, hidden_NH: Tensor, logprobs_N: Tensor) -> Tensor:
+        kl, policy, reference = self._settings.kl, self._policy, self._reference
+        if kl is None:
+            return torch.zeros_like(logprobs_N)
+        if kl.estimator != "full":
+            if part.ref_logprobs is None:
+                raise UserError(
+                    f"the loss has a KL penalty ({kl.estimator}), but the batch no reference logprobs: "
+                    "send ref_logprobs"
+                )
+            return kl_penalty(logprobs_N, policy.tensor(part.ref_logprobs[trained]), kl.estimator)
+        assert reference is not None, "the full KL is computed beside the reference"
+        with torch.no_grad():
+            ref_hidden_NH = reference.hidden_before(part.segments, trained)
+        return full_kl(
+            hidden_NH,
+            output_weight(policy.model.network),
+            ref_hidden_NH,
+            output_weight(reference.model.network),
+            policy.temperature,
+            parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    def _of(self, trained: _Trained) -> Terms:
+        settings, tokens = self._settings, trained.tokens
+        policy_N, values = settings.loss(tokens)
+        loss_N = policy_N
+        losses = {"actor/pg_loss": policy_N}
+        if settings.entropy_coef:
+            loss_N = loss_N - settings.entropy_coef * trained.entropy_N
+        if settings.kl is not None:
+            loss_N = loss_N + settings.kl.coef * trained.kl_N
+            losses["actor/kl_loss"] = trained.kl_N
+        mismatch = _mismatch(tokens.old_logprobs_N, trained.rollout_logprobs_N)
+        return Terms(
+            loss_N, trained.weights_N, losses, {"actor/entropy": trained.entropy_N} | mismatch | values
+        )
+
+
+def _mismatch(old_N: Tensor, rollout_N: Tensor) -> dict[str, Tensor]:
+    """How far the rollout engine's logprobs are from the trainer's; k3 estimates KL(rollout || trainer).
+
+    Source: http://joschu.net/blog/kl-approx.html.
+    """
+    difference_N = old_N - rollout_N
+    clamped_N = difference_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {
+        "rollout_corr/logprob_diff_mean": difference_N.abs(),
+        "rollout_corr/logprob_diff_max": difference_N.abs(),
+        "rollout_corr/k3": torch.expm1(clamped_N) - clamped_N,
+    }
+
+
+def _empty(forward: Forward, count: int) -> list[Tensor]:
+    return [torch.zeros(0, device=forward.device) for _ in range(count)]

@@ -1,0 +1,136 @@
+"""Which models one trainer service holds, built for their part in the algorithm."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.config.functions import load
+from services.config.schema import (
+    CriticSection,
+    Role,
+    RoleSection,
+    RunConfig,
+    ScorerSection,
+    TrainerSection,
+)
+from services.runtime.errors import UserError
+from services.runtime.model_spec import ModelSpec, check_tensor_parallel, read_spec, with_value_head
+from services.trainer import cpu_compat
+from services.trainer.attention import SHARES_PREFIX
+from services.trainer.forward import Forward
+from services.trainer.loss import LOSSES, SELECTIONS
+from services.trainer.model import build, initialize_parallel
+from services.trainer.objective import (
+    Objective,
+    PolicyObjective,
+    PolicySettings,
+    SupervisedObjective,
+    ValueObjective,
+)
+from services.trainer.step import Learner
+from services.wire.types import Batch, PolicyBatch, SupervisedBatch, ValueBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Roles:
+    """The models of this rank; at most the first of them learns."""
+
+    forwards: Mapping[Role, Forward]
+    learner: Learner | None
+
+
+def section_of(config: RunConfig, role: Role) -> RoleSection:
+    """The settings of the service that holds `role`. Raises UserError where the run has no such service."""
+    if role not in config.roles:
+        raise UserError(
+            f"this run has no {role}: its config needs {', '.join(config.roles)}; "
+            "start those alone, or change the algorithm"
+        )
+    if role == "reference" and config.reference.placement == "colocated":
+        raise UserError(
+            'reference.placement = "colocated": the actor\'s processes hold it, start none for it'
+        )
+    return config.roles[role]
+
+
+def section_name(role: Role) -> str:
+    return "trainer" if role == "actor" else role
+
+
+def build_roles(config: RunConfig, role: Role) -> Roles:
+    """Joins the ranks of `role` and builds its models. Every rank of the service calls it once."""
+    section = section_of(config, role)
+    parallel = section.parallel
+    torch.set_num_threads(section.threads)
+    initialize_parallel(parallel.tensor, parallel.data, section_name(role))
+    with cpu_compat.apply():
+        forward = _forward(config, role, section)
+        if isinstance(section, CriticSection):
+            return _critic(role, forward, section)
+        if isinstance(section, TrainerSection):
+            return _actor(config, forward, section)
+        return Roles({role: _frozen(forward)}, None)
+
+
+def _critic(role: Role, forward: Forward, section: CriticSection) -> Roles:
+    objective = ValueObjective(forward, role, section.clip)
+    return Roles({role: forward}, Learner(role, forward, {ValueBatch: objective}, section.optimizer))
+
+
+def _actor(config: RunConfig, forward: Forward, section: TrainerSection) -> Roles:
+    forwards: dict[Role, Forward] = {"actor": forward}
+    if "reference" in config.roles and config.reference.placement == "colocated":
+        forwards["reference"] = _frozen(_forward(config, "reference", section))
+    algorithm = config.algorithm
+    settings = PolicySettings(
+        loss=load(algorithm.loss, LOSSES),
+        select=load(algorithm.loss, SELECTIONS) if algorithm.loss.name in SELECTIONS else None,
+        entropy_coef=algorithm.entropy_coef,
+        kl=algorithm.kl if algorithm.kl and algorithm.kl.where == "loss" else None,
+    )
+    objectives: dict[type[Batch], Objective] = {
+        PolicyBatch: PolicyObjective(forward, settings, forwards.get("reference")),
+        SupervisedBatch: SupervisedObjective(forward),
+    }
+    return Roles(forwards, Learner("actor", forward, objectives, section.optimizer))
+
+
+def _forward(config: RunConfig, role: Role, section: RoleSection) -> Forward:
+    folder = _folder(config, role)
+    spec = _spec(role, folder)
+    check_tensor_parallel(spec, section.parallel.tensor, section_name(role))
+    return Forward(
+        build(folder, spec),
+        section.max_tokens_per_microbatch,
+        SHARES_PREFIX[section.attention],
+        config.rollout.sampling.temperature,
+    )
+
+
+def _frozen(forward: Forward) -> Forward:
+    forward.model.network.requires_grad_(False)
+    return forward
+
+
+def _folder(config: RunConfig, role: Role) -> Path:
+    match role, config.roles[role]:
+        case "reference", _:
+            return config.reference.path or config.model.path
+        case _, ScorerSection(path=path):
+            return path
+        case _, CriticSection(path=path):
+            return path or config.model.path
+    return config.model.path
+
+
+def _spec(role: Role, folder: Path) -> ModelSpec:
+    """A critic starts from a policy's folder, too; a reward or cost model has learned its head."""
+    match role:
+        case "actor" | "reference":
+            return read_spec(folder)
+        case "critic" | "cost_critic":
+            return with_value_head(read_spec(folder, ("language", "value")))
+        case "reward_model" | "cost_model":
+            return read_spec(folder, ("value",))
