@@ -91,7 +91,9 @@ class Algorithm:
         with timer.phase("adv"):
             metrics: dict[str, float] = {}
             old_R = self._old(layout, answers)
-            rewards = self._rewards(groups, layout, answers, old_R, metrics)
+            scores_N, rewards_R = self._scores(groups, layout, answers)
+            metrics |= extent("critic/score", scores_N)
+            rewards = self._rewards(groups, layout, scores_N, rewards_R, old_R, answers, metrics)
             estimate = self._advantage(rewards)
             metrics |= critic_metrics("critic", rewards.values_T, estimate.returns_T)
             advantages_R, learned = estimate.advantages_T, [_learned("critic", rewards, estimate)]
@@ -105,7 +107,7 @@ class Algorithm:
             metrics |= extent("critic/advantages", advantages_R)
             advantages_R, mask_T = self._corrected(layout, advantages_R, old_R, metrics)
             old_T = None if old_R is None else layout.place(old_R)
-            weight_N = self._reweight(rewards.scores_N)
+            weight_N = self._reweight(scores_N)
             in_loss = self._config.kl is not None and self._config.kl.where == "loss"
             reference_T = answers.reference if in_loss else None
             batches = self._batches(
@@ -150,21 +152,27 @@ class Algorithm:
             return layout.pick(layout.rollout_logprobs_T)
         return None if answers.actor is None else layout.pick(answers.actor)
 
+    def _scores(
+        self, groups: Sequence[Group], layout: Layout, answers: _Answers
+    ) -> tuple[Float64, Float64]:
+        """[N] and [R] the graders' rewards, and the reward model's at the last token."""
+        scores_N = np.array([sample.score for group in groups for sample in group.samples])
+        if answers.rewards is None:
+            return scores_N, layout.rewards_R
+        model_N = self._reward_weight * _at_the_last(layout, answers.rewards, "reward_model")
+        return scores_N + model_N, layout.rewards_R + layout.at_the_end(model_N)
+
     def _rewards(
         self,
         groups: Sequence[Group],
         layout: Layout,
-        answers: _Answers,
+        scores_N: Float64,
+        rewards_R: Float64,
         old_R: Float64 | None,
+        answers: _Answers,
         metrics: dict[str, float],
     ) -> Trajectories:
-        """The graders' rewards, the reward model's at the last token, and the KL penalty at every token."""
-        scores_N = np.array([sample.score for group in groups for sample in group.samples])
-        rewards_R = layout.rewards_R
-        if answers.rewards is not None:
-            model_N = self._reward_weight * _at_the_last(layout, answers.rewards, "reward_model")
-            scores_N, rewards_R = scores_N + model_N, rewards_R + layout.at_the_end(model_N)
-        metrics |= extent("critic/score", scores_N)
+        """What the estimators see: rewards less the KL penalty, where the recipe puts it there."""
         kl = self._config.kl
         if kl and kl.where == "reward":
             assert old_R is not None

@@ -23,10 +23,12 @@ def trip(metrics: Mapping[str, float], scores: Sequence[float], limits: Limits) 
     """Why the run has diverged, as a sentence that names metric, value, limit and setting; None: it has not.
 
     `metrics` are those of the step, and one that it lacks (the actor waits while its critic warms up) is not
-    judged; `scores` the mean scores of all steps so far. A model's metric that is not finite always trips.
+    judged; `scores` the mean scores of all steps so far. A model's metric that is not finite always trips,
+    but for a gradient's norm: the optimizer has left out that update.
     """
     for name, value in metrics.items():
-        if name.startswith(("actor/", "critic/", "cost_critic/")) and not math.isfinite(value):
+        is_models = name.startswith(("actor/", "critic/", "cost_critic/")) and not name.endswith("/grad_norm")
+        if is_models and not math.isfinite(value):
             return f"{name} is {value}: the update is no longer finite (this is always watched)"
     for name, setting, limit in (
         ("actor/ppo_kl", "max_ppo_kl", limits.max_ppo_kl),

@@ -42,7 +42,7 @@ def test_each_limit(name: str, value: float, want: str) -> None:
     assert trip(HEALTHY | {name: value}, [], WATCHED) == want
 
 
-@pytest.mark.parametrize("name", ["actor/grad_norm", "critic/vf_loss", "cost_critic/vf_loss"])
+@pytest.mark.parametrize("name", ["actor/pg_loss", "critic/vf_loss", "cost_critic/vf_loss"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_model_that_is_not_finite_always_trips(name: str, value: float) -> None:
     reason = trip(HEALTHY | {name: value}, [], Limits())
@@ -52,6 +52,7 @@ def test_a_model_that_is_not_finite_always_trips(name: str, value: float) -> Non
 
 def test_a_metric_that_the_step_lacks_or_of_another_kind_is_not_judged() -> None:
     assert trip({"critic/vf_loss": 0.3, "perf/throughput": math.inf}, [], WATCHED) is None
+    assert trip({"actor/grad_norm": math.inf, "actor/skipped_step": 1.0}, [], WATCHED) is None
 
 
 def test_reward_drop_by_hand() -> None:
