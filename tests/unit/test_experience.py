@@ -7,12 +7,10 @@ import pytest
 from numpy.typing import NDArray
 
 from services.coordinator import experience
-from services.coordinator.groups import PendingGroup, scores_differ, staleness
 from services.coordinator.metrics import critic_metrics, mean_of, step_metrics
 from services.coordinator.validation import set_metrics
 from services.wire.types import (
     FinishReason,
-    Graded,
     Group,
     GroupId,
     Node,
@@ -20,7 +18,6 @@ from services.wire.types import (
     Provenance,
     Sample,
     SampleId,
-    Sampling,
     TurnReward,
     Version,
     VersionSpan,
@@ -144,11 +141,6 @@ def test_critic_metrics_by_hand() -> None:
     assert critic_metrics("critic", None, np.array([])) == {}
 
 
-def test_staleness_counts_from_the_oldest_token() -> None:
-    assert staleness(GROUPS[0].samples[1], Version("l", 6)) == 3
-    assert staleness(GROUPS[1].samples[0], Version("l", 6)) == 0  # no token, nothing stale
-
-
 def test_step_metrics_by_hand() -> None:
     metrics = step_metrics(GROUPS, Version("l", 4))
     expected = {
@@ -184,26 +176,3 @@ def test_validation_metrics_by_hand() -> None:
         "val/sums/pass@2": 0.5,
         "val/sums/response_length/mean": 1.0,
     }
-
-
-def test_groups_of_equal_scores_are_told_apart() -> None:
-    assert scores_differ(GROUPS[0])
-    assert not scores_differ(GROUPS[1])
-
-
-def test_pending_group_first_attempt_wins_and_a_retry_starts_over() -> None:
-    pending = PendingGroup(prompt(7, 1, 2), 0, Sampling(8), [None, None], issued=3)
-    first, second = (sample(7, 0, node(-1, [i], [1], version=4)) for i in (5, 6))
-    assert pending.accept(first)
-    assert not pending.accept(second)
-    pending.grade(Graded(first.id, 0.5, {"exact_match": 0.5}))
-    assert (pending.missing, pending.complete, pending.oldest) == ((1,), False, [4, 3])
-    pending.accept(sample(7, 1, node(-1, [9], [1], version=5)))
-    pending.grade(Graded(SampleId(first.id.group, 1), 1.0, {}))
-    assert pending.complete
-    assert [s.score for s in pending.group().samples] == [0.5, 1.0]
-    assert pending.stale(Version("l", 5), max_staleness=0) == [0]
-    pending.again([0])
-    assert (pending.missing, pending.attempts, pending.complete) == ((0,), [1, 0], False)
-    pending.grade(Graded(first.id, 0.5, {}))  # a verdict that comes late for the replaced sample
-    assert not pending.complete
