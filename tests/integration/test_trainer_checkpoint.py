@@ -11,18 +11,17 @@ import torch.distributed as dist
 
 from services.config.schema import OptimizerConfig
 from services.runtime.errors import CheckpointError, UserError
-from services.trainer import cpu_compat
 from services.trainer.checkpoint import load, save
-from services.trainer.model import build, initialize_parallel
+from services.trainer.model import initialize_parallel
 from services.trainer.step import Learner
-from services.wire.types import Batch, LossSettings, Segments, StepKey
+from services.wire.types import PolicyBatch, Segments, StepKey
+from tests.learners import policy_forward, policy_learner
 from tests.ranks import run_ranks
 
-PPO = LossSettings("ppo_clip", clip_low=0.2, clip_high=0.2, temperature=1.0)
 ADAMW = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
 
 
-def batch(seed: int) -> Batch:
+def batch(seed: int) -> PolicyBatch:
     """Four groups: a prompt of 3 tokens and two responses of 5."""
     rng = np.random.default_rng(seed)
     lengths = [3, 5, 5] * 4
@@ -35,13 +34,21 @@ def batch(seed: int) -> Batch:
     )
     zeros = np.zeros(sum(lengths), np.float32)
     advantages = rng.normal(size=sum(lengths)).astype(np.float32)
-    return Batch(segments, np.where(is_response, 1 / 40, 0).astype(np.float32), advantages, zeros, None)
+    return PolicyBatch(
+        segments,
+        samples=np.repeat(np.array([-1, 0, 1, -1, 2, 3, -1, 4, 5, -1, 6, 7], np.int32), lengths),
+        loss_weights=np.where(is_response, 1 / 40, 0).astype(np.float32),
+        advantages=advantages,
+        rollout_logprobs=zeros,
+        old_logprobs=None,
+        ref_logprobs=None,
+    )
 
 
 def update(learner: Learner, step: int) -> list[float]:
     """Everything that the update reports: loss, entropy, gradient norm, ..."""
     key = StepKey("a3f0", step, 0, "actor")
-    metrics = learner.forward_backward(key, batch(step), PPO) | learner.optim_step(key, 1e-2)
+    metrics = learner.forward_backward(key, batch(step)) | learner.optim_step(key, 1e-2)
     return list(metrics.values())
 
 
@@ -56,8 +63,7 @@ def full_disk(limit: int) -> Iterator[None]:
 
 
 def new_learner(model: Path) -> Learner:
-    with cpu_compat.apply():
-        return Learner(build(model), ADAMW, max_tokens=30, shares_prefix=True)
+    return policy_learner(policy_forward(model, max_tokens=30), ADAMW)
 
 
 def save_and_go_on(model: Path, folder: Path, tensor: int, data: int) -> list[list[float]]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.runtime.model_spec import read_spec
 from services.wire.types import Segments
 from tests.ranks import run_ranks
 
@@ -54,21 +55,21 @@ def on_megatron(check: Callable[..., Any], tensor: int, folder: Path, *args: Any
 
         if not torch.distributed.is_initialized():
             initialize_parallel(tensor=tensor, data=1)
-        return check(build(folder), *args)
+        return check(build(folder, read_spec(folder)), *args)
 
 
 def hidden(policy: Any, segments: Segments) -> Tensor:
     from services.trainer.attention import plan_attention
 
     tokens, positions = torch.from_numpy(segments.token_ids).long(), torch.from_numpy(segments.positions)
-    return policy.model(tokens, positions, plan_attention(segments, CPU))  # type: ignore[no-any-return]
+    return policy.network(tokens, positions, plan_attention(segments, CPU))  # type: ignore[no-any-return]
 
 
 def logits(policy: Any, segments: Segments) -> Tensor:
     """[T, vocabulary], joined over the tensor-parallel ranks."""
     from services.trainer.model import output_weight
 
-    own = hidden(policy, segments) @ output_weight(policy.model).T
+    own = hidden(policy, segments) @ output_weight(policy.network).T
     parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(parts, own.detach())
     return torch.cat(parts, -1)
@@ -105,7 +106,7 @@ def agrees_with_transformers(policy: Any) -> None:
         own_tokens[end - length : end] = 1
     flat_weights = weights[np.concatenate(sequences)] * own_tokens
     shared = canonical_gradients(policy)
-    policy.model.zero_grad()
+    policy.network.zero_grad()
     (hidden(policy, repeated) * flat_weights).sum().backward()
     for (name, grad), (_, grad_shared) in zip(
         canonical_gradients(policy).items(), shared.items(), strict=True
@@ -130,7 +131,7 @@ def canonical_gradients(policy: Any) -> dict[str, Tensor]:
 
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     whole = {name: torch.zeros(shape) for name, shape in shapes(policy.spec).items()}
-    grads = {name: parameter.grad for name, parameter in policy.model.named_parameters()}
+    grads = {name: parameter.grad for name, parameter in policy.network.named_parameters()}
     for name, held in pieces(policy.spec, rank, size).items():
         if grads[name] is None:  # the output layer: hidden states stop before it
             continue
@@ -153,16 +154,16 @@ def exports_bit_equal(policy: Any, target: Path) -> None:
     from services.trainer.shards import boxes_of
 
     with torch.no_grad():
-        for parameter in policy.model.parameters():
+        for parameter in policy.network.parameters():
             parameter.mul_(1.5)
     hf.FILE_BYTES = 100_000
-    num_bytes = hf.export_hf(policy.model, policy.spec, policy.folder, target)
+    num_bytes = hf.export_hf(policy.network, policy.spec, policy.folder, target)
     torch.distributed.barrier()
     exported, original = reference(target).state_dict(), reference(policy.folder).state_dict()
     assert exported.keys() == original.keys()
     for name, tensor in exported.items():
         assert torch.equal(tensor, original[name] * 1.5), name
-    for name, box, memory in boxes_of(policy.model, policy.spec):
+    for name, box, memory in boxes_of(policy.network, policy.spec):
         rows, columns = (
             slice(box[at], box[at] + box[n]) for at, n in (("row", "rows"), ("column", "columns"))
         )
@@ -179,8 +180,10 @@ def exports_bit_equal(policy: Any, target: Path) -> None:
 def reads_a_folder_of_several_files(policy: Any, whole: Path) -> None:
     from services.trainer.model import build
 
-    again = build(whole)
-    for (name, got), expected in zip(policy.model.named_parameters(), again.model.parameters(), strict=True):
+    again = build(whole, policy.spec)
+    for (name, got), expected in zip(
+        policy.network.named_parameters(), again.network.parameters(), strict=True
+    ):
         assert torch.equal(got, expected), name
 
 

@@ -13,14 +13,12 @@ import torch
 
 from services.config.schema import OptimizerConfig
 from services.runtime.errors import LostStateError
-from services.runtime.model_spec import read_spec
-from services.trainer import cpu_compat
-from services.trainer.forward import Forward
 from services.trainer.loss import ppo_clip
-from services.trainer.model import build, initialize_parallel
-from services.trainer.objective import PolicyObjective, PolicySettings, SupervisedObjective
+from services.trainer.model import initialize_parallel
+from services.trainer.objective import PolicySettings
 from services.trainer.step import Learner
 from services.wire.types import Batch, PolicyBatch, Segments, StepKey, SupervisedBatch
+from tests.learners import policy_forward, policy_learner
 from tests.ranks import run_ranks
 
 TEMPERATURE = 0.8
@@ -149,10 +147,7 @@ def reference_loop(folder: Path) -> Reference:
 
 
 def new_learner(folder: Path, max_tokens: int = 60, shares_prefix: bool = True) -> Learner:
-    with cpu_compat.apply():
-        policy = Forward(build(folder, read_spec(folder)), max_tokens, shares_prefix, TEMPERATURE)
-        objectives = {PolicyBatch: PolicyObjective(policy, PPO), SupervisedBatch: SupervisedObjective(policy)}
-        return Learner("actor", policy, objectives, ADAMW)
+    return policy_learner(policy_forward(folder, max_tokens, shares_prefix, TEMPERATURE), ADAMW, PPO)
 
 
 def run_steps(learner: Learner, batches: list[PolicyBatch]) -> list[dict[str, float]]:

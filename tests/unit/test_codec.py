@@ -15,9 +15,9 @@ from services.wire.types import (
     Graded,
     GradingError,
     GroupId,
-    LossSettings,
     Node,
     Plan,
+    PolicyBatch,
     Provenance,
     Published,
     Sample,
@@ -27,7 +27,9 @@ from services.wire.types import (
     Segments,
     StepKey,
     StreamManifest,
+    SupervisedBatch,
     TurnReward,
+    ValueBatch,
     Version,
     VersionSpan,
 )
@@ -131,26 +133,36 @@ def test_no_part_is_larger_than_asked_unless_one_group_is(lengths: list[int], ma
     ]
 
 
-@pytest.mark.parametrize("old", [None, np.linspace(-2, 0, 8, dtype=np.float32)])
-def test_forward_backward_round_trip(old: np.ndarray | None) -> None:
-    weights, advantages, rollout = (np.random.default_rng(i).random(8, np.float32) for i in range(3))
-    batch = Batch(TREE, weights, advantages, rollout, old)
-    key, loss = StepKey("a3f0", 5, 1, "actor"), LossSettings("ppo_clip", 0.2, 0.28, 0.7)
+def random_batch(kind: str) -> Batch:
+    weights, *others = (np.random.default_rng(i).random(8, np.float32) for i in range(5))
+    samples = np.array([-1, -1, 0, 0, 0, 1, 1, 2], np.int32)
+    batches: dict[str, Batch] = {
+        "on_policy": PolicyBatch(TREE, samples, weights, others[0], others[1], None, None),
+        "off_policy": PolicyBatch(TREE, samples, weights, *others),
+        "value": ValueBatch(TREE, weights, others[0], others[1]),
+        "supervised": SupervisedBatch(TREE, weights),
+    }
+    return batches[kind]
+
+
+@pytest.mark.parametrize("kind", ["on_policy", "off_policy", "value", "supervised"])
+def test_forward_backward_round_trip(kind: str) -> None:
+    batch, key = random_batch(kind), StepKey("a3f0", 5, 1, "actor")
     chunks = [
         trainer_pb2.ForwardBackwardRequest.FromString(chunk.SerializeToString())
-        for chunk in codec.encode_forward_backward(key, loss, batch)
+        for chunk in codec.encode_forward_backward(key, batch)
     ]
     assert codec.decode_step_key(chunks[0].key) == key
-    assert codec.decode_loss(chunks[0].loss) == loss
     back = codec.decode_forward_backward(chunks)
-    np.testing.assert_array_equal(back.loss_weights, weights)
-    np.testing.assert_array_equal(back.advantages, advantages)
-    np.testing.assert_array_equal(back.rollout_logprobs, rollout)
-    if old is None:
-        assert back.old_logprobs is None
-    else:
-        assert back.old_logprobs is not None
-        np.testing.assert_array_equal(back.old_logprobs, old)
+    assert type(back) is type(batch)
+    for name, array in vars(batch).items():
+        if name == "segments":
+            np.testing.assert_array_equal(back.segments.parents, TREE.parents)
+        elif array is None:
+            assert vars(back)[name] is None
+        else:
+            np.testing.assert_array_equal(vars(back)[name], array)
+            assert vars(back)[name].dtype == array.dtype
 
 
 def test_small_types_round_trip() -> None:

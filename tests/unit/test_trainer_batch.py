@@ -13,8 +13,9 @@ from services.trainer.batch import (
     karmarkar_karp,
     plan_microbatches,
     select,
+    take,
 )
-from services.wire.types import Batch, Segments
+from services.wire.types import Batch, PolicyBatch, Segments, SupervisedBatch, ValueBatch
 
 
 def make_segments(token_ids: list[list[int]], parents: list[int], groups: list[int]) -> Segments:
@@ -131,14 +132,78 @@ def test_bad_segments_are_refused_with_what_is_wrong() -> None:
         check_segments(make_segments([[1], [2]], [-1, 1], [0, 0]), vocab_size=64, max_length=6)
 
 
-def test_bad_batches_are_refused_with_what_is_wrong() -> None:
-    row = make_segments([[1, 2, 3]], [-1], [0])
-    zeros = np.zeros(3, np.float32)
-    weights = np.array([0, 1, 1], np.float32)
-    check_batch(Batch(row, weights, zeros, zeros, None))
-    with pytest.raises(UserError, match=r"3 tokens, but per-token arrays of lengths \[2, 3, 3\]"):
-        check_batch(Batch(row, weights[:2], zeros, zeros, None))
-    with pytest.raises(UserError, match="NaN"):
-        check_batch(Batch(row, weights, zeros * np.nan, zeros, None))
-    with pytest.raises(UserError, match="first token of a root"):
-        check_batch(Batch(row, weights[::-1], zeros, zeros, None))
+def policy_batch(segments: Segments, loss_weights: list[float], samples: list[int]) -> PolicyBatch:
+    """Advantages, rollout and old logprobs say which token they belong to."""
+    numbers = np.arange(len(loss_weights), dtype=np.float32)
+    return PolicyBatch(
+        segments,
+        samples=np.array(samples, np.int32),
+        loss_weights=np.array(loss_weights, np.float32),
+        advantages=numbers,
+        rollout_logprobs=-numbers,
+        old_logprobs=-2 * numbers,
+        ref_logprobs=None,
+    )
+
+
+def test_take_keeps_all_that_a_batch_says_about_its_tokens() -> None:
+    # row 1 alone: tokens 8 to 10
+    batch = policy_batch(TREE, [0, 0, *[1] * 6, 0, 1, 1], [-1, -1, *[0] * 5, 1, -1, 2, 2])
+    part = take(batch, select(TREE, np.array([5])))
+    assert part.samples.tolist() == [-1, 2, 2]
+    assert part.loss_weights.tolist() == [0, 1, 1]
+    assert part.advantages.tolist() == [8, 9, 10]
+    assert part.rollout_logprobs.tolist() == [-8, -9, -10]
+    assert part.old_logprobs is not None
+    assert part.old_logprobs.tolist() == [-16, -18, -20]
+    assert part.ref_logprobs is None
+    assert part.segments.token_ids.tolist() == [30, 31, 32]
+    numbers = np.arange(11, dtype=np.float32)
+    values = take(ValueBatch(TREE, numbers, numbers + 1, numbers + 2), select(TREE, np.array([5])))
+    assert (values.values.tolist(), values.returns.tolist()) == ([9, 10, 11], [10, 11, 12])
+
+
+def test_flattened_branches_of_a_sample_stay_in_one_microbatch() -> None:
+    # Flat: paths of sample 0 (5 and 6 tokens), of sample 1 (3), of sample 2 (3). Budget 6 would cut sample 0.
+    flat, _ = flatten_trees(TREE)
+    samples = np.array([-1, -1, *[0] * 5, 1, 2, 2, 2], np.int32)[flat.source]
+    plan = plan_microbatches(flat.segments, 6, 1, samples)
+    assert [cut.tolist() for cut in plan[0]] == [[0, 1], [2, 3]]
+    assert [0, 1] not in [cut.tolist() for cut in plan_microbatches(flat.segments, 6, 1)[0]]
+
+
+ROW = make_segments([[1, 2, 3]], [-1], [0])
+ZEROS = np.zeros(3, np.float32)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        policy_batch(ROW, [0, 1, 1], [-1, 0, 0]),
+        ValueBatch(ROW, ZEROS, ZEROS, ZEROS),
+        SupervisedBatch(ROW, ZEROS),
+    ],
+)
+def test_good_batches_pass(batch: Batch) -> None:
+    check_batch(batch)
+
+
+TWO_TREES = make_segments([[1, 2, 3], [4, 5]], [-1, -1], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (SupervisedBatch(ROW, ZEROS[:2]), "3 tokens, but 2 loss_weights"),
+        (ValueBatch(ROW, ZEROS, ZEROS, ZEROS[:2]), "3 tokens, but 2 returns"),
+        (policy_batch(ROW, [0, 1, 1], [-1, 0]), "3 tokens, but 2 samples"),
+        (ValueBatch(ROW, ZEROS, ZEROS * np.nan, ZEROS), "values hold NaN"),
+        (SupervisedBatch(ROW, ZEROS + 1), "first token of a root"),
+        (policy_batch(ROW, [0, 1, 1], [-1, -1, 0]), "belongs to no sample"),
+        (policy_batch(ROW, [0, 1, 1], [-1, 1, 0]), "must ascend"),
+        (policy_batch(TWO_TREES, [0, 1, 1, 0, 1], [-1, 0, 0, -1, 0]), "sample 0 lie in two trees"),
+    ],
+)
+def test_bad_batches_are_refused_with_what_is_wrong(batch: Batch, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_batch(batch)

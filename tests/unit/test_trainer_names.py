@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from services.runtime.model_spec import ModelSpec, read_spec
+from services.runtime.model_spec import ModelSpec, read_spec, with_value_head
 from services.trainer.names import Piece, pieces, shapes
 
 SPEC = ModelSpec(
@@ -21,6 +21,7 @@ SPEC = ModelSpec(
     rope_theta=10000.0,
     norm_eps=1e-6,
     max_positions=64,
+    head="language",
     tied=False,
     qkv_bias=True,
     qk_norm=True,
@@ -35,8 +36,20 @@ def test_shapes_are_those_of_the_file(model: str, request: pytest.FixtureRequest
     assert shapes(read_spec(folder)) == written
 
 
+def test_a_value_head_takes_the_place_of_the_output_layer() -> None:
+    tied = replace(SPEC, tied=True)
+    for spec in (SPEC, tied):
+        assert "lm_head.weight" not in shapes(with_value_head(spec))
+        assert shapes(with_value_head(spec))["score.weight"] == (1, 6)
+    assert shapes(SPEC).keys() - shapes(with_value_head(SPEC)).keys() == {"lm_head.weight"}
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, tied=True, qkv_bias=False)], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "spec",
+    [SPEC, replace(SPEC, tied=True, qkv_bias=False), with_value_head(SPEC)],
+    ids=["untied", "tied", "value"],
+)
 def test_ranks_cover_every_element_once(spec: ModelSpec, size: int) -> None:
     count = {name: np.zeros(shape, int).reshape(shape[0], -1) for name, shape in shapes(spec).items()}
     for rank in range(size):
@@ -46,7 +59,8 @@ def test_ranks_cover_every_element_once(spec: ModelSpec, size: int) -> None:
                 columns = slice(piece.column, piece.column + piece.columns)
                 count[piece.tensor][rows, columns] += 1
     for name, counted in count.items():
-        copies = size if "norm" in name else 1  # every tensor-parallel rank holds the norms whole
+        # every tensor-parallel rank holds the norms and a value head whole
+        copies = size if "norm" in name or name == "score.weight" else 1
         assert (counted == copies).all(), name
 
 

@@ -44,6 +44,7 @@ def test_reads_what_the_config_says(tiny_qwen3: Path) -> None:
         "rope_theta": 10000.0,
         "norm_eps": 1e-6,
         "max_positions": 512,
+        "head": "language",
         "tied": False,
         "qkv_bias": False,
         "qk_norm": True,
@@ -76,6 +77,24 @@ def test_refuses_what_it_cannot_build(folder: Path, changes: dict[str, Any], mes
         read_spec(folder)
 
 
+def test_reads_a_value_model_where_one_is_expected(folder: Path) -> None:
+    value_model = {"architectures": ["Qwen3ForSequenceClassification"], "tie_word_embeddings": True}
+    change_config(folder, **value_model, id2label={"0": "LABEL_0"})
+    with pytest.raises(UserError, match=r"Classification'\], expected one of .*'Qwen3ForCausalLM'"):
+        read_spec(folder)
+    spec = read_spec(folder, ("language", "value"))
+    assert (spec.head, spec.tied) == ("value", False)
+    for labels in ({"0": "bad", "1": "good"}, {}):
+        change_config(folder, id2label=labels)
+        with pytest.raises(UserError, match=f"num_labels is {len(labels)}, expected 1"):
+            read_spec(folder, ("value",))
+
+
+def test_a_reward_model_is_no_policy(tiny_qwen3: Path) -> None:
+    with pytest.raises(UserError, match=r"'Qwen3ForCausalLM'\], expected one of .*SequenceClassification"):
+        read_spec(tiny_qwen3, ("value",))
+
+
 def test_refuses_a_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is no model folder: no config\.json"):
         read_spec(tmp_path)
@@ -89,8 +108,10 @@ def test_refuses_a_config_that_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_refuses_a_tensor_size_that_does_not_divide(tiny_qwen3: Path) -> None:
-    with pytest.raises(UserError, match=r"tensor = 4 does not divide the model's num_key_value_heads = 2"):
-        check_tensor_parallel(read_spec(tiny_qwen3), 4)
+    with pytest.raises(
+        UserError, match=r"critic\.parallel\.tensor = 4 does not divide .*num_key_value_heads = 2"
+    ):
+        check_tensor_parallel(read_spec(tiny_qwen3), 4, "critic")
 
 
 def test_refuses_a_folder_without_weights(folder: Path) -> None:
