@@ -24,25 +24,26 @@ def alone() -> Iterator[dist.ProcessGroup]:
 #   k2: 0.6931^2 / 2 = 0.2402
 #   k3: 1/2 + 0.6931 - 1 = 0.1931 and 2 - 0.6931 - 1 = 0.3069
 # x = -5 and 30: k3 would be e^5 - 6 = 142 and, x at most 20, e^-20 + 19: both 10
+# x = -1000: e^1000 is no number of 64 bits, and no gradient may come from it
 LOG2 = math.log(2)
 BY_HAND = {
-    "k1": [LOG2, -LOG2, -5, 30],
-    "abs": [LOG2, LOG2, 5, 30],
-    "k2": [LOG2**2 / 2, LOG2**2 / 2, 12.5, 450],
-    "k3": [LOG2 - 0.5, 1 - LOG2, 10, 10],
+    "k1": [LOG2, -LOG2, -5, 30, -1000],
+    "abs": [LOG2, LOG2, 5, 30, 1000],
+    "k2": [LOG2**2 / 2, LOG2**2 / 2, 12.5, 450, 500_000],
+    "k3": [LOG2 - 0.5, 1 - LOG2, 10, 10, 10],
 }
 # of x: 1, the sign, x, and 1 - e^-x where k3 is within its bounds
 GRADIENTS = {
-    "k1": [1, 1, 1, 1],
-    "abs": [1, -1, -1, 1],
-    "k2": [LOG2, -LOG2, -5, 30],
-    "k3": [0.5, -1, 0, 0],
+    "k1": [1, 1, 1, 1, 1],
+    "abs": [1, -1, -1, 1, -1],
+    "k2": [LOG2, -LOG2, -5, 30, -1000],
+    "k3": [0.5, -1, 0, 0, 0],
 }
 
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "k1+", "k3+"])
 def test_estimators_by_hand(estimator: str) -> None:
-    reference = torch.tensor([0.25, 0.5, math.exp(-3), math.exp(-40)], dtype=torch.float64).log()
+    reference = torch.tensor([0.25, 0.5, 0.1, 1e-20, 0.1], dtype=torch.float64).log()
     x = torch.tensor(BY_HAND["k1"], dtype=torch.float64)
     logprobs = (reference + x).requires_grad_()
     kl = kl_penalty(logprobs, reference, estimator)
