@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -20,15 +21,19 @@ from transformers import AutoModelForCausalLM
 
 from services.cli.arithmetic import build_arithmetic
 from services.config.schema import OptimizerConfig
+from services.runtime.model_spec import read_spec
 from services.trainer import cpu_compat
 from services.trainer.attention import SHARES_PREFIX
+from services.trainer.forward import Forward
+from services.trainer.loss import ppo_clip
 from services.trainer.model import build, initialize_parallel
+from services.trainer.objective import PolicyObjective, PolicySettings
 from services.trainer.step import Learner
-from services.wire.types import Batch, LossSettings, Segments, StepKey
+from services.wire.types import PolicyBatch, Segments, StepKey
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, MAX_NEW_TOKENS = 16, 8, 6, 8
 FIRST_TOKEN, VOCAB_SIZE = 3, 64  # below: special tokens
-PPO = LossSettings("ppo_clip", clip_low=0.2, clip_high=0.2, temperature=1.0)
+CLIP = 0.2
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
 
 
@@ -99,7 +104,7 @@ def plain_loop(folder: Path) -> Callable[[Work], None]:
         logprobs_NT = torch.log_softmax(logits_NTV, -1).gather(-1, ids_NT[:, 1:, None])[..., 0]
         ratio_NT = (logprobs_NT - logprobs_NT.detach()).exp()
         advantages_N1 = torch.from_numpy(work.advantages_N).float()[:, None]
-        clipped_NT = ratio_NT.clamp(1 - PPO.clip_low, 1 + PPO.clip_high)
+        clipped_NT = ratio_NT.clamp(1 - CLIP, 1 + CLIP)
         loss_NT = torch.maximum(-advantages_N1 * ratio_NT, -advantages_N1 * clipped_NT)
         loss = (loss_NT * is_response_NT[:, 1:]).sum() / work.num_response_tokens
         loss.backward()  # type: ignore[no-untyped-call]
@@ -125,23 +130,27 @@ def pad(work: Work) -> tuple[Tensor, Tensor, Tensor]:
 
 def learner(folder: Path, attention: str) -> Callable[[Work], None]:
     with cpu_compat.apply():
-        trainer = Learner(build(folder), OPTIMIZER, max_tokens=8192, shares_prefix=SHARES_PREFIX[attention])
+        model = build(folder, read_spec(folder))
+        forward = Forward(model, max_tokens=8192, shares_prefix=SHARES_PREFIX[attention], temperature=1.0)
+        objective = PolicyObjective(forward, PolicySettings(partial(ppo_clip, clip_low=CLIP, clip_high=CLIP)))
+        trainer = Learner("actor", forward, {PolicyBatch: objective}, OPTIMIZER)
     steps = iter(range(1_000_000))
 
     def update(work: Work) -> None:
         key = StepKey("benchmark", next(steps), 0, "actor")
-        trainer.forward_backward(key, to_batch(work), PPO)
+        trainer.forward_backward(key, to_batch(work))
         trainer.optim_step(key, OPTIMIZER.learning_rate)
 
     return update
 
 
-def to_batch(work: Work) -> Batch:
+def to_batch(work: Work) -> PolicyBatch:
     """Each prompt once, then its samples."""
-    tokens, weights, advantages, parents = [], [], [], []
+    tokens, samples, weights, advantages, parents = [], [], [], [], []
     for p, prompt in enumerate(work.prompts_PT):
         own = range(p * SAMPLES, (p + 1) * SAMPLES)
         tokens += [prompt, *(work.responses[n] for n in own)]
+        samples += [-1, *own]
         weights += [0.0, *[1 / work.num_response_tokens] * SAMPLES]
         advantages += [0.0, *work.advantages_N[own.start : own.stop]]
         parents += [-1, *[p * (SAMPLES + 1)] * SAMPLES]
@@ -153,12 +162,14 @@ def to_batch(work: Work) -> Batch:
         np.repeat(np.arange(PROMPTS, dtype=np.int32), SAMPLES + 1),
     )
     zeros_T = np.zeros(sum(lengths), np.float32)
-    return Batch(
+    return PolicyBatch(
         segments,
-        np.repeat(np.array(weights, np.float32), lengths),
-        np.repeat(np.array(advantages, np.float32), lengths),
-        zeros_T,
-        None,
+        samples=np.repeat(np.array(samples, np.int32), lengths),
+        loss_weights=np.repeat(np.array(weights, np.float32), lengths),
+        advantages=np.repeat(np.array(advantages, np.float32), lengths),
+        rollout_logprobs=zeros_T,
+        old_logprobs=None,
+        ref_logprobs=None,
     )
 
 
