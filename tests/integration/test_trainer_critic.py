@@ -1,0 +1,213 @@
+"""Value models against transformers: values, updates, checkpoints, folders. One launch per layout."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.config.schema import OptimizerConfig
+from services.runtime.errors import UserError
+from services.trainer.checkpoint import load, save
+from services.trainer.hf import export_hf
+from services.trainer.model import initialize_parallel
+from services.trainer.shards import boxes_of
+from services.trainer.step import Learner
+from services.wire.types import StepKey, ValueBatch
+from tests.conftest import write_tokenizer
+from tests.learners import critic_learner
+from tests.ranks import run_ranks
+from tests.trees import Tree, draw_tree
+
+ADAMW = OptimizerConfig(learning_rate=1e-3, weight_decay=0.5, max_grad_norm=0.5)
+CLIP = 0.2
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Reference:
+    batches: list[ValueBatch]
+    metrics: list[dict[str, float]]
+    first_values: np.ndarray  # [T] of the first batch before any step
+    last_values: np.ndarray  # [T] of the first batch after all steps
+
+
+@pytest.fixture(scope="module")
+def value_folder(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny_qwen2 with other weights, and a value head."""
+    from transformers import AutoModelForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("value")
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_qwen2, num_labels=1, dtype=torch.float32)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def classifier(folder: Path) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+
+
+def token_values(model: Any, tree: Tree) -> Tensor:
+    """[T] the score head after each token, from padded rows."""
+    hidden = model.model(input_ids=tree.ids_RL, attention_mask=tree.mask_RL).last_hidden_state
+    return model.score(hidden)[tree.row_T, tree.column_T, 0]  # type: ignore[no-any-return]
+
+
+def reference_loop(folder: Path) -> Reference:
+    """Padded batches, torch.optim.AdamW, the clipped value loss: nothing of the trainer."""
+    model = classifier(folder)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=ADAMW.learning_rate, weight_decay=ADAMW.weight_decay, betas=(0.9, 0.999)
+    )
+    trees = [draw_tree(seed) for seed in range(STEPS)]
+    first_values = token_values(model, trees[0]).detach().numpy()
+    batches, reported = [], []
+    for step, tree in enumerate(trees):
+        rng = np.random.default_rng(step)
+        trained = torch.from_numpy(tree.trained)
+        before = torch.from_numpy(tree.segments.predecessors)[trained]
+        values = token_values(model, tree)[before]  # of the state before each trained token
+        old = values.detach() + torch.from_numpy(rng.normal(0, 0.3, len(trained))).float()
+        returns = torch.from_numpy(rng.normal(size=len(trained))).float()
+        weights = torch.from_numpy(rng.uniform(0.01, 0.05, len(trained))).float()
+        free = (values - returns) ** 2
+        clipped = (torch.minimum(torch.maximum(values, old - CLIP), old + CLIP) - returns) ** 2
+        loss = (weights * 0.5 * torch.maximum(free, clipped)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), ADAMW.max_grad_norm))
+        optimizer.step()
+        batches.append(ValueBatch(tree.segments, *(spread(tree, x) for x in (weights, old, returns))))
+        reported.append(
+            {
+                "critic/vf_loss": loss.item(),
+                "critic/vf_clipfrac": (clipped > free).float().mean().item(),
+                "critic/vpred_mean": values.mean().item(),
+                "critic/num_tokens": len(trained),
+                "critic/grad_norm": norm,
+                "critic/lr": ADAMW.learning_rate,
+                "critic/skipped_step": 0,
+            }
+        )
+    return Reference(batches, reported, first_values, token_values(model, trees[0]).detach().numpy())
+
+
+def spread(tree: Tree, values_N: Tensor) -> np.ndarray:
+    """[T] the trained tokens' values, 0 elsewhere."""
+    values_T = np.zeros(len(tree.samples), np.float32)
+    values_T[tree.trained] = values_N.numpy()
+    return values_T
+
+
+def update(learner: Learner, step: int, batch: ValueBatch) -> dict[str, float]:
+    key = StepKey("a3f0", step, 0, "critic")
+    return learner.forward_backward(key, batch) | learner.optim_step(key, ADAMW.learning_rate)
+
+
+def check_layout(
+    value_folder: Path, policy_folder: Path, other: Path, target: Path, reference: Reference, tensor: int
+) -> None:
+    initialize_parallel(tensor, data=1)
+    learner = critic_learner(value_folder, ADAMW, CLIP)
+    segments = reference.batches[0].segments
+    np.testing.assert_allclose(learner.forward.compute_values(segments), reference.first_values, atol=1e-5)
+    check_cuts(value_folder, reference.batches[0])
+    for step, batch in enumerate(reference.batches):
+        got, expected = update(learner, step, batch), reference.metrics[step]
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            tolerance = {"rtol": 1e-4} if name == "critic/grad_norm" else {"rtol": 0, "atol": 1e-5}
+            np.testing.assert_allclose(got[name], value, **tolerance, err_msg=f"step {step}: {name}")
+    np.testing.assert_allclose(learner.forward.compute_values(segments), reference.last_values, atol=1e-4)
+    check_checkpoint(learner, policy_folder, target / "checkpoint", reference)
+    check_export(learner, target / "export")
+    check_loading(value_folder, policy_folder, other, learner)
+
+
+def check_cuts(folder: Path, batch: ValueBatch) -> None:
+    """Values and gradients do not depend on how the batch is cut."""
+    found = []
+    for max_tokens, shares_prefix in ((100_000, True), (20, True), (30, False)):
+        learner = critic_learner(folder, ADAMW, CLIP, max_tokens, shares_prefix)
+        loss = learner.forward_backward(StepKey("a3f0", 0, 0, "critic"), batch)["critic/vf_loss"]
+        gradient = torch.cat([p.main_grad.flatten() for p in learner.replicas.parameters()])
+        found.append((loss, gradient, learner.forward.compute_values(batch.segments)))
+    for loss, gradient, values in found[1:]:
+        np.testing.assert_allclose(loss, found[0][0], atol=1e-5)
+        torch.testing.assert_close(gradient, found[0][1], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(values, found[0][2], atol=1e-5)
+
+
+def check_checkpoint(learner: Learner, policy_folder: Path, path: Path, reference: Reference) -> None:
+    """The head included: a new critic whose head says 0 goes on exactly where the saved one does."""
+    save(learner, path)
+    resumed = critic_learner(policy_folder, ADAMW, CLIP)
+    segments = reference.batches[0].segments
+    assert not resumed.forward.compute_values(segments).any()
+    load(resumed, path)
+    for (name, got), expected in zip(
+        resumed.model.network.named_parameters(), learner.model.network.parameters(), strict=True
+    ):
+        assert torch.equal(got, expected), name
+    then = [update(each, STEPS, reference.batches[1]) for each in (learner, resumed)]
+    assert then[0] == then[1]
+    np.testing.assert_array_equal(*(each.forward.compute_values(segments) for each in (learner, resumed)))
+
+
+def check_export(learner: Learner, target: Path) -> None:
+    """transformers reads bit-equal weights; its own logit is the value after the last token."""
+    model = learner.model
+    export_hf(model.network, model.spec, model.folder, target)
+    dist.barrier()
+    theirs = classifier(target)
+    weights = theirs.state_dict()
+    compared = set()
+    for name, box, memory in boxes_of(model.network, model.spec):
+        rows, columns = (
+            slice(box[at], box[at] + box[n]) for at, n in (("row", "rows"), ("column", "columns"))
+        )
+        assert torch.equal(memory, weights[name].view(len(weights[name]), -1)[rows, columns]), name
+        compared.add(name)
+    assert compared == weights.keys()
+
+    tree = draw_tree(7)
+    values = learner.forward.compute_values(tree.segments)
+    last_tokens = tree.segments.offsets[1:][tree.segments.parents >= 0] - 1
+    with torch.no_grad():
+        logits = theirs(input_ids=tree.ids_RL, attention_mask=tree.mask_RL).logits[:, 0]
+    np.testing.assert_allclose(values[last_tokens], logits, atol=1e-5)
+
+
+def check_loading(value_folder: Path, policy_folder: Path, other: Path, trained: Learner) -> None:
+    """A critic takes a policy's weights and keeps its head, until its first update."""
+    critic = critic_learner(value_folder, ADAMW, CLIP)
+    head = critic.model.network.output_layer.weight.detach().clone()
+    assert head.any()
+    critic.load_hf(policy_folder)
+    assert torch.equal(critic.model.network.output_layer.weight, head)
+    expected = critic_learner(policy_folder, ADAMW, CLIP).model.network
+    for (name, got), want in zip(critic.model.network.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(got, want) or name == "output_layer.weight", name
+    with pytest.raises(UserError, match="holds another model than the one that it is loaded into: its qkv"):
+        critic.load_hf(other)
+    with pytest.raises(UserError, match="the critic has made 4 updates"):
+        trained.load_hf(policy_folder)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_critic_equals_a_plain_loop(
+    value_folder: Path, tiny_qwen2: Path, tiny_qwen3: Path, tmp_path: Path, tensor: int
+) -> None:
+    reference = reference_loop(value_folder)
+    run_ranks(check_layout, tensor, value_folder, tiny_qwen2, tiny_qwen3, tmp_path, reference, tensor)
