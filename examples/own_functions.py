@@ -40,7 +40,9 @@ def above_median(trajectories: Trajectories, *, limit: float = 1.0) -> Estimate:
 
 
 def asymmetric(tokens: PolicyTokens, *, negative: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A ratio, with `negative` times the weight where A < 0."""
-    ratio_N = (tokens.logprobs_N - tokens.old_logprobs_N).exp()
+    """-A ratio, with `negative` times the weight where A < 0. What stands beside it becomes metrics."""
+    log_ratio_N = tokens.logprobs_N - tokens.old_logprobs_N
+    ratio_N = log_ratio_N.exp()
     weight_N = 1 - (1 - negative) * (tokens.advantages_N < 0).float()
-    return -weight_N * tokens.advantages_N * ratio_N, {"actor/ratio": ratio_N}
+    loss_N = -weight_N * tokens.advantages_N * ratio_N
+    return loss_N, {"actor/ratio": ratio_N, "actor/ppo_kl": -log_ratio_N}
