@@ -106,12 +106,14 @@ def export_hf(model: torch.nn.Module, spec: ModelSpec, source: Path, target: Pat
     """
     if parallel_state.get_data_parallel_rank() > 0:
         return 0
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):  # on all ranks that gather
+        raise UserError(f"{target} is not empty: choose a new folder for the exported model")
     writes = parallel_state.get_tensor_model_parallel_rank() == 0
     dtype = next(model.parameters()).dtype
     files = _files(spec, dtype.itemsize)
     gathered = _gather(model, spec)
     if writes:
-        _start_folder(target)
+        target.mkdir(parents=True, exist_ok=True)
     for file, names in files.items():
         tensors = {name: tensor for name, tensor in (next(gathered) for _ in names) if tensor is not None}
         if writes:
@@ -135,12 +137,6 @@ def export_hf(model: torch.nn.Module, spec: ModelSpec, source: Path, target: Pat
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # one label
     (target / "config.json").write_text(json.dumps(config, indent=2))
     return num_bytes
-
-
-def _start_folder(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is not empty: choose a new folder for the exported model")
-    target.mkdir(parents=True, exist_ok=True)
 
 
 def _files(spec: ModelSpec, itemsize: int) -> dict[str, list[str]]:

@@ -124,7 +124,7 @@ class PolicyObjective:
         self._policy, self._settings, self._reference = policy, settings, reference
 
     def terms(self, key: StepKey, batch: PolicyBatch) -> Iterator[Terms]:
-        self._policy.check_temperature()
+        self._check(batch)
         chosen_T = self._choose(key, batch)
         for part, source in self._policy.microbatches(batch):
             if len(trained := np.flatnonzero(part.loss_weights)):
@@ -135,6 +135,16 @@ class PolicyObjective:
         none = torch.zeros(0, dtype=torch.int64, device=self._policy.device)
         tokens = PolicyTokens(logprobs, old, advantages, sample_N=none, chosen_N=none.bool())
         return self._of(_Trained(tokens, entropy, kl, rollout, weights))
+
+    def _check(self, batch: PolicyBatch) -> None:
+        """Before the first micro-batch, so that ranks which have none raise, too."""
+        self._policy.check_temperature()
+        kl = self._settings.kl
+        if kl is not None and kl.estimator != "full" and batch.ref_logprobs is None:
+            raise UserError(
+                f"the loss has a KL penalty ({kl.estimator}), but the batch no reference logprobs: "
+                "send ref_logprobs"
+            )
 
     def _choose(self, key: StepKey, batch: PolicyBatch) -> Bool:
         """[T] the tokens that the loss acts on, the same however the batch is cut."""
@@ -175,11 +185,7 @@ class PolicyObjective:
         if kl is None:
             return torch.zeros_like(logprobs_N)
         if kl.estimator != "full":
-            if part.ref_logprobs is None:
-                raise UserError(
-                    f"the loss has a KL penalty ({kl.estimator}), but the batch no reference logprobs: "
-                    "send ref_logprobs"
-                )
+            assert part.ref_logprobs is not None
             return kl_penalty(logprobs_N, policy.tensor(part.ref_logprobs[trained]), kl.estimator)
         assert reference is not None, "the full KL is computed beside the reference"
         with torch.no_grad():
@@ -196,6 +202,12 @@ class PolicyObjective:
     def _of(self, trained: _Trained) -> Terms:
         settings, tokens = self._settings, trained.tokens
         policy_N, values = settings.loss(tokens)
+        for name, value in {"its loss": policy_N, **values}.items():
+            if value.shape != trained.weights_N.shape:  # found in `nothing`, before anything is accumulated
+                raise UserError(
+                    f"algorithm.loss: {name} has shape {tuple(value.shape)}, expected one number per token: "
+                    "return what each token contributes, without mean or sum"
+                )
         loss_N = policy_N
         losses = {"actor/pg_loss": policy_N}
         if settings.entropy_coef:

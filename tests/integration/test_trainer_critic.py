@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.config.schema import OptimizerConfig
+from services.config.schema import OptimizerConfig, RunConfig
 from services.runtime.errors import UserError
 from services.trainer.checkpoint import load, save
 from services.trainer.hf import export_hf
 from services.trainer.model import initialize_parallel
+from services.trainer.roles import build_roles
 from services.trainer.shards import boxes_of
 from services.trainer.step import Learner
 from services.wire.types import StepKey, ValueBatch
@@ -166,7 +167,7 @@ def check_checkpoint(learner: Learner, policy_folder: Path, path: Path, referenc
 
 
 def check_export(learner: Learner, target: Path) -> None:
-    """transformers reads bit-equal weights; its own logit is the value after the last token."""
+    """transformers reads bit-equal weights."""
     model = learner.model
     export_hf(model.network, model.spec, model.folder, target)
     dist.barrier()
@@ -180,13 +181,6 @@ def check_export(learner: Learner, target: Path) -> None:
         assert torch.equal(memory, weights[name].view(len(weights[name]), -1)[rows, columns]), name
         compared.add(name)
     assert compared == weights.keys()
-
-    tree = draw_tree(7)
-    values = learner.forward.compute_values(tree.segments)
-    last_tokens = tree.segments.offsets[1:][tree.segments.parents >= 0] - 1
-    with torch.no_grad():
-        logits = theirs(input_ids=tree.ids_RL, attention_mask=tree.mask_RL).logits[:, 0]
-    np.testing.assert_allclose(values[last_tokens], logits, atol=1e-5)
 
 
 def check_loading(value_folder: Path, policy_folder: Path, other: Path, trained: Learner) -> None:
@@ -203,6 +197,32 @@ def check_loading(value_folder: Path, policy_folder: Path, other: Path, trained:
         critic.load_hf(other)
     with pytest.raises(UserError, match="the critic has made 4 updates"):
         trained.load_hf(policy_folder)
+
+
+def check_scorer(folder: Path, policy_folder: Path) -> None:
+    """A reward model only answers: transformers' own logits at the last tokens, and no gradient buffers."""
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "toy", "steps": 1},
+            "model": {"path": policy_folder},
+            "data": {"train": [{"path": "unused.jsonl"}]},
+            "reward_model": {"path": folder, "max_tokens_per_microbatch": 40},
+        }
+    )
+    roles = build_roles(config, "reward_model")
+    assert roles.learner is None
+    assert not any(p.requires_grad for p in roles.forwards["reward_model"].model.network.parameters())
+    tree = draw_tree(7)
+    values = roles.forwards["reward_model"].compute_values(tree.segments)
+    last_tokens = tree.segments.offsets[1:][tree.segments.parents >= 0] - 1
+    with torch.no_grad():
+        logits = classifier(folder)(input_ids=tree.ids_RL, attention_mask=tree.mask_RL).logits[:, 0]
+    assert logits.std() > 0.1
+    np.testing.assert_allclose(values[last_tokens], logits, atol=1e-5)
+
+
+def test_a_reward_model_scores_as_transformers_does(value_folder: Path, tiny_qwen2: Path) -> None:
+    run_ranks(check_scorer, 1, value_folder, tiny_qwen2)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

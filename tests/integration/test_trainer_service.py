@@ -139,9 +139,12 @@ async def drive(address: str, folder: Path) -> list[float]:
         info = await client.info()
         assert info.vocab_size == 64
         assert len(info.shards) == info.world_size
+        assert info.roles == ("actor", "reference")
 
         segments = batch(0).segments
         before = await client.compute_logprobs(segments)
+        reference = TrainerClient(address, Caller(fence=1), timeout_s=60, role="reference")
+        np.testing.assert_array_equal(await reference.compute_logprobs(segments), before)
         first, again = await asyncio.gather(
             client.forward_backward(key(0), batch(0)), client.forward_backward(key(0), batch(0))
         )
@@ -151,6 +154,9 @@ async def drive(address: str, folder: Path) -> list[float]:
         assert await client.optim_step(key(0), 1e-2) == stepped
         after = await client.compute_logprobs(segments)
         assert np.abs(after - before).max() > 1e-3
+        np.testing.assert_array_equal(await reference.compute_logprobs(segments), before)
+        with pytest.raises(UserError, match="the reference is not trained"):
+            await reference.save_checkpoint(folder / "reference")
         with pytest.raises(LostStateError, match="no gradient"):
             await client.optim_step(key(5), 1e-2)
 
@@ -168,10 +174,16 @@ async def drive(address: str, folder: Path) -> list[float]:
         wrong.segments.token_ids[3] = 64
         with pytest.raises(UserError, match="outside the model's vocabulary"):
             await client.forward_backward(key(6), wrong)
-        with pytest.raises(UserError, match="holds actor, not 'critic'"):
+        with pytest.raises(UserError, match="holds actor and reference, not 'critic'"):
             await TrainerClient(address, Caller(fence=1), role="critic").info()
 
         await client.export_hf(folder / "export")
+        with pytest.raises(UserError, match="is not empty"):
+            await client.export_hf(folder / "export")
+        await reference.load_hf(folder / "export")
+        exported = await client.compute_logprobs(segments)
+        np.testing.assert_array_equal(await reference.compute_logprobs(segments), exported)
+        await reference.close()
         await client.load_checkpoint(saved)  # of the state after three updates
         return (await client.compute_logprobs(segments)).tolist()
     finally:
@@ -198,7 +210,8 @@ def logprobs_by_transformers(model_folder: Path, segments: Segments, temperature
 
 @pytest.mark.parametrize(("tensor", "data"), [(1, 1), (1, 2)])
 def test_a_fleet_serves_every_call(tmp_path: Path, tiny_qwen2: Path, tensor: int, data: int) -> None:
-    with fleet(tmp_path, tiny_qwen2, tensor, data) as running:
+    tables = {"algorithm": {"kl": {"where": "reward"}}, "reference": {"placement": "colocated"}}
+    with fleet(tmp_path, tiny_qwen2, tensor, data, **tables) as running:
         logprobs = asyncio.run(drive(running.address, tmp_path))
         expected = logprobs_by_transformers(tmp_path / "export", batch(0).segments, TEMPERATURE)
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
