@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_for_the_user(error: Exception) -> bool:
     """Whether the message says all; anything else is a defect and deserves its traceback."""
-    from services.config.load import ConfigError  # here, since `--help` and `doctor` do without
+    from services.config.errors import ConfigError  # here, since `--help` and `doctor` do without
     from services.runtime.errors import AtollError
 
     return isinstance(error, ConfigError | AtollError)

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from services.config import functions
-from services.config.errors import ConfigError as ConfigError
+from services.config.errors import ConfigError
 from services.config.schema import RunConfig
 
 Tree = dict[str, typing.Any]

@@ -6,7 +6,8 @@ import logging
 import sys
 from pathlib import Path
 
-from services.config.load import ConfigError, access_token, read_resolved
+from services.config.errors import ConfigError
+from services.config.load import access_token, read_resolved
 from services.config.schema import RunConfig
 from services.coordinator.assembly import Assembly
 from services.coordinator.control import Control, State

@@ -18,7 +18,8 @@ from typing import Final, Protocol
 
 import grpc.aio
 
-from services.config.load import ConfigError, access_token, read_resolved
+from services.config.errors import ConfigError
+from services.config.load import access_token, read_resolved
 from services.config.schema import Role, RunConfig
 from services.runtime.clients import Caller, CoordinatorClient
 from services.runtime.errors import AtollError, ReplacedError, UnauthenticatedError, UserError

@@ -2,7 +2,8 @@
 
 import sys
 
-from services.config.load import ConfigError, read_resolved, trainer_rank
+from services.config.errors import ConfigError
+from services.config.load import read_resolved, trainer_rank
 from services.runtime.errors import UserError
 from services.runtime.process import announce, parse_arguments, run_service
 from services.runtime.telemetry import configure_logging

@@ -168,9 +168,10 @@ async def test_a_grader_that_hangs_does_not_hold_up_the_end(grader: GraderConfig
 
 
 async def test_graders_that_cannot_be_loaded_stop_the_start(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="unknown grader 'exact'; expected exact_match"):
-        RewardService([GraderConfig(name="exact")], timeout_s=1.0)
-    (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
+    (tmp_path / "fails.py").write_text("import absent_module\ndef f(item): return 1.0\n")
+    with pytest.raises(UserError, match=r"fails\.py cannot be imported: ModuleNotFoundError"):
+        RewardService([GraderConfig(name=f"{tmp_path / 'fails.py'}:f")], timeout_s=1.0)
+    (tmp_path / "dies.py").write_text("import os\nos._exit(3)\ndef f(item): return 1.0\n")
     with pytest.raises(UserError, match=r"the process died while loading them \(exit code 3\)"):
         RewardService([GraderConfig(name=f"{tmp_path / 'dies.py'}:f")], timeout_s=1.0)
     assert graders_of_this_test() == []
@@ -230,7 +231,7 @@ def test_the_process_says_which_grader_it_lacks(tmp_path: Path) -> None:
         log.decode()
         .strip()
         .endswith(
-            "reward-0: reward.graders: unknown grader 'exact'; "
-            "expected exact_match, gsm8k, gsm8k_format or file.py:function"
+            "reward.graders = 'exact': no such function; did you mean exact_match? "
+            "Known: exact_match, gsm8k, gsm8k_format, overlong, length_cost, or file.py:function of your own"
         )
     )

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.config.load import ConfigError, load, read_resolved, write_resolved
+from services.config.errors import ConfigError
+from services.config.load import load, read_resolved, write_resolved
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
