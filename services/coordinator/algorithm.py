@@ -94,12 +94,12 @@ class Algorithm:
             scores_N, rewards_R = self._scores(groups, layout, answers)
             metrics |= extent("critic/score", scores_N)
             rewards = self._rewards(groups, layout, scores_N, rewards_R, old_R, answers, metrics)
-            estimate = self._advantage(rewards)
+            estimate = self._estimate(rewards)
             metrics |= critic_metrics("critic", rewards.values_T, estimate.returns_T)
             advantages_R, learned = estimate.advantages_T, [_learned("critic", rewards, estimate)]
             if self._config.constraint:
                 costs = self._costs(groups, layout, answers, rewards)
-                cost_estimate = self._advantage(costs)
+                cost_estimate = self._estimate(costs)
                 metrics |= critic_metrics("cost_critic", costs.values_T, cost_estimate.returns_T)
                 learned.append(_learned("cost_critic", costs, cost_estimate))
                 multiplier = self._constrain(float(costs.scores_N.mean()), metrics)
@@ -152,9 +152,7 @@ class Algorithm:
             return layout.pick(layout.rollout_logprobs_T)
         return None if answers.actor is None else layout.pick(answers.actor)
 
-    def _scores(
-        self, groups: Sequence[Group], layout: Layout, answers: _Answers
-    ) -> tuple[Float64, Float64]:
+    def _scores(self, groups: Sequence[Group], layout: Layout, answers: _Answers) -> tuple[Float64, Float64]:
         """[N] and [R] the graders' rewards, and the reward model's at the last token."""
         scores_N = np.array([sample.score for group in groups for sample in group.samples])
         if answers.rewards is None:
@@ -198,6 +196,21 @@ class Algorithm:
             values_T=_before(layout, answers.values),
             baselines_N=_baselines(groups),
         )
+
+    def _estimate(self, trajectories: Trajectories) -> Estimate:
+        """Raises AtollError where the estimator fails: the user's own may do anything."""
+        expected = trajectories.rewards_T.shape
+        try:
+            estimate = self._advantage(trajectories)
+            shapes = estimate.advantages_T.shape, estimate.returns_T.shape
+            if shapes != (expected, expected):
+                raise ValueError(f"advantages and returns have shapes {shapes}, expected {expected} twice")
+        except Exception as error:
+            raise AtollError(
+                f"algorithm.advantage = {self._config.advantage.name!r} failed: {type(error).__name__}: "
+                f"{error}; mend it, then continue with --resume"
+            ) from error
+        return estimate
 
     def _costs(
         self, groups: Sequence[Group], layout: Layout, answers: _Answers, rewards: Trajectories

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -249,6 +250,21 @@ def test_corrections_weigh_advantages_or_leave_tokens_out(
     np.testing.assert_allclose(batch.loss_weights[TRAINED], weights, rtol=1e-6)
     assert prepared.metrics["rollout_corr/is_weight_max"] == pytest.approx(np.exp(0.5))
     np.testing.assert_array_equal(batch.old_logprobs, np.float32(actor.answer))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        ("return t.scores_N", "AttributeError: 'numpy.ndarray' object has no attribute 'advantages_T'"),
+        ("return Estimate(t.scores_N, t.scores_N)", r"ValueError: .*\(4,\), \(4,\)\), expected \(6,\) twice"),
+        ("raise RuntimeError('no')", "RuntimeError: no"),
+    ],
+)
+def test_an_advantage_of_ones_own_that_fails_is_named(tmp_path: Path, body: str, cause: str) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(f"from services.coordinator.advantage import Estimate\ndef mine(t):\n    {body}\n")
+    with pytest.raises(AtollError, match=rf"own.py:mine' failed: {cause}"):
+        prepare({"actor": Model([])}, algorithm={"advantage": f"{file}:mine"})
 
 
 def test_reweighting_weighs_the_loss_of_whole_samples() -> None:
