@@ -61,7 +61,13 @@ def load(learner: Learner, path: Path) -> None:
     """Restores what `save` wrote, on any layout; every rank calls it. Raises UserError where it cannot."""
     if not (path / "metadata.json").exists():
         raise UserError(f"{path} is no checkpoint of a trainer: it has no metadata.json")
-    num_updates = dist_checkpointing.load_common_state_dict(str(path))["num_updates"]
+    common, head = dist_checkpointing.load_common_state_dict(str(path)), learner.model.spec.head
+    num_updates = common["num_updates"]
+    if common["head"] != head:  # Megatron would cut an output layer to the size of a value head
+        raise UserError(
+            f"{path} is of a model with a {common['head']} head, expected a {head} head: "
+            "load the checkpoint of this model's own role"
+        )
     try:
         state = dist_checkpointing.load(_state(learner, num_updates, is_loading=True), str(path))
     except (CheckpointingException, CheckpointException) as error:
@@ -80,7 +86,7 @@ def load(learner: Learner, path: Path) -> None:
 def _state(learner: Learner, num_updates: int, is_loading: bool) -> dict[str, Any]:
     """What Megatron saves or loads; the optimizer has no state before the first update."""
     model = learner.model.network.sharded_state_dict()
-    state = {"model": model, "num_updates": num_updates}
+    state = {"model": model, "num_updates": num_updates, "head": learner.model.spec.head}
     if num_updates:
         state["optimizer"] = learner.optimizer.sharded_state_dict(model, is_loading=is_loading)
     return state

@@ -20,7 +20,7 @@ from services.trainer.shards import boxes_of
 from services.trainer.step import Learner
 from services.wire.types import StepKey, ValueBatch
 from tests.conftest import write_tokenizer
-from tests.learners import critic_learner
+from tests.learners import critic_learner, policy_forward, policy_learner
 from tests.ranks import run_ranks
 from tests.trees import Tree, draw_tree
 
@@ -132,6 +132,7 @@ def check_layout(
             np.testing.assert_allclose(got[name], value, **tolerance, err_msg=f"step {step}: {name}")
     np.testing.assert_allclose(learner.forward.compute_values(segments), reference.last_values, atol=1e-4)
     check_checkpoint(learner, policy_folder, target / "checkpoint", reference)
+    check_foreign_checkpoint(learner, policy_folder, target / "policy")
     check_export(learner, target / "export")
     check_loading(value_folder, policy_folder, other, learner)
 
@@ -164,6 +165,12 @@ def check_checkpoint(learner: Learner, policy_folder: Path, path: Path, referenc
     then = [update(each, STEPS, reference.batches[1]) for each in (learner, resumed)]
     assert then[0] == then[1]
     np.testing.assert_array_equal(*(each.forward.compute_values(segments) for each in (learner, resumed)))
+
+
+def check_foreign_checkpoint(learner: Learner, policy_folder: Path, path: Path) -> None:
+    save(policy_learner(policy_forward(policy_folder), ADAMW), path)
+    with pytest.raises(UserError, match="of a model with a language head, expected a value head"):
+        load(learner, path)
 
 
 def check_export(learner: Learner, target: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from services.config.schema import KLConfig, OptimizerConfig, RunConfig
 from services.runtime.errors import UserError
 from services.trainer.forward import Forward
-from services.trainer.loss import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov, ppo_clip
+from services.trainer.loss import PolicyTokens, choose_clip_cov, choose_kl_cov, clip_cov, kl_cov, ppo_clip
 from services.trainer.names import pieces
 from services.trainer.objective import PolicySettings
 from services.trainer.roles import build_roles
