@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -137,6 +138,57 @@ def test_a_killed_trainer_ends_the_run_and_resuming_gives_the_same_losses(
         launch(broken, kill_trainer, resume=False)
     assert launch(broken, watch, resume=True)
     assert curve(broken) == curve(whole)
+
+
+@pytest.mark.long
+def test_actor_critic_and_what_the_algorithm_carries_resume_together(make: Make) -> None:
+    recipe: dict[str, dict[str, Any]] = {
+        "critic": {"optimizer": {"learning_rate": 1e-3}},
+        "algorithm": {
+            "advantage": {"name": "gae", "lam": 0.95},
+            "num_minibatches": 2,
+            "kl": {"where": "reward", "estimator": "k1", "target": 0.01, "horizon": 100},
+        },
+    }
+    names = ("critic/vf_loss", "critic/values/mean", "actor/pg_loss", "actor/kl_coef", "critic/rewards/mean")
+    whole, broken = make("whole-ppo", **recipe), make("broken-ppo", **recipe)
+    assert launch(whole, watch, resume=False)
+
+    async def kill_critic(client: CoordinatorClient) -> None:
+        await step_reached(client, 4)
+        kill("critic-0")
+        await asyncio.Event().wait()
+
+    with pytest.raises(AtollError, match=r"(?s)critic-0.*SIGKILL.*critic-0\.log"):
+        launch(broken, kill_critic, resume=False)
+    assert launch(broken, watch, resume=True)
+    curves = [[[row[name] for name in names] for row in rows(config)[1:]] for config in (whole, broken)]
+    assert curves[0] == curves[1]
+    assert len({coef for *_, coef, _ in curves[0]}) == 6  # it adapts at every step
+    assert len({tuple(row) for row in curves[0]}) == 6
+
+
+def test_a_run_that_diverges_pauses_with_the_reason_and_keeps_its_last_good_checkpoint(make: Make) -> None:
+    config = make("diverged", guards={"min_entropy": 100.0, "action": "pause"})
+    reasons: list[str] = []
+
+    async def stop_when_paused(client: CoordinatorClient) -> None:
+        status = await client.status()
+        while status.state != "paused":
+            status = await client.status(status.revision)
+        reasons.append(status.error)
+        await client.stop_run()
+        await asyncio.Event().wait()
+
+    with pytest.raises(AtollError, match=r"guards\.min_entropy = 100\.0"):
+        launch(config, stop_when_paused, resume=False)
+    first = config.folder / "checkpoints" / "step-000000"
+    assert re.fullmatch(
+        r"step 1: actor/entropy is [\d.]+, below guards\.min_entropy = 100\.0; "
+        rf"the last good checkpoint: step 0 in {first}",
+        reasons[0],
+    )
+    assert list(first.parent.iterdir()) == [first]
 
 
 def test_the_dumps_of_a_run_train_the_same_model_again(make: Make, whole: RunConfig) -> None:
