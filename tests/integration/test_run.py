@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -168,6 +169,48 @@ def test_actor_critic_and_what_the_algorithm_carries_resume_together(make: Make)
     assert len({tuple(row) for row in curves[0]}) == 6
 
 
+@pytest.fixture(scope="session")
+def scorer(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with one label, over the policy's tokenizer."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("scorer") / "model"
+    shutil.copytree(assets / "model", folder)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(assets / "model", num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.long
+def test_neural_models_give_what_transformers_says_of_whole_samples(
+    make: Make, assets: Path, scorer: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    config = make(
+        "scored",
+        run={"steps": 2},
+        reward_model={"path": scorer, "weight": 0.5},
+        cost_model={"path": scorer},
+        algorithm={"advantage": "rloo", "constraint": {"limit": 100.0}},
+    )
+    assert launch(config, watch, resume=False)
+    model = AutoModelForSequenceClassification.from_pretrained(scorer).eval()
+    for row, groups in zip(rows(config)[1:], dumps(config), strict=True):
+        scores = [
+            model(torch.tensor([[*group.prompt.token_ids, *sample.nodes[0].token_ids]])).logits.item()
+            for group in groups
+            for sample in group.samples
+        ]
+        graded = row["reward/exact_match/mean"]
+        assert row["critic/score/mean"] == pytest.approx(graded + 0.5 * sum(scores) / 16, abs=1e-5)
+        assert row["cost/mean"] == pytest.approx(sum(scores) / 16, abs=1e-5)
+
+
 def test_a_run_that_diverges_pauses_with_the_reason_and_keeps_its_last_good_checkpoint(make: Make) -> None:
     config = make("diverged", guards={"min_entropy": 100.0, "action": "pause"})
     reasons: list[str] = []
@@ -184,7 +227,7 @@ def test_a_run_that_diverges_pauses_with_the_reason_and_keeps_its_last_good_chec
         launch(config, stop_when_paused, resume=False)
     first = config.folder / "checkpoints" / "step-000000"
     assert re.fullmatch(
-        r"step 1: actor/entropy is [\d.]+, below guards\.min_entropy = 100\.0; "
+        r"step 1: actor/entropy is [\d.]+, which guards\.min_entropy = 100\.0 does not allow; "
         rf"the last good checkpoint: step 0 in {first}",
         reasons[0],
     )

@@ -1,15 +1,18 @@
 """A batch's way from scored groups to what each model trains on, with models that answer known numbers."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.config.schema import RunConfig
 from services.coordinator.algorithm import Algorithm, AlgorithmState, Prepared
+from services.coordinator.experience import lay_out
 from services.runtime.errors import AtollError
 from services.runtime.telemetry import StepTimer
 from services.wire.types import (
@@ -272,3 +275,54 @@ def test_reweighting_weighs_the_loss_of_whole_samples() -> None:
     # scores 1, 0, 0, 1: preferences 0.4, 0.1, 0.1, 0.4, divided by their mean 0.25
     per_token = np.array([1.6, 1.6, 0.4, 0.4, 1.6, 1.6])
     np.testing.assert_allclose(policy(prepared).loss_weights[TRAINED], per_token / per_token.sum(), rtol=1e-6)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[Group], list[Group]]:
+    """Groups, and the same with masked tokens (a template's, a tool's) anywhere within their samples."""
+    plain, padded = [], []
+    for number in range(draw(st.integers(1, 3))):
+        both: tuple[list[Sample], list[Sample]] = ([], [])
+        for index in range(2):
+            ids = draw(st.lists(st.integers(3, 9), max_size=4))
+            whole = sample(number, index, ids, draw(st.sampled_from([0.0, 0.5, 1.0])), 0.0)
+            both[0].append(whole)
+            mask = [True] * len(ids)
+            for at in draw(st.lists(st.integers(0, len(ids)), max_size=3)):
+                ids, mask = [*ids[:at], 2, *ids[at:]], [*mask[:at], False, *mask[at:]]
+            node = replace(
+                whole.nodes[0],
+                token_ids=np.array(ids, np.int32),
+                loss_mask=np.array(mask, np.bool_),
+                logprobs=np.where(mask, -1, 0).astype(np.float32),
+            )
+            both[1].append(replace(whole, nodes=(node,)))
+        plain.append(group(number, *both[0]))
+        padded.append(group(number, *both[1]))
+    return plain, padded
+
+
+@given(batches(), st.sampled_from(["gae", "vapo", "grpo", "rloo", "opo", "reinforce_pp", "gdpo"]))
+@settings(max_examples=60, deadline=None)
+def test_masked_tokens_change_nothing(pair: tuple[list[Group], list[Group]], advantage: str) -> None:
+    trained = []
+    for groups in pair:
+        layout = lay_out(groups)
+        # a value depends on how many trained tokens of its sample came before, not on where it stands
+        starts = np.cumsum(layout.lengths) - layout.lengths
+        before = np.cumsum(layout.loss_mask_T) - starts[layout.sample_T]
+        values = np.where(layout.sample_T >= 0, 0.1 * before, 0.0)
+        critic = {"critic": Model(values.tolist())} if advantage in ("gae", "vapo") else {}
+        prepared, _ = prepare(
+            {"actor": Model([]), **critic},
+            groups,
+            algorithm={"advantage": advantage, "aggregation": "seq_mean_token_mean"},
+            critic={},
+        )
+        (value,) = prepared.batches.get("critic", (None,))
+        arrays = [policy(prepared).advantages, policy(prepared).loss_weights]
+        arrays += [value.values, value.returns] if isinstance(value, ValueBatch) else []
+        trained.append([array[layout.loss_mask_T] for array in arrays])
+        assert not policy(prepared).loss_weights[~layout.loss_mask_T].any()
+    for plain, padded in zip(*trained, strict=True):
+        np.testing.assert_allclose(padded, plain, rtol=1e-6, atol=1e-6)
