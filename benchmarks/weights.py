@@ -180,7 +180,7 @@ class _Trainer:
         self._catalog = catalog
 
     async def info(self) -> TrainerInfo:
-        return TrainerInfo("", 1, 1, 1, 0, 0, "", (self._catalog,))
+        return TrainerInfo("", 1, 1, 1, 0, 0, "", (self._catalog,), ("actor",))
 
     async def publish_weights(self, *arguments: object) -> Published:
         return cast(Published, await self._worker("publish", *arguments))
