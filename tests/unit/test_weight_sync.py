@@ -32,7 +32,7 @@ class Trainer:
         return model
 
     async def info(self) -> TrainerInfo:
-        return TrainerInfo("", 2, 2, 1, 0, 0, "", tuple(catalogs(self.shards)))
+        return TrainerInfo("", 2, 2, 1, 0, 0, "", tuple(catalogs(self.shards)), ("actor",))
 
     async def publish_weights(
         self, version: Version, dtype: str, plan_ids: Sequence[str], new_plans: Sequence[Plan], part: int
