@@ -87,21 +87,19 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "warm" / "warm"
 
 
-@pytest.mark.parametrize(
-    ("recipe", "steps"), [("grpo", 80), ("ppo", 90), ("rloo", 90), ("reinforce_pp", 80), ("dapo", 80)]
-)
-def test_a_recipe_raises_the_reward_by_a_fifth(warm: Path, recipe: str, steps: int) -> None:
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "rloo", "reinforce_pp", "dapo"])
+def test_a_recipe_raises_the_reward_by_a_fifth(warm: Path, recipe: str) -> None:
     folder = warm.parents[2]
     settings = {
         "model.path": warm,
         "warmup": "{}",
-        "run.steps": steps,
+        "run.steps": 90,
         "run.target_reward": 2.0,  # never reached
     }
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     atoll(folder, "run", ROOT / "examples" / f"{recipe}.toml", *overrides)
-    summary, (_, *rows) = results(folder / "runs" / recipe)
+    _, (_, *rows) = results(folder / "runs" / recipe)
     rewards = "reward/exact_match/mean"
-    assert summary["steps"] == steps
-    assert 0.15 <= mean(rows[:10], rewards) <= 0.35  # the same warm start for all
+    assert len(rows) == 90
+    assert 0.15 <= mean(rows[:10], rewards) <= 0.4  # the same warm start for all
     assert mean(rows[-10:], rewards) - mean(rows[:10], rewards) >= 0.2
