@@ -26,7 +26,10 @@ class Renderer:
 
     def __init__(self, model_path: Path) -> None:
         """Raises UserError where the folder is no model, or its tokenizer does not match the model."""
-        model = _read_json(model_path / "config.json", "the folder of a Hugging Face model has one")
+        model = _read_json(
+            model_path / "config.json",
+            "the folder of a Hugging Face model has one; `atoll data` makes the examples' models",
+        )
         settings = _read_json(model_path / "tokenizer_config.json", "copy it from the original model")
         self._tokenizer = _load_tokenizer(model_path)
         self.digest = tokenizer_digest(model_path)
