@@ -35,7 +35,7 @@ COLUMNS = 4  # of the picture
 class Curve:
     recipe: str
     scores: tuple[float, ...]  # mean of each step's batch
-    validation: tuple[tuple[int, float], ...]  # step, share of right answers to other sums
+    validation: tuple[tuple[int, float], ...]  # step, mean score of answers to other sums
     seconds: float
 
 
@@ -100,11 +100,12 @@ def read(recipe: str) -> Curve:
 
 def table(curves: list[Curve]) -> str:
     lines = [
-        f"![Share of right answers to held-out sums, by step and recipe]({PICTURE.name})",
+        f"![Mean score of answers to held-out sums, by step and recipe]({PICTURE.name})",
         "",
-        f"Score: mean of the first and of the last {WINDOW} steps' batches. Held out: share of right "
-        "answers, decoded greedily, to 256 sums that are not trained on, before and after; this is what the "
-        "picture shows. A filter and a penalty change what a batch scores, so recipes compare by the latter.",
+        f"Score: mean of the first and of the last {WINDOW} steps' batches. Held out: mean score of greedily "
+        "decoded answers to 256 sums that are not trained on, before and after; this is what the picture "
+        "shows. A right answer scores 1, with `own_functions` a close one something, too. A filter changes "
+        "what a batch scores, so recipes compare by the held-out score.",
         "",
         "| recipe | score, first | last | held out, before | after | steps | seconds |",
         "|---|---|---|---|---|---|---|",
@@ -147,7 +148,7 @@ def draw(curves: list[Curve]) -> None:
         panel.grid(alpha=0.3)
         panel.tick_params(labelsize=7)
     figure.supxlabel("step", fontsize=9)
-    figure.supylabel("right answers to held-out sums", fontsize=9)
+    figure.supylabel("mean score of answers to held-out sums", fontsize=9)
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
