@@ -31,11 +31,9 @@ def recipe(name: str, *roles: str, **expected: object) -> Recipe:
     return Recipe(name, frozenset(roles), **expected)  # type: ignore[arg-type]
 
 
-FAST = [
-    recipe("ppo", "critic", "reference", kl="reward", whitened=True),
-    recipe("own_functions", scores=(0.0, 1.2), filtered=True),
-]
+FAST = [recipe("ppo", "critic", "reference", kl="reward", whitened=True)]
 LONG = [
+    recipe("own_functions", scores=(0.0, 1.2), filtered=True),
     recipe("grpo", "reference", kl="loss"),
     recipe("dr_grpo"),
     recipe("dapo", scores=(-0.5, 1.0), filtered=True, warmup_steps=150),
