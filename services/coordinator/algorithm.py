@@ -20,13 +20,14 @@ from services.coordinator.advantage import ADVANTAGES, Estimate, Estimator, Floa
 from services.coordinator.constraint import combined, updated
 from services.coordinator.correction import correct
 from services.coordinator.experience import Layout, lay_out, loss_weights, split
+from services.coordinator.groups import component_of
 from services.coordinator.kl import adapted, kl_penalty
 from services.coordinator.metrics import critic_metrics, extent
 from services.coordinator.reweight import REWEIGHTS
 from services.runtime.clients import TrainerClient
-from services.runtime.errors import AtollError, UserError
+from services.runtime.errors import AtollError
 from services.runtime.telemetry import StepTimer
-from services.wire.types import Batch, Bool, Float32, Group, PolicyBatch, Sample, Segments, ValueBatch
+from services.wire.types import Batch, Bool, Float32, Group, PolicyBatch, Segments, ValueBatch
 
 Models = Mapping[str, TrainerClient]  # by role
 Question = Callable[[TrainerClient], Awaitable[Float32]]
@@ -337,18 +338,8 @@ def _at_the_last(layout: Layout, values_T: Float32, role: str) -> Float64:
 
 
 def _component(groups: Sequence[Group], grader: str) -> Float64:
-    """[N] what a grader gave, before its weight. Raises UserError where a sample lacks it."""
-
-    def of(sample: Sample) -> float:
-        try:
-            return sum(reward.components[grader] for reward in sample.rewards)
-        except KeyError:
-            raise UserError(
-                f"sample {sample.id} has no reward of the grader {grader!r}, only of "
-                f"{sorted(sample.rewards[0].components)}: replay a dump with the graders that made it"
-            ) from None
-
-    return np.array([of(sample) for group in groups for sample in group.samples], np.float64)
+    """[N] what a grader gave, before its weight."""
+    return np.array([component_of(sample, grader) for group in groups for sample in group.samples])
 
 
 def _baselines(groups: Sequence[Group]) -> Float64 | None:

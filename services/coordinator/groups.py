@@ -7,7 +7,7 @@ import numpy as np
 
 from services.config.functions import load
 from services.config.schema import FilterConfig
-from services.runtime.errors import AtollError
+from services.runtime.errors import AtollError, UserError
 from services.wire.types import (
     Graded,
     Group,
@@ -136,19 +136,23 @@ def scores_differ(group: Group, *, component: str = "") -> bool:
     """Keeps groups whose samples do not all score the same: equal scores give no gradient.
 
     `component` compares this grader's own value instead of the score, as DAPO judges accuracy without the
-    penalty on length (https://arxiv.org/abs/2503.14476, section 3.2). Raises ValueError for one that the
+    penalty on length (https://arxiv.org/abs/2503.14476, section 3.2). Raises UserError for one that the
     samples do not have.
     """
     if not component:
         return len({sample.score for sample in group.samples}) > 1
-    return len({_component(sample, component) for sample in group.samples}) > 1
+    return len({component_of(sample, component) for sample in group.samples}) > 1
 
 
-def _component(sample: Sample, name: str) -> float:
-    there = {component for reward in sample.rewards for component in reward.components}
-    if name not in there:
-        raise ValueError(f"component {name!r}: sample {sample.id} has {', '.join(sorted(there)) or 'none'}")
-    return sum(reward.components.get(name, 0.0) for reward in sample.rewards)
+def component_of(sample: Sample, grader: str) -> float:
+    """What a grader gave over all turns, before its weight. Raises UserError where the sample lacks it."""
+    there = {name for reward in sample.rewards for name in reward.components}
+    if grader not in there:
+        raise UserError(
+            f"sample {sample.id} has no component {grader!r}, only {', '.join(sorted(there)) or 'none'}: "
+            "name one of reward.graders; a dump is replayed with those that made it"
+        )
+    return sum(reward.components.get(grader, 0.0) for reward in sample.rewards)
 
 
 FILTERS: Mapping[str, Callable[..., bool]] = {
