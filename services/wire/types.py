@@ -12,6 +12,8 @@ version 3 in one turn, so its tree is one node:
            rewards=(TurnReward(0, 1.0, {"exact_match": 1.0}),), provenance=...)
 
 Letters in shapes: T tokens, S segments.
+
+long because every noun that crosses a service boundary stands here, once.
 """
 
 from collections.abc import Mapping
