@@ -260,6 +260,17 @@ def _updates_stay_on_policy_without_a_ratio(config: "RunConfig") -> str | None:
     return None
 
 
+def _samples_are_fresh_without_a_ratio(config: "RunConfig") -> str | None:
+    algorithm, staleness = config.algorithm, config.coordinator.max_staleness
+    if algorithm.loss.name in WITHOUT_RATIO and staleness and algorithm.correction is None:
+        return (
+            f'algorithm.loss = "{algorithm.loss.name}" has no ratio to the policy that generated, which may '
+            f"be coordinator.max_staleness = {staleness} versions old: add an [algorithm.correction], or set "
+            'it to 0, or take "ppo_clip"'
+        )
+    return None
+
+
 def _entropy_guard_leaves_room(config: "RunConfig") -> str | None:
     low, high = config.guards.min_entropy, config.guards.max_entropy
     if low is not None and high is not None and low >= high:
@@ -310,6 +321,7 @@ RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
     _correction_has_an_interval,
     _sequence_losses_are_averaged_by_sequence,
     _updates_stay_on_policy_without_a_ratio,
+    _samples_are_fresh_without_a_ratio,
     _entropy_guard_leaves_room,
     _warmup_has_rows,
     _warmup_target_is_measured,

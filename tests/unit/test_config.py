@@ -130,6 +130,10 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         (["algorithm.loss=gmpo"], '"gmpo" is defined as a mean over sequences'),
         (["algorithm.loss=sapo"], '"sapo" is defined as a mean over sequences'),
         (
+            ["algorithm.loss=reinforce", "coordinator.max_staleness=2"],
+            "which may be coordinator.max_staleness = 2 versions old: add an [algorithm.correction]",
+        ),
+        (
             ["algorithm.loss=reinforce", "algorithm.num_minibatches=2", "algorithm.num_epochs=2"],
             "after the first of a step's 4 updates it would be biased",
         ),
@@ -159,6 +163,7 @@ def test_a_combination_that_makes_no_sense_is_refused(toy: Path, overrides: list
         ["algorithm.correction={method='mask', low=0.5}"],
         ["algorithm.constraint={}", f"cost_model={SCORER}"],
         ["algorithm.loss=gspo", "algorithm.aggregation=seq_mean_token_mean"],
+        ["algorithm.loss=reinforce", "coordinator.max_staleness=2", "algorithm.correction={}"],
     ],
 )
 def test_a_combination_that_makes_sense_is_not(toy: Path, overrides: list[str]) -> None:
