@@ -123,7 +123,9 @@ def test_scores_differ_by_score_or_by_one_component() -> None:
 
 
 def test_an_unknown_component_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="sample toy/0/7/0 has no component 'accuracy', only gsm8k, overlong"):
+    with pytest.raises(
+        ValueError, match="sample toy/0/7/0 has no component 'accuracy', only gsm8k, overlong"
+    ):
         scores_differ(scored((1, 0), (0, 0)), component="accuracy")
 
 
