@@ -234,6 +234,7 @@ def test_a_run_that_diverges_pauses_with_the_reason_and_keeps_its_last_good_chec
     assert list(first.parent.iterdir()) == [first]
 
 
+@pytest.mark.long
 def test_the_dumps_of_a_run_train_the_same_model_again(make: Make, whole: RunConfig) -> None:
     replay = make("replay", run={"mode": "train_only"}, data={"replay": whole.folder / "dumps"})
     assert launch(replay, watch, resume=False)
@@ -254,6 +255,7 @@ def test_a_killed_replica_costs_no_sample(make: Make) -> None:
     assert "rollout-1" in (config.folder / "logs" / "coordinator.log").read_text()
 
 
+@pytest.mark.long
 def test_a_replica_that_breaks_again_and_again_ends_the_run(make: Make, diverged_qwen2: Path) -> None:
     config = make(
         "broken-replica",
@@ -268,6 +270,7 @@ def test_a_replica_that_breaks_again_and_again_ends_the_run(make: Make, diverged
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
+@pytest.mark.long
 def test_asynchronous_with_partial_rollouts_keeps_the_bound_and_the_best_checkpoint(
     make: Make, assets: Path
 ) -> None:
