@@ -31,9 +31,14 @@ class Layout:
         return len(self.group_N)
 
     @cached_property
+    def trained_samples(self) -> Int32:
+        """[R] number of each loss-masked token's sample."""
+        return self.sample_T[self.loss_mask_T]
+
+    @cached_property
     def lengths(self) -> Int64:
         """[N] loss-masked tokens of each sample."""
-        return np.bincount(self.sample_T[self.loss_mask_T], minlength=self.num_samples)
+        return np.bincount(self.trained_samples, minlength=self.num_samples)
 
     def pick(self, values_T: Float32) -> Float64:
         """[R]"""
@@ -47,7 +52,7 @@ class Layout:
 
     def sums(self, values_R: Float64) -> Float64:
         """[N] over the tokens of each sample."""
-        sums_N = np.bincount(self.sample_T[self.loss_mask_T], values_R, minlength=self.num_samples)
+        sums_N = np.bincount(self.trained_samples, values_R, minlength=self.num_samples)
         return sums_N.astype(np.float64, copy=False)
 
     def at_the_end(self, values_N: Float64) -> Float64:

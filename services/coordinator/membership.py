@@ -89,8 +89,11 @@ class Membership:
                 return replica
             case "actor" | "critic" | "cost_critic" | "reference" | "reward_model" | "cost_model":
                 model = TrainerClient(entry.address, self._caller, self._timeout_s, entry.role)
-                for role in (await model.info()).roles:
-                    self.models[role] = TrainerClient(entry.address, self._caller, self._timeout_s, role)
+                for role in (await model.info()).roles:  # one, or the actor with its reference
+                    if role == entry.role:
+                        self.models[role] = model
+                    else:
+                        self.models[role] = TrainerClient(entry.address, self._caller, self._timeout_s, role)
                 return model
             case role:
                 raise AtollError(f"no part of a run has the role {role!r}")

@@ -229,6 +229,7 @@ def check_scorer(folder: Path, policy_folder: Path) -> None:
 
 
 def test_a_reward_model_scores_as_transformers_does(value_folder: Path, tiny_qwen2: Path) -> None:
+    """The assertions are in check_scorer, which runs where the ranks are."""
     run_ranks(check_scorer, 1, value_folder, tiny_qwen2)
 
 
@@ -236,5 +237,6 @@ def test_a_reward_model_scores_as_transformers_does(value_folder: Path, tiny_qwe
 def test_a_critic_equals_a_plain_loop(
     value_folder: Path, tiny_qwen2: Path, tiny_qwen3: Path, tmp_path: Path, tensor: int
 ) -> None:
+    """The assertions are in check_layout, on every rank."""
     reference = reference_loop(value_folder)
     run_ranks(check_layout, tensor, value_folder, tiny_qwen2, tiny_qwen3, tmp_path, reference, tensor)

@@ -250,4 +250,5 @@ def reference_folder(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_loss_and_gradient_equal_autograd_on_whole_logits(
     tiny_qwen2: Path, reference_folder: Path, tensor: int, data: int
 ) -> None:
+    """The assertions are in check_layout, on every rank."""
     run_ranks(check_layout, tensor * data, tiny_qwen2, reference_folder, tensor, data)

@@ -253,6 +253,7 @@ async def drive_critic(address: str, folder: Path) -> None:
 
 
 def test_a_critic_answers_values_and_refuses_to_publish(tmp_path: Path, tiny_qwen2: Path) -> None:
+    """The assertions are in drive_critic."""
     algorithm = {"advantage": "gae"}
     with fleet(tmp_path, tiny_qwen2, 2, 1, role="critic", algorithm=algorithm) as running:
         asyncio.run(drive_critic(running.address, tmp_path))

@@ -167,6 +167,7 @@ def test_a_combination_that_makes_no_sense_is_refused(toy: Path, overrides: list
     ],
 )
 def test_a_combination_that_makes_sense_is_not(toy: Path, overrides: list[str]) -> None:
+    """`load` raises where a rule is broken."""
     load(toy, overrides)
 
 

@@ -95,6 +95,7 @@ def test_no_tokens(alone: dist.ProcessGroup) -> None:
 
 
 def test_vocabulary_split_over_two_ranks() -> None:
+    """The assertions are in _check_split_vocabulary, on both ranks."""
     run_ranks(_check_split_vocabulary, 2)
 
 
