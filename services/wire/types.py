@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,8 +87,12 @@ class FinishReason(Enum):
 
 
 class PauseMode(IntEnum):
-    WAIT = 1  # finish what runs, hold what is queued
-    IN_PLACE = 2  # stop between two tokens, keep the sequences
+    """What becomes of the sequences that run. What is queued, or comes, is held."""
+
+    WAIT = 1  # they end of themselves
+    IN_PLACE = 2  # they stop between two tokens and go on with the keys and values that they have
+    RETRACT = 3  # they go back to the queue; their keys and values are computed anew when they go on
+    ABORT = 4  # they end at once, with partial output, and so does what is queued; what comes is held
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,7 @@ class TurnReward:
     node: int
     value: float
     components: Mapping[str, float]
+    reasons: Mapping[str, str] = field(default_factory=dict)  # by component, where its grader gave one
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +167,7 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(node.token_ids) for node in self.nodes)
+        return sum([len(node.token_ids) for node in self.nodes])
 
     def versions(self) -> set[Version]:
         """The versions that produced its loss-masked tokens."""
@@ -299,10 +305,20 @@ class ScoreItem:
 
 
 @dataclass(frozen=True, slots=True)
+class Grade:
+    """What one grader says of one response. A reason is a kind, which is counted, and perhaps a detail:
+    "timeout: case 3"."""
+
+    value: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Graded:
     id: SampleId
     value: float
     components: Mapping[str, float]
+    reasons: Mapping[str, str] = field(default_factory=dict)  # by component, where its grader gave one
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +332,40 @@ class GradingError:
 
 
 Verdict = Graded | GradingError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one program in the sandbox."""
+
+    timeout_s: float = 5.0  # wall time
+    memory_bytes: int = 512 << 20  # address space
+    output_bytes: int = 1 << 20  # of stdout and stderr, each
+    disk_bytes: int = 16 << 20  # of the directory that it may write to
+
+
+class Status(Enum):
+    """How a program in the sandbox ended."""
+
+    OK = "ok"  # exit code 0
+    COMPILE_ERROR = "compile error"
+    EXCEPTION = "exception"  # not caught
+    EXIT_CODE = "exit code"  # it asked for another one than 0
+    SIGNAL = "signal"  # the kernel ended it: a crash, or a system call that is not allowed
+    TIMEOUT = "timeout"
+    OUTPUT_LIMIT = "output limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What a program in the sandbox did."""
+
+    status: Status
+    detail: str  # the exception, the code, the signal
+    stdout: bytes
+    stderr: bytes
+    wall_s: float
+    cpu_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -371,6 +421,7 @@ TRANSFER = np.dtype(
         ("target_buffer", np.int32),
         ("target_offset", np.int64),
         ("target_stride", np.int64),
+        ("round", np.int32),  # the part of the version that it belongs to
         ("stream", np.int64),
     ]
 )
@@ -378,23 +429,40 @@ TRANSFER = np.dtype(
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How the trainer's shards reach the replicas of one class (those with equal catalogs)."""
+    """How the trainer's shards reach the replicas of one class (those with equal catalogs).
+
+    A version travels in rounds. In one round a source sends to one target rank at most, and a target rank
+    hears one source at most, so whatever both have to enter together cannot deadlock.
+    """
 
     id: str  # digest of its content
     tensors: tuple[str, ...]  # canonical names
-    transfers: NDArray[np.void]  # [N] of TRANSFER, ordered by source, then stream
+    transfers: NDArray[np.void]  # [N] of TRANSFER, ordered by source, round, then stream
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The replicas of one class that receive a push together. A new epoch begins whenever one leaves, and
+    whatever belongs to an older one is void."""
+
+    epoch: int
+    num_members: int
+    member: int = 0  # which of them this replica is
 
 
 @dataclass(frozen=True, eq=False)
 class StreamManifest:
-    """What one trainer rank wrote for all replicas of one class: a run of its transfers."""
+    """What one trainer rank sends to one target rank of all replicas of a class in one round: a part of its
+    stream."""
 
     source: int  # trainer rank
-    location: str  # path by which other processes map the shared memory
-    offset: int  # byte of the memory where the rank's stream for the class begins
+    location: str  # where readers find it, in the words of the transport
+    offset: int  # byte at that location where the part begins
+    num_bytes: int  # of the part as it travels
     plan_id: str
-    first: int  # number, among the rank's transfers, of the first one written
-    checksums: UInt64  # [N] xxh3-64 of each transfer's bytes, in plan order
+    first: int  # number, among the rank's transfers, of the first one in the part
+    checksums: UInt64  # [N] of each transfer's bytes in the serving dtype, in plan order
+    delta: bool = False  # only what differs from the version before travels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -407,6 +475,14 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """What a model's part of a checkpoint took, beside its training."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceEntry:
     """A registered service; `incarnation` is new at every start."""
 
@@ -414,6 +490,33 @@ class ServiceEntry:
     name: str
     incarnation: str
     address: str
+
+
+ServerKind = Literal["reward", "tool", "env"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalServer:
+    """Someone else's server. Several of one kind and name share its load."""
+
+    kind: ServerKind
+    name: str
+    url: str
+    protocol: str  # "grpc", "http", "nemo_gym", "mcp", "openenv", "trainer"
+    options: Mapping[str, str] = field(default_factory=dict)  # of the protocol
+    auth: str = ""  # "env:VARIABLE" of the coordinator's environment: the bearer token; "": none
+    concurrency: int = 16  # calls at once
+    timeout_s: float = 60.0  # of one call
+
+    def __str__(self) -> str:
+        return f"{self.kind} server {self.name} at {self.url}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerHealth:
+    server: ExternalServer
+    well: bool
+    cause: str = ""  # why it gets no calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"services/wire/v1/coordinator.proto\x12\x08\x61toll.v1\"K\n\x07Service\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"5\n\x0fRegisterRequest\x12\"\n\x07service\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Service\" \n\rRegisterReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"6\n\x10HeartbeatRequest\x12\"\n\x07service\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Service\"\x1f\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\"7\n\x11\x44\x65registerRequest\x12\"\n\x07service\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Service\"\x11\n\x0f\x44\x65registerReply\"\x1d\n\rStatusRequest\x12\x0c\n\x04seen\x18\x01 \x01(\x03\"\x86\x02\n\x0bStatusReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x11\n\tnum_steps\x18\x04 \x01(\x03\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12#\n\x08services\x18\x07 \x03(\x0b\x32\x11.atoll.v1.Service\x12\x33\n\x07metrics\x18\x08 \x03(\x0b\x32\".atoll.v1.StatusReply.MetricsEntry\x12\x10\n\x08revision\x18\t \x01(\x03\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x11\n\x0fPauseRunRequest\"\x0f\n\rPauseRunReply\"\x12\n\x10ResumeRunRequest\"\x10\n\x0eResumeRunReply\"\x10\n\x0eStopRunRequest\"\x0e\n\x0cStopRunReply\"\x13\n\x11\x43heckpointRequest\"\x1f\n\x0f\x43heckpointReply\x12\x0c\n\x04path\x18\x01 \x01(\t2\x96\x04\n\x0b\x43oordinator\x12>\n\x08Register\x12\x19.atoll.v1.RegisterRequest\x1a\x17.atoll.v1.RegisterReply\x12\x41\n\tHeartbeat\x12\x1a.atoll.v1.HeartbeatRequest\x1a\x18.atoll.v1.HeartbeatReply\x12\x44\n\nDeregister\x12\x1b.atoll.v1.DeregisterRequest\x1a\x19.atoll.v1.DeregisterReply\x12\x38\n\x06Status\x12\x17.atoll.v1.StatusRequest\x1a\x15.atoll.v1.StatusReply\x12>\n\x08PauseRun\x12\x19.atoll.v1.PauseRunRequest\x1a\x17.atoll.v1.PauseRunReply\x12\x41\n\tResumeRun\x12\x1a.atoll.v1.ResumeRunRequest\x1a\x18.atoll.v1.ResumeRunReply\x12;\n\x07StopRun\x12\x18.atoll.v1.StopRunRequest\x1a\x16.atoll.v1.StopRunReply\x12\x44\n\nCheckpoint\x12\x1b.atoll.v1.CheckpointRequest\x1a\x19.atoll.v1.CheckpointReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"services/wire/v1/coordinator.proto\x12\x08\x61toll.v1\"K\n\x07Service\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"5\n\x0fRegisterRequest\x12\"\n\x07service\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Service\" \n\rRegisterReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"6\n\x10HeartbeatRequest\x12\"\n\x07service\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Service\"\x1f\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\"7\n\x11\x44\x65registerRequest\x12\"\n\x07service\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Service\"\x11\n\x0f\x44\x65registerReply\"\xe9\x01\n\x0e\x45xternalServer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\x10\n\x08protocol\x18\x04 \x01(\t\x12\x36\n\x07options\x18\x05 \x03(\x0b\x32%.atoll.v1.ExternalServer.OptionsEntry\x12\x0c\n\x04\x61uth\x18\x06 \x01(\t\x12\x13\n\x0b\x63oncurrency\x18\x07 \x01(\x05\x12\x11\n\ttimeout_s\x18\x08 \x01(\x01\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"U\n\x0cServerHealth\x12(\n\x06server\x18\x01 \x01(\x0b\x32\x18.atoll.v1.ExternalServer\x12\x0c\n\x04well\x18\x02 \x01(\x08\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\"<\n\x10\x41\x64\x64ServerRequest\x12(\n\x06server\x18\x01 \x01(\x0b\x32\x18.atoll.v1.ExternalServer\"%\n\x0e\x41\x64\x64ServerReply\x12\x13\n\x0b\x64\x65scription\x18\x01 \x01(\t\">\n\x13RemoveServerRequest\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\"$\n\x11RemoveServerReply\x12\x0f\n\x07removed\x18\x01 \x01(\x05\"\x1d\n\rStatusRequest\x12\x0c\n\x04seen\x18\x01 \x01(\x03\"\xaf\x02\n\x0bStatusReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x11\n\tnum_steps\x18\x04 \x01(\x03\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12#\n\x08services\x18\x07 \x03(\x0b\x32\x11.atoll.v1.Service\x12\x33\n\x07metrics\x18\x08 \x03(\x0b\x32\".atoll.v1.StatusReply.MetricsEntry\x12\x10\n\x08revision\x18\t \x01(\x03\x12\'\n\x07servers\x18\n \x03(\x0b\x32\x16.atoll.v1.ServerHealth\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x11\n\x0fPauseRunRequest\"\x0f\n\rPauseRunReply\"\x12\n\x10ResumeRunRequest\"\x10\n\x0eResumeRunReply\"\x10\n\x0eStopRunRequest\"\x0e\n\x0cStopRunReply\"\x13\n\x11\x43heckpointRequest\"\x1f\n\x0f\x43heckpointReply\x12\x0c\n\x04path\x18\x01 \x01(\t2\xa5\x05\n\x0b\x43oordinator\x12>\n\x08Register\x12\x19.atoll.v1.RegisterRequest\x1a\x17.atoll.v1.RegisterReply\x12\x41\n\tHeartbeat\x12\x1a.atoll.v1.HeartbeatRequest\x1a\x18.atoll.v1.HeartbeatReply\x12\x44\n\nDeregister\x12\x1b.atoll.v1.DeregisterRequest\x1a\x19.atoll.v1.DeregisterReply\x12\x41\n\tAddServer\x12\x1a.atoll.v1.AddServerRequest\x1a\x18.atoll.v1.AddServerReply\x12J\n\x0cRemoveServer\x12\x1d.atoll.v1.RemoveServerRequest\x1a\x1b.atoll.v1.RemoveServerReply\x12\x38\n\x06Status\x12\x17.atoll.v1.StatusRequest\x1a\x15.atoll.v1.StatusReply\x12>\n\x08PauseRun\x12\x19.atoll.v1.PauseRunRequest\x1a\x17.atoll.v1.PauseRunReply\x12\x41\n\tResumeRun\x12\x1a.atoll.v1.ResumeRunRequest\x1a\x18.atoll.v1.ResumeRunReply\x12;\n\x07StopRun\x12\x18.atoll.v1.StopRunRequest\x1a\x16.atoll.v1.StopRunReply\x12\x44\n\nCheckpoint\x12\x1b.atoll.v1.CheckpointRequest\x1a\x19.atoll.v1.CheckpointReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.wire.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_EXTERNALSERVER_OPTIONSENTRY']._loaded_options = None
+  _globals['_EXTERNALSERVER_OPTIONSENTRY']._serialized_options = b'8\001'
   _globals['_STATUSREPLY_METRICSENTRY']._loaded_options = None
   _globals['_STATUSREPLY_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_SERVICE']._serialized_start=48
@@ -47,28 +49,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DEREGISTERREQUEST']._serialized_end=358
   _globals['_DEREGISTERREPLY']._serialized_start=360
   _globals['_DEREGISTERREPLY']._serialized_end=377
-  _globals['_STATUSREQUEST']._serialized_start=379
-  _globals['_STATUSREQUEST']._serialized_end=408
-  _globals['_STATUSREPLY']._serialized_start=411
-  _globals['_STATUSREPLY']._serialized_end=673
-  _globals['_STATUSREPLY_METRICSENTRY']._serialized_start=627
-  _globals['_STATUSREPLY_METRICSENTRY']._serialized_end=673
-  _globals['_PAUSERUNREQUEST']._serialized_start=675
-  _globals['_PAUSERUNREQUEST']._serialized_end=692
-  _globals['_PAUSERUNREPLY']._serialized_start=694
-  _globals['_PAUSERUNREPLY']._serialized_end=709
-  _globals['_RESUMERUNREQUEST']._serialized_start=711
-  _globals['_RESUMERUNREQUEST']._serialized_end=729
-  _globals['_RESUMERUNREPLY']._serialized_start=731
-  _globals['_RESUMERUNREPLY']._serialized_end=747
-  _globals['_STOPRUNREQUEST']._serialized_start=749
-  _globals['_STOPRUNREQUEST']._serialized_end=765
-  _globals['_STOPRUNREPLY']._serialized_start=767
-  _globals['_STOPRUNREPLY']._serialized_end=781
-  _globals['_CHECKPOINTREQUEST']._serialized_start=783
-  _globals['_CHECKPOINTREQUEST']._serialized_end=802
-  _globals['_CHECKPOINTREPLY']._serialized_start=804
-  _globals['_CHECKPOINTREPLY']._serialized_end=835
-  _globals['_COORDINATOR']._serialized_start=838
-  _globals['_COORDINATOR']._serialized_end=1372
+  _globals['_EXTERNALSERVER']._serialized_start=380
+  _globals['_EXTERNALSERVER']._serialized_end=613
+  _globals['_EXTERNALSERVER_OPTIONSENTRY']._serialized_start=567
+  _globals['_EXTERNALSERVER_OPTIONSENTRY']._serialized_end=613
+  _globals['_SERVERHEALTH']._serialized_start=615
+  _globals['_SERVERHEALTH']._serialized_end=700
+  _globals['_ADDSERVERREQUEST']._serialized_start=702
+  _globals['_ADDSERVERREQUEST']._serialized_end=762
+  _globals['_ADDSERVERREPLY']._serialized_start=764
+  _globals['_ADDSERVERREPLY']._serialized_end=801
+  _globals['_REMOVESERVERREQUEST']._serialized_start=803
+  _globals['_REMOVESERVERREQUEST']._serialized_end=865
+  _globals['_REMOVESERVERREPLY']._serialized_start=867
+  _globals['_REMOVESERVERREPLY']._serialized_end=903
+  _globals['_STATUSREQUEST']._serialized_start=905
+  _globals['_STATUSREQUEST']._serialized_end=934
+  _globals['_STATUSREPLY']._serialized_start=937
+  _globals['_STATUSREPLY']._serialized_end=1240
+  _globals['_STATUSREPLY_METRICSENTRY']._serialized_start=1194
+  _globals['_STATUSREPLY_METRICSENTRY']._serialized_end=1240
+  _globals['_PAUSERUNREQUEST']._serialized_start=1242
+  _globals['_PAUSERUNREQUEST']._serialized_end=1259
+  _globals['_PAUSERUNREPLY']._serialized_start=1261
+  _globals['_PAUSERUNREPLY']._serialized_end=1276
+  _globals['_RESUMERUNREQUEST']._serialized_start=1278
+  _globals['_RESUMERUNREQUEST']._serialized_end=1296
+  _globals['_RESUMERUNREPLY']._serialized_start=1298
+  _globals['_RESUMERUNREPLY']._serialized_end=1314
+  _globals['_STOPRUNREQUEST']._serialized_start=1316
+  _globals['_STOPRUNREQUEST']._serialized_end=1332
+  _globals['_STOPRUNREPLY']._serialized_start=1334
+  _globals['_STOPRUNREPLY']._serialized_end=1348
+  _globals['_CHECKPOINTREQUEST']._serialized_start=1350
+  _globals['_CHECKPOINTREQUEST']._serialized_end=1369
+  _globals['_CHECKPOINTREPLY']._serialized_start=1371
+  _globals['_CHECKPOINTREPLY']._serialized_end=1402
+  _globals['_COORDINATOR']._serialized_start=1405
+  _globals['_COORDINATOR']._serialized_end=2082
 # @@protoc_insertion_point(module_scope)

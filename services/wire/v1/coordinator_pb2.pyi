@@ -165,6 +165,188 @@ class DeregisterReply(_message.Message):
 Global___DeregisterReply: _TypeAlias = DeregisterReply  # noqa: Y015
 
 @_typing.final
+class ExternalServer(_message.Message):
+    """Several servers of one kind and name share its load."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    AUTH_FIELD_NUMBER: _builtins.int
+    CONCURRENCY_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"reward", "tool", "env" """
+    name: _builtins.str
+    url: _builtins.str
+    protocol: _builtins.str
+    """"grpc", "http", "nemo_gym", "mcp", "openenv" """
+    auth: _builtins.str
+    """"env:VARIABLE" of the coordinator's environment: the bearer token; empty: none"""
+    concurrency: _builtins.int
+    """calls at once"""
+    timeout_s: _builtins.float
+    """of one call"""
+    @_builtins.property
+    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """of the protocol"""
+
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        name: _builtins.str = ...,
+        url: _builtins.str = ...,
+        protocol: _builtins.str = ...,
+        options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        auth: _builtins.str = ...,
+        concurrency: _builtins.int = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auth", b"auth", "concurrency", b"concurrency", "kind", b"kind", "name", b"name", "options", b"options", "protocol", b"protocol", "timeout_s", b"timeout_s", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExternalServer: _TypeAlias = ExternalServer  # noqa: Y015
+
+@_typing.final
+class ServerHealth(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: _builtins.int
+    WELL_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    well: _builtins.bool
+    cause: _builtins.str
+    """why it gets no calls"""
+    @_builtins.property
+    def server(self) -> Global___ExternalServer: ...
+    def __init__(
+        self,
+        *,
+        server: Global___ExternalServer | None = ...,
+        well: _builtins.bool = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["server", b"server"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "server", b"server", "well", b"well"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServerHealth: _TypeAlias = ServerHealth  # noqa: Y015
+
+@_typing.final
+class AddServerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def server(self) -> Global___ExternalServer: ...
+    def __init__(
+        self,
+        *,
+        server: Global___ExternalServer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["server", b"server"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["server", b"server"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddServerRequest: _TypeAlias = AddServerRequest  # noqa: Y015
+
+@_typing.final
+class AddServerReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    description: _builtins.str
+    """what the probe found"""
+    def __init__(
+        self,
+        *,
+        description: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddServerReply: _TypeAlias = AddServerReply  # noqa: Y015
+
+@_typing.final
+class RemoveServerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    name: _builtins.str
+    url: _builtins.str
+    """empty: all of that name"""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        name: _builtins.str = ...,
+        url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveServerRequest: _TypeAlias = RemoveServerRequest  # noqa: Y015
+
+@_typing.final
+class RemoveServerReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REMOVED_FIELD_NUMBER: _builtins.int
+    removed: _builtins.int
+    def __init__(
+        self,
+        *,
+        removed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveServerReply: _TypeAlias = RemoveServerReply  # noqa: Y015
+
+@_typing.final
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -217,6 +399,7 @@ class StatusReply(_message.Message):
     SERVICES_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     state: _builtins.str
     """"starting", "warming up", "training", "validating", "paused", "finished", "failed" """
@@ -225,13 +408,15 @@ class StatusReply(_message.Message):
     version: _builtins.int
     error: _builtins.str
     revision: _builtins.int
-    """from 1; grows with every change of state, step or services"""
+    """from 1; grows with every change of state, step, services or servers"""
     @_builtins.property
     def services(self) -> _containers.RepeatedCompositeFieldContainer[Global___Service]: ...
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """the last finished step's"""
 
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServerHealth]: ...
     def __init__(
         self,
         *,
@@ -244,10 +429,11 @@ class StatusReply(_message.Message):
         services: _abc.Iterable[Global___Service] | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         revision: _builtins.int = ...,
+        servers: _abc.Iterable[Global___ServerHealth] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "metrics", b"metrics", "num_steps", b"num_steps", "revision", b"revision", "run", b"run", "services", b"services", "state", b"state", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "metrics", b"metrics", "num_steps", b"num_steps", "revision", b"revision", "run", b"run", "servers", b"servers", "services", b"services", "state", b"state", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,6 +49,16 @@ class CoordinatorStub(object):
                 request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterRequest.SerializeToString,
                 response_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterReply.FromString,
                 _registered_method=True)
+        self.AddServer = channel.unary_unary(
+                '/atoll.v1.Coordinator/AddServer',
+                request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.AddServerRequest.SerializeToString,
+                response_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.AddServerReply.FromString,
+                _registered_method=True)
+        self.RemoveServer = channel.unary_unary(
+                '/atoll.v1.Coordinator/RemoveServer',
+                request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerRequest.SerializeToString,
+                response_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/atoll.v1.Coordinator/Status',
                 request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
@@ -93,6 +103,19 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Deregister(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddServer(self, request, context):
+        """Servers of other people: probed at once, refused where they do not answer as their protocol says.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveServer(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,6 +169,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Deregister,
                     request_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterRequest.FromString,
                     response_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterReply.SerializeToString,
+            ),
+            'AddServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddServer,
+                    request_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.AddServerRequest.FromString,
+                    response_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.AddServerReply.SerializeToString,
+            ),
+            'RemoveServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveServer,
+                    request_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerRequest.FromString,
+                    response_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -254,6 +287,60 @@ class Coordinator(object):
             '/atoll.v1.Coordinator/Deregister',
             services_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterRequest.SerializeToString,
             services_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Coordinator/AddServer',
+            services_dot_wire_dot_v1_dot_coordinator__pb2.AddServerRequest.SerializeToString,
+            services_dot_wire_dot_v1_dot_coordinator__pb2.AddServerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Coordinator/RemoveServer',
+            services_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerRequest.SerializeToString,
+            services_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,9 @@ class CoordinatorStub:
     """Services announce themselves and keep a lease; one that lapses leaves the run."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]
     Deregister: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterRequest, _coordinator_pb2.DeregisterReply]
+    AddServer: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AddServerRequest, _coordinator_pb2.AddServerReply]
+    """Servers of other people: probed at once, refused where they do not answer as their protocol says."""
+    RemoveServer: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RemoveServerRequest, _coordinator_pb2.RemoveServerReply]
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
     """Answers as soon as there is something that the caller has not seen; else shortly before the deadline."""
     PauseRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunReply]
@@ -49,6 +52,9 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Services announce themselves and keep a lease; one that lapses leaves the run."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]  # type: ignore[assignment]
     Deregister: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterRequest, _coordinator_pb2.DeregisterReply]  # type: ignore[assignment]
+    AddServer: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AddServerRequest, _coordinator_pb2.AddServerReply]  # type: ignore[assignment]
+    """Servers of other people: probed at once, refused where they do not answer as their protocol says."""
+    RemoveServer: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RemoveServerRequest, _coordinator_pb2.RemoveServerReply]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
     """Answers as soon as there is something that the caller has not seen; else shortly before the deadline."""
     PauseRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunReply]  # type: ignore[assignment]
@@ -78,6 +84,21 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.DeregisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DeregisterReply, _abc.Awaitable[_coordinator_pb2.DeregisterReply]]: ...
+
+    @_abc_1.abstractmethod
+    def AddServer(
+        self,
+        request: _coordinator_pb2.AddServerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.AddServerReply, _abc.Awaitable[_coordinator_pb2.AddServerReply]]:
+        """Servers of other people: probed at once, refused where they do not answer as their protocol says."""
+
+    @_abc_1.abstractmethod
+    def RemoveServer(
+        self,
+        request: _coordinator_pb2.RemoveServerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.RemoveServerReply, _abc.Awaitable[_coordinator_pb2.RemoveServerReply]]: ...
 
     @_abc_1.abstractmethod
     def Status(

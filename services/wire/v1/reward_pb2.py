@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dservices/wire/v1/reward.proto\x12\x08\x61toll.v1\"\xf1\x01\n\tScoreItem\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x14\n\x0cground_truth\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x17\n\x0fresponse_length\x18\x07 \x01(\x05\x12-\n\x05\x65xtra\x18\x08 \x03(\x0b\x32\x1e.atoll.v1.ScoreItem.ExtraEntry\x1a,\n\nExtraEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"2\n\x0cScoreRequest\x12\"\n\x05items\x18\x01 \x03(\x0b\x32\x13.atoll.v1.ScoreItem\"m\n\x07Verdict\x12\n\n\x02id\x18\x01 \x01(\t\x12\"\n\x06graded\x18\x02 \x01(\x0b\x32\x10.atoll.v1.GradedH\x00\x12\'\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.atoll.v1.GradingErrorH\x00\x42\t\n\x07outcome\"\x80\x01\n\x06Graded\x12\r\n\x05value\x18\x01 \x01(\x01\x12\x34\n\ncomponents\x18\x02 \x03(\x0b\x32 .atoll.v1.Graded.ComponentsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"@\n\x0cGradingError\x12\x0e\n\x06grader\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"1\n\nScoreReply\x12#\n\x08verdicts\x18\x01 \x03(\x0b\x32\x11.atoll.v1.Verdict\"\x11\n\x0f\x44\x65scribeRequest\" \n\rDescribeReply\x12\x0f\n\x07graders\x18\x01 \x03(\t2\x81\x01\n\x06Reward\x12\x37\n\x05Score\x12\x16.atoll.v1.ScoreRequest\x1a\x14.atoll.v1.ScoreReply0\x01\x12>\n\x08\x44\x65scribe\x12\x19.atoll.v1.DescribeRequest\x1a\x17.atoll.v1.DescribeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dservices/wire/v1/reward.proto\x12\x08\x61toll.v1\"\xf1\x01\n\tScoreItem\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x14\n\x0cground_truth\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x17\n\x0fresponse_length\x18\x07 \x01(\x05\x12-\n\x05\x65xtra\x18\x08 \x03(\x0b\x32\x1e.atoll.v1.ScoreItem.ExtraEntry\x1a,\n\nExtraEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"2\n\x0cScoreRequest\x12\"\n\x05items\x18\x01 \x03(\x0b\x32\x13.atoll.v1.ScoreItem\"m\n\x07Verdict\x12\n\n\x02id\x18\x01 \x01(\t\x12\"\n\x06graded\x18\x02 \x01(\x0b\x32\x10.atoll.v1.GradedH\x00\x12\'\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.atoll.v1.GradingErrorH\x00\x42\t\n\x07outcome\"\xe0\x01\n\x06Graded\x12\r\n\x05value\x18\x01 \x01(\x01\x12\x34\n\ncomponents\x18\x02 \x03(\x0b\x32 .atoll.v1.Graded.ComponentsEntry\x12.\n\x07reasons\x18\x03 \x03(\x0b\x32\x1d.atoll.v1.Graded.ReasonsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cReasonsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x0cGradingError\x12\x0e\n\x06grader\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"1\n\nScoreReply\x12#\n\x08verdicts\x18\x01 \x03(\x0b\x32\x11.atoll.v1.Verdict\"n\n\x0e\x45xecuteRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\r\n\x05stdin\x18\x02 \x01(\x0c\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x03\x12\x14\n\x0coutput_bytes\x18\x05 \x01(\x03\"m\n\x0c\x45xecuteReply\x12\x0e\n\x06status\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x0e\n\x06stdout\x18\x03 \x01(\x0c\x12\x0e\n\x06stderr\x18\x04 \x01(\x0c\x12\x0e\n\x06wall_s\x18\x05 \x01(\x01\x12\r\n\x05\x63pu_s\x18\x06 \x01(\x01\"\x11\n\x0f\x44\x65scribeRequest\"1\n\rDescribeReply\x12\x0f\n\x07graders\x18\x01 \x03(\t\x12\x0f\n\x07sandbox\x18\x02 \x01(\t\"\x0f\n\rReloadRequest\"\r\n\x0bReloadReply2\xf8\x01\n\x06Reward\x12\x37\n\x05Score\x12\x16.atoll.v1.ScoreRequest\x1a\x14.atoll.v1.ScoreReply0\x01\x12;\n\x07\x45xecute\x12\x18.atoll.v1.ExecuteRequest\x1a\x16.atoll.v1.ExecuteReply\x12>\n\x08\x44\x65scribe\x12\x19.atoll.v1.DescribeRequest\x1a\x17.atoll.v1.DescribeReply\x12\x38\n\x06Reload\x12\x17.atoll.v1.ReloadRequest\x1a\x15.atoll.v1.ReloadReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREITEM_EXTRAENTRY']._serialized_options = b'8\001'
   _globals['_GRADED_COMPONENTSENTRY']._loaded_options = None
   _globals['_GRADED_COMPONENTSENTRY']._serialized_options = b'8\001'
+  _globals['_GRADED_REASONSENTRY']._loaded_options = None
+  _globals['_GRADED_REASONSENTRY']._serialized_options = b'8\001'
   _globals['_SCOREITEM']._serialized_start=44
   _globals['_SCOREITEM']._serialized_end=285
   _globals['_SCOREITEM_EXTRAENTRY']._serialized_start=241
@@ -44,17 +46,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERDICT']._serialized_start=339
   _globals['_VERDICT']._serialized_end=448
   _globals['_GRADED']._serialized_start=451
-  _globals['_GRADED']._serialized_end=579
-  _globals['_GRADED_COMPONENTSENTRY']._serialized_start=530
-  _globals['_GRADED_COMPONENTSENTRY']._serialized_end=579
-  _globals['_GRADINGERROR']._serialized_start=581
-  _globals['_GRADINGERROR']._serialized_end=645
-  _globals['_SCOREREPLY']._serialized_start=647
-  _globals['_SCOREREPLY']._serialized_end=696
-  _globals['_DESCRIBEREQUEST']._serialized_start=698
-  _globals['_DESCRIBEREQUEST']._serialized_end=715
-  _globals['_DESCRIBEREPLY']._serialized_start=717
-  _globals['_DESCRIBEREPLY']._serialized_end=749
-  _globals['_REWARD']._serialized_start=752
-  _globals['_REWARD']._serialized_end=881
+  _globals['_GRADED']._serialized_end=675
+  _globals['_GRADED_COMPONENTSENTRY']._serialized_start=578
+  _globals['_GRADED_COMPONENTSENTRY']._serialized_end=627
+  _globals['_GRADED_REASONSENTRY']._serialized_start=629
+  _globals['_GRADED_REASONSENTRY']._serialized_end=675
+  _globals['_GRADINGERROR']._serialized_start=677
+  _globals['_GRADINGERROR']._serialized_end=741
+  _globals['_SCOREREPLY']._serialized_start=743
+  _globals['_SCOREREPLY']._serialized_end=792
+  _globals['_EXECUTEREQUEST']._serialized_start=794
+  _globals['_EXECUTEREQUEST']._serialized_end=904
+  _globals['_EXECUTEREPLY']._serialized_start=906
+  _globals['_EXECUTEREPLY']._serialized_end=1015
+  _globals['_DESCRIBEREQUEST']._serialized_start=1017
+  _globals['_DESCRIBEREQUEST']._serialized_end=1034
+  _globals['_DESCRIBEREPLY']._serialized_start=1036
+  _globals['_DESCRIBEREPLY']._serialized_end=1085
+  _globals['_RELOADREQUEST']._serialized_start=1087
+  _globals['_RELOADREQUEST']._serialized_end=1102
+  _globals['_RELOADREPLY']._serialized_start=1104
+  _globals['_RELOADREPLY']._serialized_end=1117
+  _globals['_REWARD']._serialized_start=1120
+  _globals['_REWARD']._serialized_end=1368
 # @@protoc_insertion_point(module_scope)

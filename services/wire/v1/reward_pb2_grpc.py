@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class RewardStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """What `atoll register reward NAME URL --protocol grpc` joins: Score and Describe are all that such a server
+    needs.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -39,15 +41,27 @@ class RewardStub(object):
                 request_serializer=services_dot_wire_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.ScoreReply.FromString,
                 _registered_method=True)
+        self.Execute = channel.unary_unary(
+                '/atoll.v1.Reward/Execute',
+                request_serializer=services_dot_wire_dot_v1_dot_reward__pb2.ExecuteRequest.SerializeToString,
+                response_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.ExecuteReply.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/atoll.v1.Reward/Describe',
                 request_serializer=services_dot_wire_dot_v1_dot_reward__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.DescribeReply.FromString,
                 _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/atoll.v1.Reward/Reload',
+                request_serializer=services_dot_wire_dot_v1_dot_reward__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.ReloadReply.FromString,
+                _registered_method=True)
 
 
 class RewardServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """What `atoll register reward NAME URL --protocol grpc` joins: Score and Describe are all that such a server
+    needs.
+    """
 
     def Score(self, request, context):
         """Streams one verdict per item, as they are ready.
@@ -56,8 +70,22 @@ class RewardServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Execute(self, request, context):
+        """Runs a Python program in a sandbox of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reload(self, request, context):
+        """Imports the user's own graders anew; what is being graded ends with the old ones.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -70,10 +98,20 @@ def add_RewardServicer_to_server(servicer, server):
                     request_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.ScoreRequest.FromString,
                     response_serializer=services_dot_wire_dot_v1_dot_reward__pb2.ScoreReply.SerializeToString,
             ),
+            'Execute': grpc.unary_unary_rpc_method_handler(
+                    servicer.Execute,
+                    request_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.ExecuteRequest.FromString,
+                    response_serializer=services_dot_wire_dot_v1_dot_reward__pb2.ExecuteReply.SerializeToString,
+            ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
                     request_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.DescribeRequest.FromString,
                     response_serializer=services_dot_wire_dot_v1_dot_reward__pb2.DescribeReply.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.ReloadRequest.FromString,
+                    response_serializer=services_dot_wire_dot_v1_dot_reward__pb2.ReloadReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -84,7 +122,9 @@ def add_RewardServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Reward(object):
-    """Missing associated documentation comment in .proto file."""
+    """What `atoll register reward NAME URL --protocol grpc` joins: Score and Describe are all that such a server
+    needs.
+    """
 
     @staticmethod
     def Score(request,
@@ -114,6 +154,33 @@ class Reward(object):
             _registered_method=True)
 
     @staticmethod
+    def Execute(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Reward/Execute',
+            services_dot_wire_dot_v1_dot_reward__pb2.ExecuteRequest.SerializeToString,
+            services_dot_wire_dot_v1_dot_reward__pb2.ExecuteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Describe(request,
             target,
             options=(),
@@ -130,6 +197,33 @@ class Reward(object):
             '/atoll.v1.Reward/Describe',
             services_dot_wire_dot_v1_dot_reward__pb2.DescribeRequest.SerializeToString,
             services_dot_wire_dot_v1_dot_reward__pb2.DescribeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Reward/Reload',
+            services_dot_wire_dot_v1_dot_reward__pb2.ReloadRequest.SerializeToString,
+            services_dot_wire_dot_v1_dot_reward__pb2.ReloadReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,22 +27,42 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RewardStub:
+    """What `atoll register reward NAME URL --protocol grpc` joins: Score and Describe are all that such a server
+    needs.
+    """
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardAsyncStub: ...
     Score: _grpc.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreReply]
     """Streams one verdict per item, as they are ready."""
+    Execute: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ExecuteRequest, _reward_pb2.ExecuteReply]
+    """Runs a Python program in a sandbox of its own."""
     Describe: _grpc.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeReply]
+    Reload: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ReloadRequest, _reward_pb2.ReloadReply]
+    """Imports the user's own graders anew; what is being graded ends with the old ones."""
 
 @_typing.type_check_only
 class RewardAsyncStub(RewardStub):
+    """What `atoll register reward NAME URL --protocol grpc` joins: Score and Describe are all that such a server
+    needs.
+    """
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreReply]  # type: ignore[assignment]
     """Streams one verdict per item, as they are ready."""
+    Execute: _aio.UnaryUnaryMultiCallable[_reward_pb2.ExecuteRequest, _reward_pb2.ExecuteReply]  # type: ignore[assignment]
+    """Runs a Python program in a sandbox of its own."""
     Describe: _aio.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeReply]  # type: ignore[assignment]
+    Reload: _aio.UnaryUnaryMultiCallable[_reward_pb2.ReloadRequest, _reward_pb2.ReloadReply]  # type: ignore[assignment]
+    """Imports the user's own graders anew; what is being graded ends with the old ones."""
 
 class RewardServicer(metaclass=_abc_1.ABCMeta):
+    """What `atoll register reward NAME URL --protocol grpc` joins: Score and Describe are all that such a server
+    needs.
+    """
+
     @_abc_1.abstractmethod
     def Score(
         self,
@@ -52,10 +72,26 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         """Streams one verdict per item, as they are ready."""
 
     @_abc_1.abstractmethod
+    def Execute(
+        self,
+        request: _reward_pb2.ExecuteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_reward_pb2.ExecuteReply, _abc.Awaitable[_reward_pb2.ExecuteReply]]:
+        """Runs a Python program in a sandbox of its own."""
+
+    @_abc_1.abstractmethod
     def Describe(
         self,
         request: _reward_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.DescribeReply, _abc.Awaitable[_reward_pb2.DescribeReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Reload(
+        self,
+        request: _reward_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_reward_pb2.ReloadReply, _abc.Awaitable[_reward_pb2.ReloadReply]]:
+        """Imports the user's own graders anew; what is being graded ends with the old ones."""
 
 def add_RewardServicer_to_server(servicer: RewardServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -28,17 +28,25 @@ class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
     PAUSE_MODE_WAIT: _PauseMode.ValueType  # 1
-    """finish what runs, hold what is queued"""
+    """sequences that run end of themselves"""
     PAUSE_MODE_IN_PLACE: _PauseMode.ValueType  # 2
-    """stop between two tokens, keep the sequences"""
+    """they stop between two tokens and keep their keys and values"""
+    PAUSE_MODE_RETRACT: _PauseMode.ValueType  # 3
+    """they go back to the queue, keys and values are computed anew"""
+    PAUSE_MODE_ABORT: _PauseMode.ValueType  # 4
+    """they end at once, with partial output, and so does what is queued"""
 
 class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper): ...
 
 PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
 PAUSE_MODE_WAIT: PauseMode.ValueType  # 1
-"""finish what runs, hold what is queued"""
+"""sequences that run end of themselves"""
 PAUSE_MODE_IN_PLACE: PauseMode.ValueType  # 2
-"""stop between two tokens, keep the sequences"""
+"""they stop between two tokens and keep their keys and values"""
+PAUSE_MODE_RETRACT: PauseMode.ValueType  # 3
+"""they go back to the queue, keys and values are computed anew"""
+PAUSE_MODE_ABORT: PauseMode.ValueType  # 4
+"""they end at once, with partial output, and so does what is queued"""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 @_typing.final
@@ -236,6 +244,7 @@ class ReceiveWeightsRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    MEMBERSHIP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def version(self) -> _types_pb2.Version: ...
     @_builtins.property
@@ -246,16 +255,19 @@ class ReceiveWeightsRequest(_message.Message):
     def plan(self) -> _types_pb2.Plan:
         """absent: sent before"""
 
+    @_builtins.property
+    def membership(self) -> _types_pb2.Membership: ...
     def __init__(
         self,
         *,
         version: _types_pb2.Version | None = ...,
         streams: _abc.Iterable[_types_pb2.StreamManifest] | None = ...,
         plan: _types_pb2.Plan | None = ...,
+        membership: _types_pb2.Membership | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["membership", b"membership", "plan", b"plan", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "streams", b"streams", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["membership", b"membership", "plan", b"plan", "streams", b"streams", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -362,6 +374,50 @@ class RollbackWeightsReply(_message.Message):
 Global___RollbackWeightsReply: _TypeAlias = RollbackWeightsReply  # noqa: Y015
 
 @_typing.final
+class ScoreTokensRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """int32"""
+
+    def __init__(
+        self,
+        *,
+        sequences: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreTokensRequest: _TypeAlias = ScoreTokensRequest  # noqa: Y015
+
+@_typing.final
+class ScoreTokensReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _types_pb2.Tensor:
+        """float32, those of all sequences; none for the first token of one"""
+
+    def __init__(
+        self,
+        *,
+        logprobs: _types_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreTokensReply: _TypeAlias = ScoreTokensReply  # noqa: Y015
+
+@_typing.final
 class ChecksumsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -450,8 +506,8 @@ class RolloutInfoReply(_message.Message):
     @_builtins.property
     def version(self) -> _types_pb2.Version: ...
     @_builtins.property
-    def boxes(self) -> _types_pb2.Boxes:
-        """where the engine keeps each canonical tensor"""
+    def boxes(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Boxes]:
+        """per tensor-parallel rank: where it keeps each canonical tensor"""
 
     def __init__(
         self,
@@ -463,12 +519,12 @@ class RolloutInfoReply(_message.Message):
         max_length: _builtins.int = ...,
         slots: _builtins.int = ...,
         dtype: _builtins.str = ...,
-        boxes: _types_pb2.Boxes | None = ...,
+        boxes: _abc.Iterable[_types_pb2.Boxes] | None = ...,
         running: _builtins.int = ...,
         queued: _builtins.int = ...,
         tokens_generated: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "dtype", b"dtype", "incarnation", b"incarnation", "max_length", b"max_length", "name", b"name", "queued", b"queued", "running", b"running", "slots", b"slots", "tokens_generated", b"tokens_generated", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...

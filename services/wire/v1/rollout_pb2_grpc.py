@@ -69,6 +69,11 @@ class RolloutStub(object):
                 request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
                 response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
                 _registered_method=True)
+        self.ScoreTokens = channel.unary_unary(
+                '/atoll.v1.Rollout/ScoreTokens',
+                request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensRequest.SerializeToString,
+                response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensReply.FromString,
+                _registered_method=True)
         self.Checksums = channel.unary_unary(
                 '/atoll.v1.Rollout/Checksums',
                 request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.ChecksumsRequest.SerializeToString,
@@ -131,6 +136,13 @@ class RolloutServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScoreTokens(self, request, context):
+        """Log-probabilities of given tokens under the live weights, at temperature 1.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Checksums(self, request, context):
         """Checksums of the live parameters, recomputed now.
         """
@@ -181,6 +193,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.RollbackWeights,
                     request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.FromString,
                     response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.SerializeToString,
+            ),
+            'ScoreTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScoreTokens,
+                    request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensRequest.FromString,
+                    response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensReply.SerializeToString,
             ),
             'Checksums': grpc.unary_unary_rpc_method_handler(
                     servicer.Checksums,
@@ -382,6 +399,33 @@ class Rollout(object):
             '/atoll.v1.Rollout/RollbackWeights',
             services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
             services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Rollout/ScoreTokens',
+            services_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensRequest.SerializeToString,
+            services_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class RolloutStub:
     """The weight session: stage, then commit or roll back."""
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsReply]
     RollbackWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RollbackWeightsRequest, _rollout_pb2.RollbackWeightsReply]
+    ScoreTokens: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ScoreTokensRequest, _rollout_pb2.ScoreTokensReply]
+    """Log-probabilities of given tokens under the live weights, at temperature 1."""
     Checksums: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ChecksumsRequest, _rollout_pb2.ChecksumsReply]
     """Checksums of the live parameters, recomputed now."""
     Info: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RolloutInfoRequest, _rollout_pb2.RolloutInfoReply]
@@ -66,6 +68,8 @@ class RolloutAsyncStub(RolloutStub):
     """The weight session: stage, then commit or roll back."""
     CommitWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsReply]  # type: ignore[assignment]
     RollbackWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RollbackWeightsRequest, _rollout_pb2.RollbackWeightsReply]  # type: ignore[assignment]
+    ScoreTokens: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ScoreTokensRequest, _rollout_pb2.ScoreTokensReply]  # type: ignore[assignment]
+    """Log-probabilities of given tokens under the live weights, at temperature 1."""
     Checksums: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ChecksumsRequest, _rollout_pb2.ChecksumsReply]  # type: ignore[assignment]
     """Checksums of the live parameters, recomputed now."""
     Info: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RolloutInfoRequest, _rollout_pb2.RolloutInfoReply]  # type: ignore[assignment]
@@ -126,6 +130,14 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.RollbackWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.RollbackWeightsReply, _abc.Awaitable[_rollout_pb2.RollbackWeightsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def ScoreTokens(
+        self,
+        request: _rollout_pb2.ScoreTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.ScoreTokensReply, _abc.Awaitable[_rollout_pb2.ScoreTokensReply]]:
+        """Log-probabilities of given tokens under the live weights, at temperature 1."""
 
     @_abc_1.abstractmethod
     def Checksums(

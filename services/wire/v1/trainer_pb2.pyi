@@ -80,7 +80,11 @@ class TrainerInfoReply(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    SHARD_OF_RANK_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
+    CONTEXT_PARALLEL_FIELD_NUMBER: _builtins.int
+    EXPERT_PARALLEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     world_size: _builtins.int
     tensor_parallel: _builtins.int
@@ -88,10 +92,15 @@ class TrainerInfoReply(_message.Message):
     num_parameters: _builtins.int
     vocab_size: _builtins.int
     tokenizer_digest: _builtins.str
+    pipeline_parallel: _builtins.int
+    context_parallel: _builtins.int
+    expert_parallel: _builtins.int
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Boxes]:
-        """per rank: where it keeps each canonical tensor"""
+        """where ranks keep each canonical tensor; those that several keep alike, once"""
 
+    @_builtins.property
+    def shard_of_rank(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """that this service holds: one, or the actor with its reference"""
@@ -107,11 +116,15 @@ class TrainerInfoReply(_message.Message):
         vocab_size: _builtins.int = ...,
         tokenizer_digest: _builtins.str = ...,
         shards: _abc.Iterable[_types_pb2.Boxes] | None = ...,
+        shard_of_rank: _abc.Iterable[_builtins.int] | None = ...,
         roles: _abc.Iterable[_builtins.str] | None = ...,
+        pipeline_parallel: _builtins.int = ...,
+        context_parallel: _builtins.int = ...,
+        expert_parallel: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_parallel", b"data_parallel", "model", b"model", "num_parameters", b"num_parameters", "roles", b"roles", "shards", b"shards", "tensor_parallel", b"tensor_parallel", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_parallel", b"context_parallel", "data_parallel", b"data_parallel", "expert_parallel", b"expert_parallel", "model", b"model", "num_parameters", b"num_parameters", "pipeline_parallel", b"pipeline_parallel", "roles", b"roles", "shard_of_rank", b"shard_of_rank", "shards", b"shards", "tensor_parallel", b"tensor_parallel", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -123,7 +136,10 @@ class ComputeLogprobsRequest(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
     role: _builtins.str
+    temperature: _builtins.float
+    """of the distribution; unset: that of the run's samples"""
     @_builtins.property
     def segments(self) -> _types_pb2.Segments: ...
     def __init__(
@@ -131,12 +147,15 @@ class ComputeLogprobsRequest(_message.Message):
         *,
         role: _builtins.str = ...,
         segments: _types_pb2.Segments | None = ...,
+        temperature: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["segments", b"segments"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "segments", b"segments", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "role", b"role", "segments", b"segments", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
 
 Global___ComputeLogprobsRequest: _TypeAlias = ComputeLogprobsRequest  # noqa: Y015
 
@@ -434,10 +453,12 @@ class PublishWeightsRequest(_message.Message):
     PLAN_IDS_FIELD_NUMBER: _builtins.int
     PLANS_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     dtype: _builtins.str
     """the engines' serving dtype"""
     part: _builtins.int
+    """round of the plans"""
     @_builtins.property
     def version(self) -> _types_pb2.Version: ...
     @_builtins.property
@@ -448,6 +469,10 @@ class PublishWeightsRequest(_message.Message):
     def plans(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Plan]:
         """those that the trainer has not been sent before"""
 
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Membership]:
+        """of each plan's replicas"""
+
     def __init__(
         self,
         *,
@@ -457,10 +482,11 @@ class PublishWeightsRequest(_message.Message):
         plan_ids: _abc.Iterable[_builtins.str] | None = ...,
         plans: _abc.Iterable[_types_pb2.Plan] | None = ...,
         part: _builtins.int = ...,
+        members: _abc.Iterable[_types_pb2.Membership] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "part", b"part", "plan_ids", b"plan_ids", "plans", b"plans", "role", b"role", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "members", b"members", "part", b"part", "plan_ids", b"plan_ids", "plans", b"plans", "role", b"role", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -520,20 +546,62 @@ Global___SaveCheckpointRequest: _TypeAlias = SaveCheckpointRequest  # noqa: Y015
 class SaveCheckpointReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    num_bytes: _builtins.int
     def __init__(
         self,
-        *,
-        num_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SaveCheckpointReply: _TypeAlias = SaveCheckpointReply  # noqa: Y015
+
+@_typing.final
+class WaitCheckpointRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    path: _builtins.str
+    """of the save"""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitCheckpointRequest: _TypeAlias = WaitCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class WaitCheckpointReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    seconds: _builtins.float
+    """that writing took"""
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitCheckpointReply: _TypeAlias = WaitCheckpointReply  # noqa: Y015
 
 @_typing.final
 class LoadCheckpointRequest(_message.Message):
@@ -649,3 +717,42 @@ class LoadHFReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadHFReply: _TypeAlias = LoadHFReply  # noqa: Y015
+
+@_typing.final
+class OffloadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OffloadRequest: _TypeAlias = OffloadRequest  # noqa: Y015
+
+@_typing.final
+class OffloadReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    """freed, on all ranks together"""
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OffloadReply: _TypeAlias = OffloadReply  # noqa: Y015

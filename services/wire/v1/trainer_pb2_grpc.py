@@ -69,6 +69,11 @@ class TrainerStub(object):
                 request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointReply.FromString,
                 _registered_method=True)
+        self.WaitCheckpoint = channel.unary_unary(
+                '/atoll.v1.Trainer/WaitCheckpoint',
+                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointRequest.SerializeToString,
+                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointReply.FromString,
+                _registered_method=True)
         self.LoadCheckpoint = channel.unary_unary(
                 '/atoll.v1.Trainer/LoadCheckpoint',
                 request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.SerializeToString,
@@ -83,6 +88,11 @@ class TrainerStub(object):
                 '/atoll.v1.Trainer/LoadHF',
                 request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFRequest.SerializeToString,
                 response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFReply.FromString,
+                _registered_method=True)
+        self.Offload = channel.unary_unary(
+                '/atoll.v1.Trainer/Offload',
+                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.OffloadRequest.SerializeToString,
+                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.OffloadReply.FromString,
                 _registered_method=True)
 
 
@@ -130,13 +140,22 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Copies the state and returns; it is written while other calls go on. A second save waits for the first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WaitCheckpoint(self, request, context):
+        """Returns once the last save is written, or says why it could not be.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Without a path: builds the models as they were when the service started.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -149,6 +168,13 @@ class TrainerServicer(object):
 
     def LoadHF(self, request, context):
         """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Offload(self, request, context):
+        """Moves the model's memory to the host; later calls bring back what they need of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,6 +218,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointReply.SerializeToString,
             ),
+            'WaitCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.WaitCheckpoint,
+                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointRequest.FromString,
+                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointReply.SerializeToString,
+            ),
             'LoadCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadCheckpoint,
                     request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.FromString,
@@ -206,6 +237,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.LoadHF,
                     request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFRequest.FromString,
                     response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFReply.SerializeToString,
+            ),
+            'Offload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Offload,
+                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.OffloadRequest.FromString,
+                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.OffloadReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -408,6 +444,33 @@ class Trainer(object):
             _registered_method=True)
 
     @staticmethod
+    def WaitCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Trainer/WaitCheckpoint',
+            services_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointRequest.SerializeToString,
+            services_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def LoadCheckpoint(request,
             target,
             options=(),
@@ -478,6 +541,33 @@ class Trainer(object):
             '/atoll.v1.Trainer/LoadHF',
             services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFRequest.SerializeToString,
             services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Offload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Trainer/Offload',
+            services_dot_wire_dot_v1_dot_trainer__pb2.OffloadRequest.SerializeToString,
+            services_dot_wire_dot_v1_dot_trainer__pb2.OffloadReply.FromString,
             options,
             channel_credentials,
             insecure,

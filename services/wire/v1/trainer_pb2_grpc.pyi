@@ -42,10 +42,16 @@ class TrainerStub:
     """Applies the accumulated gradients. Idempotent by StepKey."""
     PublishWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsReply]
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]
+    """Copies the state and returns; it is written while other calls go on. A second save waits for the first."""
+    WaitCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WaitCheckpointRequest, _trainer_pb2.WaitCheckpointReply]
+    """Returns once the last save is written, or says why it could not be."""
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointReply]
+    """Without a path: builds the models as they were when the service started."""
     ExportHF: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportHFRequest, _trainer_pb2.ExportHFReply]
     LoadHF: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadHFRequest, _trainer_pb2.LoadHFReply]
     """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is."""
+    Offload: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OffloadRequest, _trainer_pb2.OffloadReply]
+    """Moves the model's memory to the host; later calls bring back what they need of it."""
 
 @_typing.type_check_only
 class TrainerAsyncStub(TrainerStub):
@@ -61,10 +67,16 @@ class TrainerAsyncStub(TrainerStub):
     """Applies the accumulated gradients. Idempotent by StepKey."""
     PublishWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsReply]  # type: ignore[assignment]
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]  # type: ignore[assignment]
+    """Copies the state and returns; it is written while other calls go on. A second save waits for the first."""
+    WaitCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WaitCheckpointRequest, _trainer_pb2.WaitCheckpointReply]  # type: ignore[assignment]
+    """Returns once the last save is written, or says why it could not be."""
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointReply]  # type: ignore[assignment]
+    """Without a path: builds the models as they were when the service started."""
     ExportHF: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportHFRequest, _trainer_pb2.ExportHFReply]  # type: ignore[assignment]
     LoadHF: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadHFRequest, _trainer_pb2.LoadHFReply]  # type: ignore[assignment]
     """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is."""
+    Offload: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OffloadRequest, _trainer_pb2.OffloadReply]  # type: ignore[assignment]
+    """Moves the model's memory to the host; later calls bring back what they need of it."""
 
 class TrainerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -118,14 +130,24 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_trainer_pb2.SaveCheckpointReply, _abc.Awaitable[_trainer_pb2.SaveCheckpointReply]]: ...
+    ) -> _typing.Union[_trainer_pb2.SaveCheckpointReply, _abc.Awaitable[_trainer_pb2.SaveCheckpointReply]]:
+        """Copies the state and returns; it is written while other calls go on. A second save waits for the first."""
+
+    @_abc_1.abstractmethod
+    def WaitCheckpoint(
+        self,
+        request: _trainer_pb2.WaitCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.WaitCheckpointReply, _abc.Awaitable[_trainer_pb2.WaitCheckpointReply]]:
+        """Returns once the last save is written, or says why it could not be."""
 
     @_abc_1.abstractmethod
     def LoadCheckpoint(
         self,
         request: _trainer_pb2.LoadCheckpointRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_trainer_pb2.LoadCheckpointReply, _abc.Awaitable[_trainer_pb2.LoadCheckpointReply]]: ...
+    ) -> _typing.Union[_trainer_pb2.LoadCheckpointReply, _abc.Awaitable[_trainer_pb2.LoadCheckpointReply]]:
+        """Without a path: builds the models as they were when the service started."""
 
     @_abc_1.abstractmethod
     def ExportHF(
@@ -141,5 +163,13 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.LoadHFReply, _abc.Awaitable[_trainer_pb2.LoadHFReply]]:
         """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is."""
+
+    @_abc_1.abstractmethod
+    def Offload(
+        self,
+        request: _trainer_pb2.OffloadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.OffloadReply, _abc.Awaitable[_trainer_pb2.OffloadReply]]:
+        """Moves the model's memory to the host; later calls bring back what they need of it."""
 
 def add_TrainerServicer_to_server(servicer: TrainerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cservices/wire/v1/types.proto\x12\x08\x61toll.v1\"4\n\x06Tensor\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"*\n\x07Version\x12\x0f\n\x07lineage\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\"5\n\x07GroupId\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06prompt\x18\x03 \x01(\x03\"\x89\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x0c\n\x04seed\x18\x07 \x01(\x04\"\x96\x01\n\nTurnReward\x12\x0c\n\x04node\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x38\n\ncomponents\x18\x03 \x03(\x0b\x32$.atoll.v1.TurnReward.ComponentsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\".\n\x06Origin\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x83\x04\n\x07Samples\x12!\n\x06groups\x18\x01 \x03(\x0b\x32\x11.atoll.v1.GroupId\x12\r\n\x05group\x18\x02 \x03(\x05\x12\r\n\x05index\x18\x03 \x03(\x05\x12\x0f\n\x07\x61ttempt\x18\x04 \x03(\x05\x12-\n\rfinish_reason\x18\x05 \x03(\x0e\x32\x16.atoll.v1.FinishReason\x12\x0c\n\x04text\x18\x06 \x03(\t\x12!\n\x07origins\x18\x07 \x03(\x0b\x32\x10.atoll.v1.Origin\x12\x0e\n\x06origin\x18\x08 \x03(\x05\x12\x0f\n\x07started\x18\t \x03(\x01\x12\x10\n\x08\x66inished\x18\n \x03(\x01\x12\x14\n\x0cnode_offsets\x18\x0b \x03(\x05\x12\x13\n\x0bnode_parent\x18\x0c \x03(\x05\x12\x15\n\rtoken_offsets\x18\r \x03(\x05\x12\x11\n\ttoken_ids\x18\x0e \x01(\x0c\x12\x11\n\tloss_mask\x18\x0f \x01(\x0c\x12\x10\n\x08logprobs\x18\x10 \x01(\x0c\x12\x14\n\x0cspan_offsets\x18\x11 \x03(\x05\x12#\n\x08versions\x18\x12 \x03(\x0b\x32\x11.atoll.v1.Version\x12\x14\n\x0cspan_version\x18\x13 \x03(\x05\x12\x12\n\nspan_start\x18\x14 \x03(\x05\x12\x10\n\x08span_end\x18\x15 \x03(\x05\x12\"\n\x07rewards\x18\x16 \x03(\x0b\x32\x11.atoll.v1.Rewards\"/\n\x07Rewards\x12$\n\x06reward\x18\x01 \x03(\x0b\x32\x14.atoll.v1.TurnReward\"\xcd\x01\n\x06Prompt\x12\x1d\n\x02id\x18\x01 \x01(\x0b\x32\x11.atoll.v1.GroupId\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x14\n\x0cground_truth\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12*\n\x05\x65xtra\x18\x06 \x03(\x0b\x32\x1b.atoll.v1.Prompt.ExtraEntry\x1a,\n\nExtraEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"r\n\x05Group\x12 \n\x06prompt\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Prompt\x12\"\n\x07samples\x18\x02 \x01(\x0b\x32\x11.atoll.v1.Samples\x12#\n\x08\x62\x61seline\x18\x03 \x01(\x0b\x32\x11.atoll.v1.Samples\"5\n\x04\x44ump\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x1f\n\x06groups\x18\x02 \x03(\x0b\x32\x0f.atoll.v1.Group\"\x97\x01\n\x08Segments\x12#\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Tensor\x12!\n\x07offsets\x18\x02 \x01(\x0b\x32\x10.atoll.v1.Tensor\x12!\n\x07parents\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Tensor\x12 \n\x06groups\x18\x04 \x01(\x0b\x32\x10.atoll.v1.Tensor\"8\n\x05\x42oxes\x12\x0f\n\x07tensors\x18\x01 \x03(\t\x12\x1e\n\x04rows\x18\x02 \x01(\x0b\x32\x10.atoll.v1.Tensor\"6\n\x04Plan\x12\n\n\x02id\x18\x01 \x01(\t\x12\"\n\ttransfers\x18\x02 \x01(\x0b\x32\x0f.atoll.v1.Boxes\"\x87\x01\n\x0eStreamManifest\x12\x0e\n\x06source\x18\x01 \x01(\x05\x12\x10\n\x08location\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x0f\n\x07plan_id\x18\x04 \x01(\t\x12\r\n\x05\x66irst\x18\x05 \x01(\x03\x12#\n\tchecksums\x18\x06 \x01(\x0b\x32\x10.atoll.v1.Tensor*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cservices/wire/v1/types.proto\x12\x08\x61toll.v1\"4\n\x06Tensor\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"*\n\x07Version\x12\x0f\n\x07lineage\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\"5\n\x07GroupId\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06prompt\x18\x03 \x01(\x03\"\x89\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x0c\n\x04seed\x18\x07 \x01(\x04\"\xfa\x01\n\nTurnReward\x12\x0c\n\x04node\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x38\n\ncomponents\x18\x03 \x03(\x0b\x32$.atoll.v1.TurnReward.ComponentsEntry\x12\x32\n\x07reasons\x18\x04 \x03(\x0b\x32!.atoll.v1.TurnReward.ReasonsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cReasonsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\".\n\x06Origin\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x83\x04\n\x07Samples\x12!\n\x06groups\x18\x01 \x03(\x0b\x32\x11.atoll.v1.GroupId\x12\r\n\x05group\x18\x02 \x03(\x05\x12\r\n\x05index\x18\x03 \x03(\x05\x12\x0f\n\x07\x61ttempt\x18\x04 \x03(\x05\x12-\n\rfinish_reason\x18\x05 \x03(\x0e\x32\x16.atoll.v1.FinishReason\x12\x0c\n\x04text\x18\x06 \x03(\t\x12!\n\x07origins\x18\x07 \x03(\x0b\x32\x10.atoll.v1.Origin\x12\x0e\n\x06origin\x18\x08 \x03(\x05\x12\x0f\n\x07started\x18\t \x03(\x01\x12\x10\n\x08\x66inished\x18\n \x03(\x01\x12\x14\n\x0cnode_offsets\x18\x0b \x03(\x05\x12\x13\n\x0bnode_parent\x18\x0c \x03(\x05\x12\x15\n\rtoken_offsets\x18\r \x03(\x05\x12\x11\n\ttoken_ids\x18\x0e \x01(\x0c\x12\x11\n\tloss_mask\x18\x0f \x01(\x0c\x12\x10\n\x08logprobs\x18\x10 \x01(\x0c\x12\x14\n\x0cspan_offsets\x18\x11 \x03(\x05\x12#\n\x08versions\x18\x12 \x03(\x0b\x32\x11.atoll.v1.Version\x12\x14\n\x0cspan_version\x18\x13 \x03(\x05\x12\x12\n\nspan_start\x18\x14 \x03(\x05\x12\x10\n\x08span_end\x18\x15 \x03(\x05\x12\"\n\x07rewards\x18\x16 \x03(\x0b\x32\x11.atoll.v1.Rewards\"/\n\x07Rewards\x12$\n\x06reward\x18\x01 \x03(\x0b\x32\x14.atoll.v1.TurnReward\"\xcd\x01\n\x06Prompt\x12\x1d\n\x02id\x18\x01 \x01(\x0b\x32\x11.atoll.v1.GroupId\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x14\n\x0cground_truth\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12*\n\x05\x65xtra\x18\x06 \x03(\x0b\x32\x1b.atoll.v1.Prompt.ExtraEntry\x1a,\n\nExtraEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"r\n\x05Group\x12 \n\x06prompt\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Prompt\x12\"\n\x07samples\x18\x02 \x01(\x0b\x32\x11.atoll.v1.Samples\x12#\n\x08\x62\x61seline\x18\x03 \x01(\x0b\x32\x11.atoll.v1.Samples\"5\n\x04\x44ump\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x1f\n\x06groups\x18\x02 \x03(\x0b\x32\x0f.atoll.v1.Group\"\x97\x01\n\x08Segments\x12#\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Tensor\x12!\n\x07offsets\x18\x02 \x01(\x0b\x32\x10.atoll.v1.Tensor\x12!\n\x07parents\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Tensor\x12 \n\x06groups\x18\x04 \x01(\x0b\x32\x10.atoll.v1.Tensor\")\n\x05\x42oxes\x12\x0f\n\x07tensors\x18\x01 \x01(\x0c\x12\x0f\n\x07\x63olumns\x18\x02 \x01(\x0c\"6\n\x04Plan\x12\n\n\x02id\x18\x01 \x01(\t\x12\"\n\ttransfers\x18\x02 \x01(\x0b\x32\x0f.atoll.v1.Boxes\"\xa9\x01\n\x0eStreamManifest\x12\x0e\n\x06source\x18\x01 \x01(\x05\x12\x10\n\x08location\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x0f\n\x07plan_id\x18\x04 \x01(\t\x12\r\n\x05\x66irst\x18\x05 \x01(\x03\x12#\n\tchecksums\x18\x06 \x01(\x0b\x32\x10.atoll.v1.Tensor\x12\x11\n\tnum_bytes\x18\x07 \x01(\x03\x12\r\n\x05\x64\x65lta\x18\x08 \x01(\x08\"@\n\nMembership\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bnum_members\x18\x02 \x01(\x05\x12\x0e\n\x06member\x18\x03 \x01(\x05*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TURNREWARD_COMPONENTSENTRY']._loaded_options = None
   _globals['_TURNREWARD_COMPONENTSENTRY']._serialized_options = b'8\001'
+  _globals['_TURNREWARD_REASONSENTRY']._loaded_options = None
+  _globals['_TURNREWARD_REASONSENTRY']._serialized_options = b'8\001'
   _globals['_PROMPT_EXTRAENTRY']._loaded_options = None
   _globals['_PROMPT_EXTRAENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1888
-  _globals['_FINISHREASON']._serialized_end=2008
+  _globals['_FINISHREASON']._serialized_start=2073
+  _globals['_FINISHREASON']._serialized_end=2193
   _globals['_TENSOR']._serialized_start=42
   _globals['_TENSOR']._serialized_end=94
   _globals['_VERSION']._serialized_start=96
@@ -46,29 +48,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING']._serialized_start=196
   _globals['_SAMPLING']._serialized_end=333
   _globals['_TURNREWARD']._serialized_start=336
-  _globals['_TURNREWARD']._serialized_end=486
-  _globals['_TURNREWARD_COMPONENTSENTRY']._serialized_start=437
-  _globals['_TURNREWARD_COMPONENTSENTRY']._serialized_end=486
-  _globals['_ORIGIN']._serialized_start=488
-  _globals['_ORIGIN']._serialized_end=534
-  _globals['_SAMPLES']._serialized_start=537
-  _globals['_SAMPLES']._serialized_end=1052
-  _globals['_REWARDS']._serialized_start=1054
-  _globals['_REWARDS']._serialized_end=1101
-  _globals['_PROMPT']._serialized_start=1104
-  _globals['_PROMPT']._serialized_end=1309
-  _globals['_PROMPT_EXTRAENTRY']._serialized_start=1265
-  _globals['_PROMPT_EXTRAENTRY']._serialized_end=1309
-  _globals['_GROUP']._serialized_start=1311
-  _globals['_GROUP']._serialized_end=1425
-  _globals['_DUMP']._serialized_start=1427
-  _globals['_DUMP']._serialized_end=1480
-  _globals['_SEGMENTS']._serialized_start=1483
-  _globals['_SEGMENTS']._serialized_end=1634
-  _globals['_BOXES']._serialized_start=1636
-  _globals['_BOXES']._serialized_end=1692
-  _globals['_PLAN']._serialized_start=1694
-  _globals['_PLAN']._serialized_end=1748
-  _globals['_STREAMMANIFEST']._serialized_start=1751
-  _globals['_STREAMMANIFEST']._serialized_end=1886
+  _globals['_TURNREWARD']._serialized_end=586
+  _globals['_TURNREWARD_COMPONENTSENTRY']._serialized_start=489
+  _globals['_TURNREWARD_COMPONENTSENTRY']._serialized_end=538
+  _globals['_TURNREWARD_REASONSENTRY']._serialized_start=540
+  _globals['_TURNREWARD_REASONSENTRY']._serialized_end=586
+  _globals['_ORIGIN']._serialized_start=588
+  _globals['_ORIGIN']._serialized_end=634
+  _globals['_SAMPLES']._serialized_start=637
+  _globals['_SAMPLES']._serialized_end=1152
+  _globals['_REWARDS']._serialized_start=1154
+  _globals['_REWARDS']._serialized_end=1201
+  _globals['_PROMPT']._serialized_start=1204
+  _globals['_PROMPT']._serialized_end=1409
+  _globals['_PROMPT_EXTRAENTRY']._serialized_start=1365
+  _globals['_PROMPT_EXTRAENTRY']._serialized_end=1409
+  _globals['_GROUP']._serialized_start=1411
+  _globals['_GROUP']._serialized_end=1525
+  _globals['_DUMP']._serialized_start=1527
+  _globals['_DUMP']._serialized_end=1580
+  _globals['_SEGMENTS']._serialized_start=1583
+  _globals['_SEGMENTS']._serialized_end=1734
+  _globals['_BOXES']._serialized_start=1736
+  _globals['_BOXES']._serialized_end=1777
+  _globals['_PLAN']._serialized_start=1779
+  _globals['_PLAN']._serialized_end=1833
+  _globals['_STREAMMANIFEST']._serialized_start=1836
+  _globals['_STREAMMANIFEST']._serialized_end=2005
+  _globals['_MEMBERSHIP']._serialized_start=2007
+  _globals['_MEMBERSHIP']._serialized_end=2071
 # @@protoc_insertion_point(module_scope)

@@ -183,23 +183,49 @@ class TurnReward(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ReasonsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NODE_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
     node: _builtins.int
     value: _builtins.float
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """by component, where its grader gave one"""
+
     def __init__(
         self,
         *,
         node: _builtins.int = ...,
         value: _builtins.float = ...,
         components: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        reasons: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "node", b"node", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "node", b"node", "reasons", b"reasons", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -531,24 +557,20 @@ class Boxes(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TENSORS_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """names that the `tensor` column counts into"""
-
-    @_builtins.property
-    def rows(self) -> Global___Tensor:
-        """int64 [N, columns]"""
-
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    tensors: _builtins.bytes
+    """zlib: names that the `tensor` column counts into, each ended by a NUL"""
+    columns: _builtins.bytes
+    """zlib: int64, one column after the other"""
     def __init__(
         self,
         *,
-        tensors: _abc.Iterable[_builtins.str] | None = ...,
-        rows: Global___Tensor | None = ...,
+        tensors: _builtins.bytes = ...,
+        columns: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -584,7 +606,7 @@ Global___Plan: _TypeAlias = Plan  # noqa: Y015
 
 @_typing.final
 class StreamManifest(_message.Message):
-    """What one trainer rank wrote for all replicas of one class: a run of its transfers, in plan order."""
+    """What one trainer rank sends to one target rank of all replicas of a class in one round."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -594,18 +616,24 @@ class StreamManifest(_message.Message):
     PLAN_ID_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
     source: _builtins.int
     """trainer rank"""
     location: _builtins.str
-    """path by which other processes map the shared memory"""
+    """where readers find it, in the words of the transport"""
     offset: _builtins.int
-    """byte of the memory where the rank's stream for the class begins"""
+    """byte at that location where the part begins"""
     plan_id: _builtins.str
     first: _builtins.int
-    """number, among the rank's transfers, of the first one written"""
+    """number, among the rank's transfers, of the first one in the part"""
+    num_bytes: _builtins.int
+    """of the part as it travels"""
+    delta: _builtins.bool
+    """only what differs from the version before travels"""
     @_builtins.property
     def checksums(self) -> Global___Tensor:
-        """uint64 [N], xxh3-64 of each transfer's bytes"""
+        """uint64 [N], of each transfer's bytes in the serving dtype"""
 
     def __init__(
         self,
@@ -616,11 +644,41 @@ class StreamManifest(_message.Message):
         plan_id: _builtins.str = ...,
         first: _builtins.int = ...,
         checksums: Global___Tensor | None = ...,
+        num_bytes: _builtins.int = ...,
+        delta: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "first", b"first", "location", b"location", "offset", b"offset", "plan_id", b"plan_id", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "delta", b"delta", "first", b"first", "location", b"location", "num_bytes", b"num_bytes", "offset", b"offset", "plan_id", b"plan_id", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamManifest: _TypeAlias = StreamManifest  # noqa: Y015
+
+@_typing.final
+class Membership(_message.Message):
+    """The replicas of one class that receive a push together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_MEMBERS_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    num_members: _builtins.int
+    member: _builtins.int
+    """which of them the receiver is"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        num_members: _builtins.int = ...,
+        member: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "member", b"member", "num_members", b"num_members"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Membership: _TypeAlias = Membership  # noqa: Y015
