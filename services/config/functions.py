@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).parents[2]
 
 
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """What the functions of one setting have in common: one positional parameter, others by keyword."""
@@ -54,7 +57,9 @@ REWEIGHT = Kind(
     "REWEIGHTS",
     "(scores: NDArray, *, ...) -> NDArray",
 )
-GRADER = Kind("reward.graders", "services/reward/score.py", "GRADERS", "(item: ScoreItem, *, ...) -> float")
+GRADER = Kind(
+    "reward.graders", "services/reward/score.py", "GRADERS", "(item: ScoreItem, *, ...) -> float | Grade"
+)
 
 
 def is_users_own(name: str) -> bool:
@@ -81,8 +86,19 @@ def check(kind: Kind, name: str, parameters: Mapping[str, object], settings: Col
         _check_parameters(f"{kind.setting}: {name}", function.args, parameters, settings)
 
 
+def check_server(name: str, parameters: Mapping[str, object]) -> None:
+    """For a grader that asks external servers: `server:NAME`."""
+    if not name.removeprefix("server:"):
+        raise ConfigError(f"{GRADER.setting} = {name!r}: name the servers, as in server:judge")
+    if parameters:
+        raise ConfigError(
+            f"{GRADER.setting}: {name} has no parameter {', '.join(parameters)}: options of a server stand "
+            "in its [[servers]] table, or in `atoll register`"
+        )
+
+
 @cache
-def built_in(kind: Kind) -> Mapping[str, ast.FunctionDef]:
+def built_in(kind: Kind) -> Mapping[str, Definition]:
     """The definitions of a kind's built-in functions, by name."""
     module = ast.parse((PACKAGE / kind.file).read_bytes())
     table = next(
@@ -96,11 +112,16 @@ def built_in(kind: Kind) -> Mapping[str, ast.FunctionDef]:
     return {name: definitions[ast.unparse(value)] for name, value in zip(names, table.values, strict=True)}
 
 
-def load(config: "FunctionConfig", known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The function that `config` names, of `known` or the user's own, with its parameters bound."""
+def load(
+    config: "FunctionConfig", known: Mapping[str, Callable[..., Any]], source: bytes | None = None
+) -> Callable[..., Any]:
+    """The function that `config` names, of `known` or the user's own, with its parameters bound.
+
+    `source` is what stood in the user's file, where it must not be read anew.
+    """
     if not is_users_own(config.name):
         return partial(known[config.name], **config.parameters)
-    function = load_user_function(config.name)
+    function = load_user_function(config.name, source)
     try:
         inspect.signature(function).bind(object(), **config.parameters)
     except TypeError as error:
@@ -111,17 +132,16 @@ def load(config: "FunctionConfig", known: Mapping[str, Callable[..., Any]]) -> C
     return partial(function, **config.parameters)
 
 
-def load_user_function(name: str) -> Callable[..., Any]:
+def load_user_function(name: str, source: bytes | None = None) -> Callable[..., Any]:
     """Imports `file.py:function`. Raises ConfigError where that fails or it is no plain function."""
     path, _, function_name = name.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None  # a path that ends in .py always has a loader
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{error.filename}: no such file; {name} is read from {Path.cwd()}") from error
+        exec(compile(source or source_of(name), path, "exec"), vars(module))
+    except ConfigError:
+        raise
     except Exception as error:  # the user's module may raise anything
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     if function_name not in vars(module):
@@ -133,7 +153,17 @@ def load_user_function(name: str) -> Callable[..., Any]:
     return function
 
 
-def _users_definition(kind: Kind, name: str) -> ast.FunctionDef | None:
+def source_of(name: str) -> bytes:
+    """What stands in the file of `file.py:function`."""
+    path = name.rpartition(":")[0]
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ConfigError(f"{path}: {reason}; {name} is read from {Path.cwd()}") from error
+
+
+def _users_definition(kind: Kind, name: str) -> Definition | None:
     """The `def` of `file.py:function`; None where the file binds the name in another way."""
     file, _, function_name = name.rpartition(":")
     where = f"{kind.setting}: {Path(file).absolute()}"
@@ -222,11 +252,22 @@ def _fits(value: object, annotation: ast.expr) -> bool:
     return True
 
 
-def _definitions(module: ast.Module) -> dict[str, ast.FunctionDef]:
-    return {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+def with_defaults(kind: Kind, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """All parameters of a built-in function that have a value: those that are set, else their defaults."""
+    arguments = built_in(kind)[name].args
+    defaults = {
+        argument.arg: ast.literal_eval(default)
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is not None
+    }
+    return {**defaults, **parameters}
 
 
-def _imported(module: ast.Module) -> dict[str, ast.FunctionDef]:
+def _definitions(module: ast.Module) -> dict[str, Definition]:
+    return {node.name: node for node in module.body if isinstance(node, Definition)}
+
+
+def _imported(module: ast.Module) -> dict[str, Definition]:
     """Functions that the module takes from our other modules."""
     return {
         alias.name: definition
@@ -237,7 +278,7 @@ def _imported(module: ast.Module) -> dict[str, ast.FunctionDef]:
     }
 
 
-def _definition(module: str, function: str) -> ast.FunctionDef | None:
+def _definition(module: str, function: str) -> Definition | None:
     path = PACKAGE / f"{module.replace('.', '/')}.py"
     if not path.exists():  # a package
         return None

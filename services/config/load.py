@@ -47,6 +47,18 @@ def access_token() -> str | None:
     return os.environ.get("ATOLL_TOKEN")
 
 
+def secret(reference: str) -> str:
+    """What "env:VARIABLE" stands for. Raises ConfigError where that is not set."""
+    variable = reference.removeprefix("env:")
+    value = os.environ.get(variable)
+    if not value:
+        raise ConfigError(
+            f"the environment variable {variable} is not set: set it where `atoll run` is started, since its "
+            "services take their environment from there"
+        )
+    return value
+
+
 def trainer_rank() -> int:
     """This process's rank in the trainer fleet, as torchrun and the launcher set it."""
     try:
@@ -56,6 +68,14 @@ def trainer_rank() -> int:
             "RANK is not set: start trainer ranks with `atoll run`, or by hand with RANK, WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT, as torchrun does"
         ) from None
+
+
+WORKER_SOCKETS: typing.Final = "ATOLL_WORKER_SOCKETS"
+
+
+def worker_sockets() -> Path:
+    """Where the receivers inside an SGLang server put their sockets, as the rollout service set it."""
+    return Path(os.environ[WORKER_SOCKETS])
 
 
 def _read(path: Path, derived: tuple[Path, ...]) -> Tree:

@@ -19,7 +19,7 @@ defaults filled in, and the same goes to `runs/NAME/config.json`. Unknown keys a
 
 Some settings name a function: one of those listed, or `file.py:function` of your own. Its parameters stand
 beside the name, `advantage = { name = "gae", lam = 0.95 }`, and `advantage = "gae"` takes their defaults;
-[algorithms.md](algorithms.md) has them.
+[algorithms.md](algorithms.md) has them, [rewards.md](rewards.md) those of graders.
 
 Written by `make docs` from `services/config/schema.py`.
 """

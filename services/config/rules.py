@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from services.config import functions, layout_rules, rollout_rules, training_rules, weight_rules
+
 if TYPE_CHECKING:
     from services.config.schema import RunConfig
 
@@ -161,12 +163,57 @@ def _something_scores(config: "RunConfig") -> str | None:
     return None
 
 
+def _code_has_limits_that_can_be_kept(config: "RunConfig") -> str | None:
+    for grader in config.reward.graders:
+        if grader.name != "code":
+            continue
+        limits = functions.with_defaults(functions.GRADER, "code", grader.parameters)
+        case_s, all_s, memory_mb = limits["case_timeout_s"], limits["timeout_s"], limits["memory_mb"]
+        if min(case_s, all_s, memory_mb) <= 0:
+            return (
+                f"reward.graders: code: case_timeout_s = {case_s}, timeout_s = {all_s}, "
+                f"memory_mb = {memory_mb}: each has to be above 0"
+            )
+        if case_s + all_s > grader.deadline_s:
+            return (
+                "reward.graders: code: a program that hangs has to end before the response's deadline: set "
+                f"deadline_s = {grader.deadline_s} to timeout_s + case_timeout_s = {all_s + case_s} or more"
+            )
+        sandbox = config.reward.sandbox
+        if sandbox is not None and memory_mb > sandbox.memory_mb:
+            return (
+                f"reward.graders: code: memory_mb = {memory_mb} is more than a program may have: set it to "
+                f"reward.sandbox.memory_mb = {sandbox.memory_mb} or less"
+            )
+    return None
+
+
 def _graders_have_names_of_their_own(config: "RunConfig") -> str | None:
     names = [grader.name for grader in config.reward.graders]
     if len(set(names)) < len(names):
         return (
             f"reward.graders: {', '.join(names)}: components are told apart by name: give each function once"
         )
+    return None
+
+
+def _servers_are_asked(config: "RunConfig") -> str | None:
+    asked = config.reward.servers
+    for server in config.servers:
+        if server.kind == "reward" and server.name not in asked:
+            graders = ", ".join(f"server:{name}" for name in asked) or "no server:NAME"
+            return (
+                f"[[servers]]: no grader asks the reward server {server.name}: reward.graders has {graders}: "
+                f'add {{ name = "server:{server.name}" }} there, or take the server out'
+            )
+    return None
+
+
+def _servers_stand_there_once(config: "RunConfig") -> str | None:
+    places = [(server.kind, server.name, server.url) for server in config.servers]
+    for place in places:
+        if places.count(place) > 1:
+            return f"[[servers]]: {' '.join(place)} stands there twice: raise its concurrency instead"
     return None
 
 
@@ -281,6 +328,17 @@ def _entropy_guard_leaves_room(config: "RunConfig") -> str | None:
     return None
 
 
+def _flash_has_half_precision(config: "RunConfig") -> str | None:
+    for role, section in config.roles.items():
+        if section.attention == "flash" and section.dtype == "float32":
+            table = "trainer" if role == "actor" else role
+            return (
+                f'{table}.attention = "flash" calls kernels that have no float32: '
+                f'set {table}.dtype = "bfloat16", or take attention out'
+            )
+    return None
+
+
 def _warmup_has_rows(config: "RunConfig") -> str | None:
     if config.warmup.steps and config.warmup.source is None:
         return "warmup.steps > 0 needs [warmup.source] with a path"
@@ -312,7 +370,10 @@ RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
     _constraint_has_a_cost,
     _cost_model_is_used,
     _something_scores,
+    _code_has_limits_that_can_be_kept,
     _graders_have_names_of_their_own,
+    _servers_are_asked,
+    _servers_stand_there_once,
     _filter_sees_the_whole_score,
     _full_kl_sees_both_vocabularies,
     _straight_through_has_a_gradient,
@@ -323,6 +384,11 @@ RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
     _updates_stay_on_policy_without_a_ratio,
     _samples_are_fresh_without_a_ratio,
     _entropy_guard_leaves_room,
+    _flash_has_half_precision,
     _warmup_has_rows,
     _warmup_target_is_measured,
+    *training_rules.RULES,
+    *layout_rules.RULES,
+    *rollout_rules.RULES,
+    *weight_rules.RULES,
 )

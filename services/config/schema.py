@@ -1,5 +1,8 @@
 """Every setting of a run: validated once, then frozen. Derived values are properties."""
 
+# long because all of them stand in one place
+
+import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,6 +13,7 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
@@ -17,13 +21,14 @@ from services.config import functions
 from services.config.rules import violations
 
 Probability = Annotated[float, Field(gt=0, le=1)]
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Role = Literal["actor", "critic", "cost_critic", "reference", "reward_model", "cost_model"]
 
 
 class Section(BaseModel):
-    """A config table: unknown keys are refused, values never change after reading."""
+    """A config table: unknown keys are refused, numbers are finite, values never change after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class FunctionConfig(Section):
@@ -44,8 +49,12 @@ class FunctionConfig(Section):
 
     @model_validator(mode="after")
     def _exists(self) -> "FunctionConfig":
-        functions.check(self.kind, self.name, self.parameters, type(self).model_fields.keys() - {"name"})
+        self._check()
         return self
+
+    def _check(self) -> None:
+        """Raises ConfigError or ValueError where there is nothing of that name that takes the parameters."""
+        functions.check(self.kind, self.name, self.parameters, type(self).model_fields.keys() - {"name"})
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -69,7 +78,7 @@ class RunSection(Section):
     dir: Path = Path("runs")  # the run writes to dir/name
     seed: NonNegativeInt = 0
     steps: PositiveInt
-    mode: Literal["train", "rollout_only", "train_only"] = "train"
+    mode: Literal["train", "rollout_only", "train_only", "supervised"] = "train"
     target_reward: float | None = None  # stop when the mean reward of the last target_window steps passes it
     target_window: PositiveInt = 10
 
@@ -104,7 +113,7 @@ class CoordinatorSection(Section):
 
     host: str = "127.0.0.1"
     port: NonNegativeInt = 0  # 0: any free port
-    prompts_per_step: PositiveInt = 16
+    prompts_per_step: PositiveInt = 16  # in supervised mode: rows
     samples_per_prompt: PositiveInt = 8
     greedy_baseline: bool = False  # one greedy sample more per prompt, scored but not trained on (ReMax)
     max_staleness: NonNegativeInt = 0  # 0: strictly on-policy
@@ -121,13 +130,24 @@ class LocalEngineConfig(Section):
     max_length: PositiveInt = 2048  # prompt and response tokens of one sequence
 
 
+class SGLangConfig(Section):
+    """Any other key is passed to SGLang's server as the argument of that name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    tp_size: PositiveInt = 1  # ranks of one replica
+
+
 class RolloutSection(Section):
     replicas: PositiveInt = 1
-    engine: Literal["local"] = "local"
+    engine: Literal["local", "sglang"] = "local"
+    python: Path | None = None  # interpreter of the replicas' environment; none: that of this command
     dtype: Literal["float32", "bfloat16"] = "float32"
     sampling: SamplingConfig = SamplingConfig()
     local: LocalEngineConfig = LocalEngineConfig()
-    max_restarts: NonNegativeInt = 3  # of one replica's process before the run stops
+    sglang: SGLangConfig = SGLangConfig()
+    max_restarts: NonNegativeInt = 3  # of one replica's engine, and of its process, before the run stops
     threads: PositiveInt = 1
 
 
@@ -136,26 +156,81 @@ class GraderConfig(FunctionConfig):
 
     kind = functions.GRADER
     weight: float = 1.0  # 0: a component that is reported, or is a cost, and no part of the score
+    deadline_s: Annotated[float, Field(gt=0)] = 30.0  # for one response
+    concurrency: PositiveInt | None = None  # responses at once; none: 1, of code reward.sandbox.programs
+
+    def _check(self) -> None:
+        if self.server is not None:
+            functions.check_server(self.name, self.parameters)
+            return
+        super()._check()
+        if self.name == "data_source" and (default := self.parameters.get("default")):
+            if default == self.name:
+                raise ValueError(
+                    f"reward.graders: data_source: default = {default!r}, expected another grader"
+                )
+            functions.check(self.kind, default, {})
+
+    @property
+    def server(self) -> str | None:
+        """The name of the external servers that this grader asks; None: it is a function."""
+        return self.name.removeprefix("server:") if self.name.startswith("server:") else None
+
+
+class SandboxConfig(Section):
+    """Where the graders `code` and `data_source`, and tools of agents, run programs."""
+
+    programs: PositiveInt = 16  # at once; up to 7 times as many that sleep or spin step aside
+    memory_mb: PositiveInt = 512  # address space of one program
+    output_kb: PositiveInt = 1024  # of what one program prints, and of its error stream
+    disk_mb: NonNegativeInt = 16  # that one program may write; needs namespaces, else nothing is writable
+    namespaces: Literal["auto", "never"] = "auto"  # auto: where a probe shows that they work
 
 
 class RewardSection(Section):
     graders: tuple[GraderConfig, ...] = (GraderConfig(name="exact_match"),)
-    retries: NonNegativeInt = 2  # of a response whose grading failed for a passing reason
-    timeout_s: Annotated[float, Field(gt=0)] = 60.0  # for a batch of responses; after it, for each alone
+    services: PositiveInt = 1  # each with all graders
+    max_restarts: NonNegativeInt = 3  # of one service before the run stops
+    sandbox: SandboxConfig | None = None  # none: only where a grader needs one
+    retries: NonNegativeInt = 3  # of what failed of a response's grading for a passing reason
+    max_queued: PositiveInt = 8192  # responses that a service holds; more go elsewhere, or wait
+
+    @property
+    def has_service(self) -> bool:
+        """Whether the run has a reward service of its own: not where servers do all that there is."""
+        return self.sandbox is not None or not all(grader.server for grader in self.graders)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names of the external servers that graders ask."""
+        return tuple(grader.server for grader in self.graders if grader.server)
 
 
 class ParallelConfig(Section):
-    tensor: PositiveInt = 1
-    data: PositiveInt = 1
+    """How a model lies on its ranks. See docs/trainer.md."""
+
+    tensor: PositiveInt = 1  # every matrix is split over so many ranks
+    sequence: bool = False  # and what lies between the matrices is split by tokens
+    pipeline: PositiveInt = 1  # layers are split into so many stages
+    virtual_pipeline: PositiveInt = 1  # pieces of the model on each stage, in turns
+    context: PositiveInt = 1  # the tokens of a micro-batch are split
+    expert: PositiveInt = 1  # experts are split over ranks that share nothing else but data
+    data: PositiveInt = 1  # copies that share a batch
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
 
 class OptimizerConfig(Section):
+    """AdamW."""
+
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"  # wsd: constant, then linear decay
     warmup_steps: NonNegativeInt = 0  # linear, from 0
+    decay_steps: PositiveInt | None = None  # the last so many of run.steps; cosine: none is all after warm-up
+    min_learning_rate_share: Annotated[float, Field(ge=0, le=1)] = 0.0  # where the decay ends
+    distributed: bool = False  # its state is split over the data-parallel ranks
     weight_decay: NonNegativeFloat = 0.01
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -163,12 +238,35 @@ class OptimizerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) are trained in place of the weights."""
+
+    rank: PositiveInt = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0  # an adapter counts alpha / rank
+    targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    push: Literal["merged", "adapter"] = "merged"  # what replicas get: whole weights, or the adapters alone
+    path: Path | None = None  # folder of the peft library to begin with; none: new adapters
+
+
 class RoleSection(Section):
     """A model of the run: an instance of the trainer service with its own processes."""
 
     parallel: ParallelConfig = ParallelConfig()
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights; the optimizer keeps them in float32, too
     max_tokens_per_microbatch: PositiveInt = 8192
-    attention: Literal["shared_prefix", "segments"] = "shared_prefix"
+    max_tokens_per_forward: PositiveInt = 32768  # of a pass that keeps nothing for a backward pass
+    recompute: Literal["none", "selective", "full"] = "none"  # what backward computes again: attention, all
+    offload: bool = False  # the model lies in host memory while others work
+    max_restarts: NonNegativeInt = 3  # of its ranks, all together, before the run stops
+    attention: Literal["shared_prefix", "segments", "flash"] = "shared_prefix"  # flash: flash-attn, on GPUs
     threads: PositiveInt = 1  # per rank
 
 
@@ -176,6 +274,7 @@ class TrainerSection(RoleSection):
     """The actor: the policy that is trained."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig | None = None  # none: every weight is trained
 
 
 class CriticSection(TrainerSection):
@@ -305,13 +404,59 @@ class ValidationSection(Section):
     at_start: bool = True
     at_end: bool = True
     sets: tuple[ValidationSetConfig, ...] = ()
-    best: str | None = None  # "SET/avg@k" or "SET/pass@k": keep the checkpoint where it was highest
+    best: str | None = None  # "SET/avg@k", "SET/pass@k" or "SET/nll": keep the checkpoint where it was best
 
 
 class CheckpointSection(Section):
     every: NonNegativeInt = 0  # steps; 0: only at the end
     at_end: bool = True
     keep: PositiveInt = 2
+
+
+class WeightsSection(Section):
+    """How the policy reaches the replicas. See docs/weights.md."""
+
+    transport: Literal["shm", "cuda_ipc", "nccl", "tcp"] = "shm"
+    bucket_mb: PositiveInt = 32  # MiB of a rank's part of one round
+    deadline_s: Annotated[float, Field(gt=0)] = 60.0  # for a part to arrive
+    delta: bool = False  # only what differs from the last version travels
+    canary_every: NonNegativeInt = 1  # pushes; 0: fixed prompts are never scored by trainer and replica
+    canary_tolerance: Annotated[float, Field(gt=0)] = 0.1  # mean difference of log-probabilities
+
+    @property
+    def stays_readable(self) -> bool:
+        """Readers come to a version in the trainer's memory, late ones too; else it is sent to each."""
+        return self.transport in ("shm", "cuda_ipc")
+
+
+class ServerConfig(Section):
+    """Someone else's server, as `atoll register` adds one. See docs/rewards.md."""
+
+    kind: Literal["reward", "tool", "env"]
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    url: str
+    protocol: Literal["grpc", "http", "nemo_gym", "mcp", "openenv", "trainer"]
+    options: dict[str, str] = {}  # of the protocol
+    auth: str = ""  # "env:VARIABLE", where the coordinator finds the bearer token; "": none
+    concurrency: PositiveInt = 16  # calls at once
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0  # of one call
+
+    @field_validator("auth")
+    @classmethod
+    def _auth_is_a_reference(cls, value: str) -> str:
+        if not re.fullmatch(r"(env:[A-Za-z_][A-Za-z0-9_]*)?", value):  # which may be the token itself
+            raise ValueError(
+                "servers: auth names an environment variable, as in env:JUDGE_TOKEN (what stands there now "
+                "is not shown): put the token into a variable"
+            )
+        return value
+
+    @field_validator("url")
+    @classmethod
+    def _url_holds_no_password(cls, value: str) -> str:
+        if "@" in value.partition("://")[2].partition("/")[0]:
+            raise ValueError("servers: url holds a password or a user: set auth instead")
+        return value
 
 
 class StoreSection(Section):
@@ -336,6 +481,8 @@ class RunConfig(Section):
     warmup: WarmupSection = WarmupSection()
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    weights: WeightsSection = WeightsSection()
+    servers: tuple[ServerConfig, ...] = ()
     store: StoreSection = StoreSection()
 
     @property

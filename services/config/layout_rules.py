@@ -1,0 +1,68 @@
+"""What the parallel layouts of a run ask of each other; what they ask of a model, its spec checks."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.config.schema import ParallelConfig, RunConfig
+
+
+def _each_layout_is_one(config: "RunConfig") -> str | None:
+    for role, section in config.roles.items():
+        table = f"{'trainer' if role == 'actor' else role}.parallel"
+        if sentence := _broken(section.parallel, table):
+            return sentence
+    return None
+
+
+def _broken(parallel: "ParallelConfig", table: str) -> str | None:
+    tensor, expert = parallel.tensor, parallel.expert
+    if parallel.sequence and tensor == 1:
+        return (
+            f"{table}.sequence splits tokens over the ranks of tensor = 1: set tensor above 1, or take it out"
+        )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        return (
+            f"{table}.virtual_pipeline = {parallel.virtual_pipeline} gives turns to the stages of "
+            "pipeline = 1: set pipeline above 1, or take it out"
+        )
+    if tensor * parallel.context * parallel.data % expert:
+        return (
+            f"{table}.expert = {expert} does not divide tensor x context x data = {tensor} x "
+            f"{parallel.context} x {parallel.data}, the ranks of a stage, which share its experts: "
+            "choose one that does"
+        )
+    if expert > 1 and tensor > 1 and not parallel.sequence:
+        return (
+            f"{table}: with expert = {expert}, each of tensor = {tensor} ranks would send the same tokens to "
+            "the experts: set sequence = true"
+        )
+    return None
+
+
+def _full_kl_has_one_stage(config: "RunConfig") -> str | None:
+    kl, pipeline = config.algorithm.kl, config.trainer.parallel.pipeline
+    if kl and kl.estimator == "full" and pipeline > 1:
+        return (
+            'algorithm.kl.estimator = "full" runs the reference within the last stage of the actor\'s pass: '
+            f'set trainer.parallel.pipeline = {pipeline} to 1, or take the estimator "k3"'
+        )
+    return None
+
+
+def _colocated_reference_lies_as_the_actor(config: "RunConfig") -> str | None:
+    reference, actor = config.reference, config.trainer.parallel
+    is_its_own = reference.parallel not in (actor, type(actor)())
+    if "reference" in config.roles and reference.placement == "colocated" and is_its_own:
+        return (
+            'reference.placement = "colocated" puts it on the actor\'s ranks, as they are: '
+            "take reference.parallel out"
+        )
+    return None
+
+
+RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
+    _each_layout_is_one,
+    _full_kl_has_one_stage,
+    _colocated_reference_lies_as_the_actor,
+)

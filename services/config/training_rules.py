@@ -1,0 +1,120 @@
+"""What settings of training ask of each other: schedules, the supervised mode, adapters."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.config.schema import RunConfig
+
+# what a run without rollout and reward has no use for
+NOT_SUPERVISED = (
+    "algorithm",
+    "coordinator.dump",
+    "coordinator.greedy_baseline",
+    "coordinator.max_staleness",
+    "coordinator.partial_rollouts",
+    "coordinator.samples_per_prompt",
+    "cost_critic",
+    "cost_model",
+    "critic",
+    "data.max_prompt_tokens",
+    "data.replay",
+    "guards.max_logprob_diff",
+    "guards.max_ppo_kl",
+    "guards.reward_drop",
+    "reference",
+    "reward",
+    "reward_model",
+    "rollout",
+    "run.target_reward",
+    "warmup",
+)
+
+
+def _schedules_fit_the_run(config: "RunConfig") -> str | None:
+    steps = config.run.steps
+    for name, section in (
+        ("trainer", config.trainer),
+        ("critic", config.critic),
+        ("cost_critic", config.cost_critic),
+    ):
+        if section is None:
+            continue
+        optimizer, table = section.optimizer, f"{name}.optimizer"
+        if optimizer.schedule == "constant":
+            if optimizer.decay_steps or optimizer.min_learning_rate_share:
+                return (
+                    f'{table}.schedule = "constant" never decays: take decay_steps and '
+                    'min_learning_rate_share out, or set schedule to "cosine" or "wsd"'
+                )
+            continue
+        if optimizer.schedule == "wsd" and optimizer.decay_steps is None:
+            return f'{table}.schedule = "wsd" decays in its last steps: set decay_steps'
+        decay = optimizer.decay_steps or 1
+        if optimizer.warmup_steps + decay > steps:
+            return (
+                f"{table}: {optimizer.warmup_steps} steps of warm-up and "
+                f"{optimizer.decay_steps or 'at least 1'} of decay are more than run.steps = {steps}: "
+                "lower warmup_steps or decay_steps, or raise run.steps"
+            )
+    return None
+
+
+def _supervised_generates_nothing(config: "RunConfig") -> str | None:
+    if config.run.mode != "supervised":
+        return None
+    changed = [path for path in NOT_SUPERVISED if _is_changed(config, path)]
+    if changed:
+        return (
+            f'run.mode = "supervised" learns from the answers in data.train, without rollout, reward and '
+            f"other models: take {', '.join(changed)} out"
+        )
+    return None
+
+
+def _is_changed(config: "RunConfig", path: str) -> bool:
+    """Whether a setting is not at its default."""
+    *tables, name = path.split(".")
+    section = config
+    for table in tables:
+        section = dict(section)[table]
+    return bool(dict(section)[name] != type(section).model_fields[name].default)
+
+
+def _supervised_sets_are_not_sampled(config: "RunConfig") -> str | None:
+    for entry in config.validation.sets if config.run.mode == "supervised" else ():
+        if any(_is_changed(entry, name) for name in ("num_samples", "sampling")):  # type: ignore[arg-type]
+            return (
+                f'validation set {entry.name}: run.mode = "supervised" measures the loss of the answers '
+                "there: take num_samples and sampling out"
+            )
+    return None
+
+
+def _adapters_are_the_actors(config: "RunConfig") -> str | None:
+    for role, section in (("critic", config.critic), ("cost_critic", config.cost_critic)):
+        if section is not None and section.lora is not None:
+            return (
+                f"{role}.lora: a value head begins at 0 and is learned whole, with what is below it: "
+                "take the table out; [trainer.lora] is for the actor"
+            )
+    return None
+
+
+def _recomputation_is_for_what_learns(config: "RunConfig") -> str | None:
+    for role, section in config.roles.items():
+        if role not in config.trained and section.recompute != "none":
+            return (
+                f'{role}.recompute = "{section.recompute}" saves what a backward pass reads, and a {role} '
+                f"has none: take it out; {role}.max_tokens_per_forward bounds its memory"
+            )
+    return None
+
+
+RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
+    _schedules_fit_the_run,
+    _supervised_generates_nothing,
+    _supervised_sets_are_not_sampled,
+    _adapters_are_the_actors,
+    _recomputation_is_for_what_learns,
+)

@@ -1,0 +1,31 @@
+"""What settings ask of [weights]. See rules.py."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.config.schema import RunConfig
+
+
+def _deltas_travel(config: "RunConfig") -> str | None:
+    weights = config.weights
+    if weights.delta and weights.stays_readable:
+        return (
+            f'weights.delta saves what travels, and with weights.transport = "{weights.transport}" nothing '
+            'does, replicas read the trainer\'s memory: take it out, or set the transport to "tcp" or "nccl"'
+        )
+    return None
+
+
+def _device_transports_have_devices(config: "RunConfig") -> str | None:
+    transport, rollout = config.weights.transport, config.rollout
+    on_gpus = rollout.engine == "sglang" and rollout.sglang.device == "cuda"
+    if transport in ("nccl", "cuda_ipc") and not on_gpus:
+        return (
+            f'weights.transport = "{transport}" ends in the memory of GPUs, and the replicas have none: set '
+            'rollout.engine = "sglang" and rollout.sglang.device = "cuda", or the transport to "shm" or "tcp"'
+        )
+    return None
+
+
+RULES: tuple[Callable[["RunConfig"], str | None], ...] = (_deltas_travel, _device_transports_have_devices)
