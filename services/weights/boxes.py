@@ -1,18 +1,23 @@
 """Boxes in flat buffers: views, copies that checksum what they wrote, checksums of whole tensors.
 
-Letters in shapes: R rows, C columns of a box.
+A box that never leaves devices is checksummed there (`device_checksum`), any other one on the host (xxh3-64):
+what a part lies in while it travels decides, so both ends of a transport agree.
+
+Letters in shapes: R rows, C columns of a box; N boxes; W words of 32 bits.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
 
-from services.wire.types import Catalog
+from services.wire.types import Catalog, UInt64
 
 CHUNK_BYTES = 1 << 20  # copied and hashed at once: stays in a core's L2 cache in between
+NUM_FACTORS = 1 << 20  # words that a device sums at once: their factors, 8 MiB, stay in its L2 cache
 
 
 def box_view(
@@ -29,28 +34,77 @@ def side_views(buffers: Sequence[torch.Tensor], transfers: NDArray[np.void], sid
     return [box_view(buffers[buffer], *place) for buffer, *place in transfers[columns].tolist()]
 
 
-def stream_views(stream: torch.Tensor, transfers: NDArray[np.void], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Where each transfer lies in its source's stream [bytes] of `dtype`."""
-    elements = stream.view(dtype)
-    return [box_view(elements, *place) for place in transfers[["rows", "columns", "stream"]].tolist()]
+def stream_views(part: torch.Tensor, transfers: NDArray[np.void], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Where each of a part's transfers lies in the part [bytes] of `dtype`."""
+    elements = part.view(dtype)
+    places = transfers[["rows", "columns", "stream"]].copy()
+    places["stream"] -= places["stream"][:1]
+    return [box_view(elements, *place) for place in places.tolist()]
 
 
 def checksum(box_RC: torch.Tensor, dtype: torch.dtype) -> int:
-    """xxh3-64 of the box's bytes in `dtype`, row-major."""
+    """xxh3-64 of the box's bytes in `dtype`, row-major; on a device, `device_checksum` of them."""
+    if box_RC.is_cuda:
+        return _unsigned(device_checksum(box_RC.to(dtype)))
     hasher = xxhash.xxh3_64()
     for rows in _chunks(box_RC, dtype):
-        hasher.update(_bytes(box_RC[rows].to(dtype)))
+        # a copy even where no cast is needed: memory that numpy has seen cannot be freed in place
+        hasher.update(_bytes(box_RC[rows].to(dtype, copy=True)))
     return hasher.intdigest()
 
 
-def copy(into_RC: torch.Tensor, from_RC: torch.Tensor) -> int:
-    """Copies, casting; returns xxh3-64 of what `into` holds afterwards, row-major."""
+def copy_boxes(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> UInt64:
+    """Copies, casting; returns the checksum [N] of what each box then holds, row-major."""
+    if not into or not (into[0].is_cuda and sources[0].is_cuda):
+        return np.array([_copy(*pair) for pair in zip(into, sources, strict=True)], np.uint64)
+    sums = [device_checksum(box.copy_(source)) for box, source in zip(into, sources, strict=True)]
+    return torch.stack(sums).cpu().numpy().view(np.uint64)  # the device is waited for once
+
+
+def _copy(into_RC: torch.Tensor, from_RC: torch.Tensor) -> int:
+    if into_RC.is_cuda:
+        into_RC.copy_(from_RC)
+        return checksum(from_RC, into_RC.dtype)  # of the host's side, in which the box travelled
     if into_RC.nbytes <= CHUNK_BYTES:  # most tensors of a small model: no views of chunks
         return xxhash.xxh3_64_intdigest(_bytes(into_RC.copy_(from_RC)))
     hasher = xxhash.xxh3_64()
     for rows in _chunks(into_RC, into_RC.dtype):
         hasher.update(_bytes(into_RC[rows].copy_(from_RC[rows])))
     return hasher.intdigest()
+
+
+def device_checksum(box_RC: torch.Tensor) -> torch.Tensor:
+    """int64 scalar on the box's device: sum of word * factor modulo 2**64 over the row-major bytes.
+
+    Words are 32 bits, read as signed (missing bytes are 0); factor i is output i of SplitMix64 from seed 0.
+    Longer boxes are summed in blocks of NUM_FACTORS words, and then the words of the blocks' sums.
+    Were the factors random, two different boxes of one size would pass each of the (one or two) levels with a
+    probability of 2**-33 at most: words differ by less than 2**32, so the difference of some word is an odd
+    number times 2**t, t < 32, which one in 2**(64 - t) values of its factor hides. Where the lowest bit of
+    some word differs, that is 2**-64.
+    """
+    flat = box_RC.contiguous().view(-1).view(torch.uint8)
+    if flat.numel() % 4 or flat.storage_offset() % 4:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
+    words_W = flat.view(torch.int32)
+    factors = _factors(box_RC.device)
+    whole = len(words_W) // NUM_FACTORS * NUM_FACTORS
+    blocks = (words_W[:whole].view(-1, NUM_FACTORS) * factors).sum(1)
+    rest = (words_W[whole:] * factors[: len(words_W) - whole]).sum()
+    return device_checksum(torch.cat([blocks, rest[None]])) if whole else rest
+
+
+@cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """int64 [NUM_FACTORS] SplitMix64 from seed 0 (Steele, Lea, Flood 2014), wherever boxes are summed."""
+    z = np.arange(1, NUM_FACTORS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    return torch.from_numpy((z ^ (z >> np.uint64(31))).view(np.int64)).to(device)
+
+
+def _unsigned(sum_: torch.Tensor) -> int:
+    return int(sum_) % 2**64
 
 
 def tensor_checksums(catalog: Catalog, buffers: Sequence[torch.Tensor], dtype: torch.dtype) -> dict[str, int]:
@@ -65,7 +119,7 @@ def tensor_checksums(catalog: Catalog, buffers: Sequence[torch.Tensor], dtype: t
         for box in boxes.tolist():
             _, row, rows, column, columns, buffer, offset, stride = box
             view = box_view(buffers[buffer], rows, columns, offset, stride)
-            whole[row : row + rows, column : column + columns] = view
+            whole[row : row + rows, column : column + columns] = view  # in host memory
         checksums[name] = checksum(whole, dtype)
     return checksums
 

@@ -1,107 +1,186 @@
-"""Which trainer rank sends which box of which tensor to which rank of a replica. Pure numpy.
+"""Which trainer rank sends which box of which tensor to which rank of a replica, and when. Pure numpy.
 
 Worked example: `w` [4, 6] lies as rows 0-1 on trainer rank 0 and rows 2-3 on rank 1 (TP2), each with a
 data-parallel copy on ranks 2 and 3; the replica (TP1) keeps it whole. Ranks 0 and 2 hold the same two
-rows, so 0 sends row 0 and 2 sends row 1; likewise 1 and 3: four transfers of one row.
+rows, so 0 sends row 0 and 2 sends row 1; likewise 1 and 3: four transfers of one row. The replica hears one
+rank at a time: four rounds. Replicas of TP2 that cut `w` by rows as the trainer does would need two: in each,
+one of the ranks 0 and 2 sends to their rank 0, and one of 1 and 3 to their rank 1.
 
 Letters in shapes: H boxes that the sources hold, W boxes that the targets want, D distinct boxes of H,
-P pairs of a distinct and a wanted box that meet, N transfers.
+N pieces: at first where a distinct and a wanted box meet, in the end transfers; B stretches of a line,
+K pairs of a source and a target, P parts.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from services.weights.rounds import rounds
+from services.weights.senders import stretches
 from services.wire.types import BOX, TRANSFER, Catalog, Int64, Plan
 
 Boxes = NDArray[np.void]
-_RANKED = np.dtype([("rank", np.int32), *BOX.descr])
+MAX_SENDERS = 8
+AXES = (("row", "rows"), ("column", "columns"))
+PLACE = ("tensor", "row", "column", "rows", "columns")
+OWNED = np.dtype([("owner", np.int32), *BOX.descr])  # by a catalog of the sources, or a target rank
+PIECE = np.dtype(
+    [
+        ("held", np.int32),  # number of the distinct box
+        ("wanted", np.int32),
+        ("source", np.int32),  # rank
+        ("target", np.int32),
+        ("row", np.int64),
+        ("rows", np.int64),
+        ("column", np.int64),
+        ("columns", np.int64),
+    ]
+)
 
 
-def plan(sources: Sequence[Catalog], targets: Sequence[Catalog]) -> Plan:
+def plan(
+    sources: Sequence[Catalog],
+    targets: Sequence[Catalog],
+    *,
+    part_elements: int,
+    max_senders: int = MAX_SENDERS,
+    turn: int = 0,
+) -> Plan:
     """Transfers from the trainer's ranks to the tensor-parallel ranks of one replica class.
 
-    Every element that a target keeps arrives exactly once. Ranks that hold the same boxes share the
-    sending: each sends an equal part of the elements, to within one row. The boxes that sources hold
-    of a tensor must be equal or disjoint. Raises ValueError naming a tensor for which this fails.
+    `sources` and `targets` are by rank; ranks with equal catalogs (data-parallel copies) are planned as one.
+    `turn` numbers the classes of one trainer, so that their plans ask different copies where there are some.
+
+    What holds of the result:
+    - Every element that a target keeps arrives exactly once, from a rank that holds it.
+    - A part (what one source sends to one target in one round) has `part_elements` elements at most. It ends
+      between rows, or within one that is longer than an eighth of a part.
+    - In one round a source is in one part at most, and a target as well; there are as many rounds as the
+      busiest rank has parts.
+    - A target hears `max_senders` ranks at most, or as many as hold something that it gets from nobody else.
+      Within that cap as many copies as possible send; where there are several targets, to different ones.
+    - Of the ranks that hold the same boxes, those that send any of them send equally much, to within 5 % or
+      one row. An exception: boxes that ranks with different catalogs hold, where the cap leaves no other way.
+    - The same arguments give the same plan, with the same id.
+
+    The boxes that sources hold of a tensor must be equal or disjoint. Raises ValueError naming a tensor for
+    which that fails, or which one side has not, or not whole, or of another shape.
     """
-    tensors = tuple(dict.fromkeys(name for catalog in targets for name in catalog.tensors))
-    for name in {name for catalog in sources for name in catalog.tensors} - set(tensors):
+    tensors = tuple(dict.fromkeys(chain.from_iterable(dict.fromkeys(c.tensors for c in targets))))
+    catalogs, copies = _classes(sources)
+    for name in sorted(set(chain.from_iterable({c.tensors for c in catalogs})).difference(tensors))[:1]:
         raise ValueError(f"the trainer holds {name!r}, which no replica keeps: both must load the same model")
-    held_H, wanted_W = _ranked(sources, tensors), _ranked(targets, tensors)
-    held_H = held_H[
-        np.lexsort([held_H[key] for key in ("rank", "columns", "rows", "column", "row", "tensor")])
-    ]
-    first_D, copies_D = _distinct(held_H)
+    held_H, wanted_W = _owned(catalogs, tensors), _owned(targets, tensors)
     _check_shapes(held_H, wanted_W, tensors)
+    held_H, first_D = _by_place(held_H)
     _check_disjoint(held_H[first_D], tensors)
+    pieces_N = _met(held_H[first_D], wanted_W)
+    _check_covered(pieces_N, wanted_W, tensors)
 
-    d_P, w_P = _pairs(held_H["tensor"][first_D], wanted_W["tensor"])
-    met_P = _intersect(held_H[first_D][d_P], wanted_W[w_P])
-    _check_covered(met_P, w_P, wanted_W, tensors)
-    keep = met_P["rows"] > 0
-    d_P, w_P, met_P = d_P[keep], w_P[keep], met_P[keep]
-
-    senders_D = _sets_of_ranks(held_H["rank"], first_D)
-    pair_N, copy_N, row_N, rows_N = _share(met_P, wanted_W["rank"][w_P], senders_D[d_P], copies_D[d_P])
-    met_N = met_P[pair_N]
-    met_N["row"], met_N["rows"] = met_N["row"] + row_N, rows_N
-    transfers_N = _transfers(met_N, held_H[first_D[d_P[pair_N]] + copy_N], wanted_W[w_P[pair_N]])
+    sets, set_D = _sets(held_H["owner"], first_D)
+    pieces_N = _shared(pieces_N, set_D, sets, copies, max_senders, turn)
+    pieces_N, round_N = _in_rounds(pieces_N, part_elements)
+    owner_R = np.zeros(len(sources), np.int64)
+    for owner, ranks in enumerate(copies):
+        owner_R[ranks] = owner
+    source_N = _find(held_H["owner"], first_D, pieces_N["held"], owner_R[pieces_N["source"]])
+    transfers_N = _transfers(pieces_N, round_N, held_H, source_N, wanted_W)
     digest = xxhash.xxh3_128(transfers_N.tobytes())
     digest.update("\0".join(tensors).encode())
     return Plan(digest.hexdigest(), tensors, transfers_N)
 
 
-def _ranked(catalogs: Sequence[Catalog], tensors: tuple[str, ...]) -> Boxes:
-    """All catalogs' boxes with their rank, numbered by `tensors` and sorted by tensor."""
+def _classes(sources: Sequence[Catalog]) -> tuple[list[Catalog], list[list[int]]]:
+    """The distinct catalogs, and the ranks that have each."""
+    digests = {id(c): xxhash.xxh3_128_digest(c.boxes.tobytes()) for c in {id(c): c for c in sources}.values()}
+    ranks: dict[tuple[tuple[str, ...], bytes], list[int]] = {}
+    for rank, catalog in enumerate(sources):
+        ranks.setdefault((catalog.tensors, digests[id(catalog)]), []).append(rank)
+    return [sources[same[0]] for same in ranks.values()], list(ranks.values())
+
+
+def _owned(catalogs: Sequence[Catalog], tensors: tuple[str, ...]) -> Boxes:
+    """All catalogs' boxes with their owner, numbered by `tensors`."""
     number = {name: i for i, name in enumerate(tensors)}
-    parts = []
-    for rank, catalog in enumerate(catalogs):
-        part = np.empty(len(catalog.boxes), _RANKED)
-        part["rank"] = rank
+    numbers = {
+        names: np.array([number[name] for name in names], np.int32) for names in {c.tensors for c in catalogs}
+    }
+    ends = np.cumsum([len(catalog.boxes) for catalog in catalogs]).tolist()
+    owned = np.empty(ends[-1], OWNED)
+    for owner, (begin, end, catalog) in enumerate(zip([0, *ends], ends, catalogs, strict=False)):
+        part = owned[begin:end]
+        part["owner"] = owner
         for name in BOX.names or ():
             part[name] = catalog.boxes[name]
-        part["tensor"] = np.array([number[name] for name in catalog.tensors], np.int32)[part["tensor"]]
-        parts.append(part)
-    boxes = np.concatenate(parts)
-    return boxes[np.argsort(boxes["tensor"], kind="stable")]
+        part["tensor"] = numbers[catalog.tensors][part["tensor"]]
+    return owned
 
 
-def _distinct(sorted_H: Boxes) -> tuple[Int64, Int64]:
-    """Where each distinct box begins in the sorted boxes, and how many ranks hold it; both [D]."""
-    changed_H = np.ones(len(sorted_H), bool)
-    keys = ("tensor", "row", "column", "rows", "columns")
-    changed_H[1:] = np.any([np.diff(sorted_H[key]) != 0 for key in keys], axis=0)
-    first_D = np.flatnonzero(changed_H)
-    return first_D, np.diff(first_D, append=len(sorted_H))
+def _by_place(held_H: Boxes) -> tuple[Boxes, Int64]:
+    """Sorted by place and owner, each box once per owner and none that is empty; and where each distinct box
+    begins [D]."""
+    order = np.lexsort([held_H[key] for key in ("owner", *reversed(PLACE))])
+    order = order[(held_H["rows"] * held_H["columns"])[order] > 0]
+    new_H = np.ones(len(order), bool)
+    new_H[1:] = np.any([np.diff(held_H[key][order]) != 0 for key in PLACE], axis=0)
+    keep_H = new_H.copy()
+    keep_H[1:] |= np.diff(held_H["owner"][order]) != 0
+    return held_H[order[keep_H]], np.flatnonzero(new_H[keep_H])
 
 
-def _pairs(a: NDArray[np.int32], b: NDArray[np.int32]) -> tuple[Int64, Int64]:
-    """All (i, j) with a[i] == b[j]; `b` ascends."""
-    begin = np.searchsorted(b, a, "left")
-    count = np.searchsorted(b, a, "right") - begin
-    i = np.repeat(np.arange(len(a)), count)
-    return i, np.arange(len(i)) - (np.cumsum(count) - count - begin)[i]
+def _met(distinct_D: Boxes, wanted_W: Boxes) -> Boxes:
+    """[N] Where a held and a wanted box have elements in common."""
+    d_begin, d_end, w_begin, w_end = _intervals(distinct_D, wanted_W)
+    order_W = np.argsort(w_begin, kind="stable")
+    # of the wanted boxes in order, those that begin before the held one ends and do not all end before it
+    first_D = np.searchsorted(np.maximum.accumulate(w_end[order_W]), d_begin, "right")
+    d, w = _expand(first_D, np.searchsorted(w_begin[order_W], d_end))
+    return _common(distinct_D, wanted_W, d, order_W[w])
 
 
-def _intersect(a: Boxes, b: Boxes) -> Boxes:
-    """The common part of each pair of boxes; rows 0 where there is none."""
-    met = np.zeros(len(a), [(name, np.int64) for name in ("tensor", "row", "rows", "column", "columns")])
-    met["tensor"] = a["tensor"]
-    for start, size in (("row", "rows"), ("column", "columns")):
-        met[start] = np.maximum(a[start], b[start])
-        met[size] = np.minimum(a[start] + a[size], b[start] + b[size]) - met[start]
-    met["rows"][(met["columns"] <= 0) | (met["rows"] < 0)] = 0
-    return met
+def _intervals(*sides: Boxes) -> list[Int64]:
+    """Begin and end of each side's boxes on a line of all tensors, by the axis that the first side cuts."""
+    most = max(int((side[at] + side[size]).max(initial=0)) for side in sides for at, size in AXES)
+    num_tensors = max(int(side["tensor"].max(initial=-1)) for side in sides) + 1
+    by_columns = np.ones(num_tensors, bool)
+    by_columns[sides[0]["tensor"][sides[0]["row"] > 0]] = False
+    found = []
+    for side in sides:
+        across = by_columns[side["tensor"]]
+        begin = np.where(across, side["column"], side["row"]) + side["tensor"] * np.int64(most)
+        found += [begin, begin + np.where(across, side["columns"], side["rows"])]
+    return found
+
+
+def _expand(first: Int64, end: Int64) -> tuple[Int64, Int64]:
+    """All (i, j) with first[i] <= j < end[i]."""
+    count = np.maximum(end - first, 0)
+    i = np.repeat(np.arange(len(first)), count)
+    return i, np.arange(len(i)) - (np.cumsum(count) - count - first)[i]
+
+
+def _common(held: Boxes, wanted: Boxes, i: Int64, j: Int64) -> Boxes:
+    """The elements that box i of the one and box j of the other have in common, where there are some."""
+    some, spans = np.ones(len(i), bool), {}
+    for at, size in AXES:
+        spans[at] = np.maximum(held[at][i], wanted[at][j])
+        spans[size] = np.minimum((held[at] + held[size])[i], (wanted[at] + wanted[size])[j]) - spans[at]
+        some &= spans[size] > 0
+    pieces = np.zeros(np.count_nonzero(some), PIECE)
+    pieces["held"], pieces["wanted"], pieces["target"] = i[some], j[some], wanted["owner"][j[some]]
+    for name, values in spans.items():
+        pieces[name] = values[some]
+    return pieces
 
 
 def _check_shapes(held_H: Boxes, wanted_W: Boxes, tensors: tuple[str, ...]) -> None:
     shapes = np.zeros((2, len(tensors), 2), np.int64)
     for side, boxes in enumerate((held_H, wanted_W)):
-        np.maximum.at(shapes[side, :, 0], boxes["tensor"], boxes["row"] + boxes["rows"])
-        np.maximum.at(shapes[side, :, 1], boxes["tensor"], boxes["column"] + boxes["columns"])
+        for axis, (at, size) in enumerate(AXES):
+            np.maximum.at(shapes[side, :, axis], boxes["tensor"], boxes[at] + boxes[size])
     for t in np.flatnonzero((shapes[0] != shapes[1]).any(axis=-1))[:1]:
         if not shapes[0, t].any():
             raise ValueError(f"the trainer does not hold {tensors[t]!r}, which the replicas keep")
@@ -112,17 +191,17 @@ def _check_shapes(held_H: Boxes, wanted_W: Boxes, tensors: tuple[str, ...]) -> N
 
 
 def _check_disjoint(distinct_D: Boxes, tensors: tuple[str, ...]) -> None:
-    i, j = _pairs(distinct_D["tensor"], distinct_D["tensor"])
-    i, j = i[i < j], j[i < j]
-    met = _intersect(distinct_D[i], distinct_D[j])
-    for t in met["tensor"][met["rows"] > 0][:1]:
-        raise ValueError(f"trainer ranks hold boxes of {tensors[t]!r} that overlap without being equal")
+    begin, end = _intervals(distinct_D)  # begins ascend, as the boxes do
+    i, j = _expand(np.arange(1, len(begin) + 1), np.searchsorted(begin, end))
+    for d in _common(distinct_D, distinct_D, i, j)["held"][:1]:
+        name = tensors[distinct_D["tensor"][d]]
+        raise ValueError(f"trainer ranks hold boxes of {name!r} that overlap without being equal")
 
 
-def _check_covered(met_P: Boxes, w_P: Int64, wanted_W: Boxes, tensors: tuple[str, ...]) -> None:
+def _check_covered(pieces_N: Boxes, wanted_W: Boxes, tensors: tuple[str, ...]) -> None:
     """Held boxes are disjoint, so equal areas mean that each element is met once."""
     missing_W = wanted_W["rows"] * wanted_W["columns"]
-    np.subtract.at(missing_W, w_P, met_P["rows"] * met_P["columns"])
+    np.subtract.at(missing_W, pieces_N["wanted"], _size(pieces_N))
     for w in np.flatnonzero(missing_W)[:1]:
         raise ValueError(
             f"{missing_W[w]} elements of {tensors[wanted_W['tensor'][w]]!r} that the replicas keep are on no "
@@ -130,63 +209,120 @@ def _check_covered(met_P: Boxes, w_P: Int64, wanted_W: Boxes, tensors: tuple[str
         )
 
 
-def _sets_of_ranks(rank_H: NDArray[np.int32], first_D: Int64) -> Int64:
-    """[D] a number for the set of ranks that hold each distinct box (a collision would only cost balance)."""
-    token = np.random.default_rng(0).integers(2**63, size=rank_H.max() + 1, dtype=np.uint64)
-    _, set_D = np.unique(np.add.reduceat(token[rank_H], first_D), return_inverse=True)
-    return set_D.astype(np.int64)
+def _size(pieces: Boxes) -> Int64:
+    size: Int64 = pieces["rows"] * pieces["columns"]
+    return size
 
 
-def _share(
-    met_P: Boxes, target_P: NDArray[np.int32], senders_P: Int64, copies_P: Int64
-) -> tuple[Int64, Int64, Int64, Int64]:
-    """Cuts the pairs by rows so that the ranks that hold the same boxes send equally much.
-
-    What one set of k ranks can send is laid on a line of elements, by target; rank number i of the set
-    sends the rows that begin in the line's i-th of k equal parts. Returns, per piece [N]: its pair,
-    the number of the rank in the set, the first row within the pair's box, and rows.
-    """
-    line = np.lexsort((target_P, senders_P))
-    size_P = met_P["rows"] * met_P["columns"]
-    end = np.cumsum(size_P[line])
-    start_P = np.empty_like(size_P)
-    start_P[line] = end - size_P[line]
-    total_S = np.bincount(senders_P, size_P).astype(np.int64)  # exact: below 2**53 elements
-    start_P -= (np.cumsum(total_S) - total_S)[senders_P]
-    total_P = total_S[senders_P]
-
-    part_P = start_P * copies_P // total_P
-    parts_P = (start_P + size_P - 1) * copies_P // total_P - part_P + 1
-    pair_N = np.repeat(np.arange(len(met_P)), parts_P)
-    part_N = part_P[pair_N] + np.arange(len(pair_N)) - (np.cumsum(parts_P) - parts_P)[pair_N]
-
-    def first_row(part_N: Int64) -> Int64:
-        """Of the rows that begin at or after the part's first element."""
-        border_N = -(-total_P[pair_N] * part_N // copies_P[pair_N])
-        row_N: Int64 = -((start_P[pair_N] - border_N) // met_P["columns"][pair_N])
-        return np.clip(row_N, 0, met_P["rows"][pair_N])
-
-    row_N = first_row(part_N)
-    rows_N = first_row(part_N + 1) - row_N
-    some = rows_N > 0
-    return pair_N[some], part_N[some], row_N[some], rows_N[some]
+def _sets(owner_H: NDArray[np.int32], first_D: Int64) -> tuple[list[tuple[int, ...]], Int64]:
+    """The distinct sets of owners, small ones first, and the number of each box's [D]."""
+    sets: list[tuple[int, ...]] = []
+    set_D = np.empty(len(first_D), np.int64)
+    count_D = np.diff(first_D, append=len(owner_H))
+    for count in np.unique(count_D).tolist():
+        of_count = np.flatnonzero(count_D == count)
+        number = np.zeros(len(of_count), np.int64)
+        for i in range(count):  # numbers of the sets of the first i + 1 owners
+            number = number * (int(owner_H.max()) + 1) + owner_H[first_D[of_count] + i]
+            _, example, number = np.unique(number, return_index=True, return_inverse=True)
+        set_D[of_count] = len(sets) + number
+        sets += [tuple(owner_H[first : first + count].tolist()) for first in first_D[of_count[example]]]
+    return sets, set_D
 
 
-def _transfers(met_N: Boxes, source_N: Boxes, target_N: Boxes) -> Boxes:
-    """Adds both sides' places and sorts, for each source, by target and place there; streams are dense."""
-    transfers_N = np.empty(len(met_N), TRANSFER)
-    for name in met_N.dtype.names or ():
-        transfers_N[name] = met_N[name]
-    for side, box_N in (("source", source_N), ("target", target_N)):
-        transfers_N[side] = box_N["rank"]
-        transfers_N[f"{side}_buffer"] = box_N["buffer"]
-        transfers_N[f"{side}_stride"] = box_N["stride"]
-        skipped_N = (met_N["row"] - box_N["row"]) * box_N["stride"] + met_N["column"] - box_N["column"]
-        transfers_N[f"{side}_offset"] = box_N["offset"] + skipped_N
-    keys = ("target_offset", "target_buffer", "target", "source")
-    transfers_N = transfers_N[np.lexsort([transfers_N[key] for key in keys])]
-    size_N = transfers_N["rows"] * transfers_N["columns"]
-    start_N = np.cumsum(size_N) - size_N
-    first_of_source_N = np.searchsorted(transfers_N["source"], transfers_N["source"])
-    transfers_N["stream"] = start_N - start_N[first_of_source_N]
+def _shared(
+    pieces_N: Boxes,
+    set_D: Int64,
+    sets: Sequence[Sequence[int]],
+    copies: Sequence[Sequence[int]],
+    max_senders: int,
+    turn: int,
+) -> Boxes:
+    """Cuts the pieces by rows between the ranks that send, which it adds."""
+    set_N = set_D[pieces_N["held"]]
+    num_targets = int(pieces_N["target"].max()) + 1
+    key_N = set_N * num_targets + pieces_N["target"]
+    wanted_ST = np.bincount(key_N, _size(pieces_N), len(sets) * num_targets).astype(np.int64)  # below 2**53
+    begin_B, sender_B = stretches(wanted_ST.reshape(-1, num_targets), sets, copies, max_senders, turn)
+    pieces_N, stretch_N = _cut(pieces_N[np.lexsort((pieces_N["wanted"], key_N))], begin_B)
+    pieces_N["source"] = sender_B[stretch_N]
+    return pieces_N
+
+
+def _cut(line_N: Boxes, begin_B: Int64) -> tuple[Boxes, Int64]:
+    """Cuts pieces that follow each other on a line of elements, between the rows that are nearest to where
+    the stretches begin; and the stretch of each."""
+    end_N = np.cumsum(_size(line_N))
+    begin_N = end_N - _size(line_N)
+    border_B = np.append(begin_B, end_N[-1])
+    n, stretch = _expand(np.searchsorted(begin_B, begin_N, "right") - 1, np.searchsorted(begin_B, end_N))
+    begin, rows, width = begin_N[n], line_N["rows"][n], line_N["columns"][n]
+
+    def row(border: Int64) -> Int64:
+        """The first one of which half or more lies behind the border."""
+        row: Int64 = -((2 * (begin - border) + width) // (2 * width))
+        return np.clip(row, 0, rows)
+
+    first, end = row(border_B[stretch]), row(border_B[stretch + 1])
+    some = end > first
+    pieces = line_N[n[some]]
+    pieces["row"] += first[some]
+    pieces["rows"] = (end - first)[some]
+    return pieces, stretch[some]
+
+
+def _in_rounds(pieces_N: Boxes, part_elements: int) -> tuple[Boxes, Int64]:
+    """Cuts in parts what goes from a source to a target, and orders by source and round, which comes too."""
+    pieces_N = _narrow(pieces_N, max(1, part_elements // 8))
+    num_targets = int(pieces_N["target"].max()) + 1
+    key_N = pieces_N["source"] * np.int64(num_targets) + pieces_N["target"]
+    order_N = np.argsort(key_N, kind="stable")
+    pieces_N, key_N = pieces_N[order_N], key_N[order_N]
+    first_K = np.flatnonzero(np.diff(key_N, prepend=-1))
+    size_K = np.add.reduceat(_size(pieces_N), first_K)
+    # a part has less than a row more than its equal share of what goes from its source to its target
+    parts_K = -(-size_K // (part_elements + 1 - int(pieces_N["columns"].max())))
+    k, number = _expand(np.zeros_like(parts_K), parts_K)
+    pieces_N, part_N = _cut(pieces_N, (np.cumsum(size_K) - size_K)[k] + -(-size_K[k] * number // parts_K[k]))
+    first_P = np.flatnonzero(np.diff(part_N, prepend=-1))
+    round_P = rounds(pieces_N["source"][first_P].tolist(), pieces_N["target"][first_P].tolist())
+    round_N = np.repeat(round_P, np.diff(first_P, append=len(part_N)))
+    order_N = np.lexsort((round_N, pieces_N["source"]))
+    return pieces_N[order_N], round_N[order_N]
+
+
+def _narrow(pieces_N: Boxes, most: int) -> Boxes:
+    """Cuts pieces of more than `most` columns between columns."""
+    cuts_N = -(-pieces_N["columns"] // most)
+    n, number = _expand(np.zeros_like(cuts_N), cuts_N)
+    narrow = pieces_N[n]
+    begin, end = (narrow["columns"] * i // cuts_N[n] for i in (number, number + 1))
+    narrow["column"] += begin
+    narrow["columns"] = end - begin
+    return narrow
+
+
+def _find(owner_H: NDArray[np.int32], first_D: Int64, d_N: Int64, owner_N: Int64) -> Int64:
+    """[N] where the owner's copy of each distinct box is among the held boxes."""
+    d_H = np.repeat(np.arange(len(first_D)), np.diff(first_D, append=len(owner_H)))
+    num_owners = int(owner_H.max()) + 1
+    return np.searchsorted(d_H * num_owners + owner_H, d_N * num_owners + owner_N)
+
+
+def _transfers(pieces_N: Boxes, round_N: Int64, held_H: Boxes, source_N: Int64, wanted_W: Boxes) -> Boxes:
+    """Adds both sides' places; streams are dense."""
+    transfers_N = np.empty(len(pieces_N), TRANSFER)
+    for name in ("source", "target", "row", "rows", "column", "columns"):
+        transfers_N[name] = pieces_N[name]
+    for side, boxes, i in (("source", held_H, source_N), ("target", wanted_W, pieces_N["wanted"])):
+        row, column, stride = (boxes[name][i] for name in ("row", "column", "stride"))
+        transfers_N[f"{side}_buffer"] = boxes["buffer"][i]
+        transfers_N[f"{side}_stride"] = stride
+        skipped_N = (pieces_N["row"] - row) * stride + pieces_N["column"] - column
+        transfers_N[f"{side}_offset"] = boxes["offset"][i] + skipped_N
+    transfers_N["tensor"] = wanted_W["tensor"][pieces_N["wanted"]]
+    transfers_N["round"] = round_N
+    end_N = np.cumsum(_size(pieces_N))
+    begin_N = end_N - _size(pieces_N)
+    transfers_N["stream"] = begin_N - begin_N[np.searchsorted(pieces_N["source"], pieces_N["source"])]
     return transfers_N

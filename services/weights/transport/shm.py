@@ -6,8 +6,59 @@ the kernel frees it with the last process that has it mapped, however that proce
 
 import mmap
 import os
+import secrets
+from collections.abc import Sequence
 
 import torch
+
+from services.runtime.errors import WeightPushError
+from services.weights.transport.halves import Halves
+from services.wire.types import Membership, StreamManifest
+
+
+class Sender:
+    """A segment of two halves."""
+
+    keeps = True
+
+    def __init__(self, part_bytes: Sequence[int]) -> None:
+        self._halves = Halves(part_bytes)
+        self._segment = Segment(self._halves.num_bytes)
+
+    def begin(self, membership: Membership) -> None:
+        self._halves.turn()
+
+    def room(self, part: int) -> torch.Tensor:
+        return self._segment.memory[self._halves.place(part)]
+
+    def send(self, part: int, target: int, num_bytes: int) -> tuple[str, int]:
+        return self._segment.location, self._halves.place(part).start
+
+    def close(self) -> None:
+        self._segment.close()
+
+
+class Receiver:
+    """Maps each trainer rank's segment once."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, tuple[str, torch.Tensor]] = {}  # by trainer rank
+
+    def take(self, stream: StreamManifest, membership: Membership) -> torch.Tensor:
+        location, memory = self._segments.get(stream.source, ("", torch.empty(0)))
+        if location != stream.location:
+            try:
+                memory = attach(stream.location)
+            except OSError as error:
+                raise WeightPushError(
+                    f"cannot map the weights of trainer rank {stream.source} ({error}): it must run on this "
+                    "host, in the same process namespace, as the same user; else set weights.transport"
+                ) from error
+            self._segments[stream.source] = (stream.location, memory)
+        return memory[stream.offset : stream.offset + stream.num_bytes]
+
+    def close(self) -> None:
+        self._segments.clear()
 
 
 class Segment:
@@ -16,7 +67,8 @@ class Segment:
     def __init__(self, num_bytes: int) -> None:
         self._fd = os.memfd_create("atoll-weights")
         os.posix_fallocate(self._fd, 0, num_bytes)
-        self.location = f"/proc/{os.getpid()}/fd/{self._fd}"
+        # the token tells it from an earlier segment, since a process reuses descriptors
+        self.location = f"/proc/{os.getpid()}/fd/{self._fd}#{secrets.token_hex(8)}"
         self.memory = _map(self._fd)
 
     def close(self) -> None:
@@ -29,7 +81,7 @@ def attach(location: str) -> torch.Tensor:
 
     Raises OSError where the writer is gone or runs as another user or on another host.
     """
-    fd = os.open(location, os.O_RDWR)
+    fd = os.open(location.partition("#")[0], os.O_RDWR)
     try:
         return _map(fd)
     finally:

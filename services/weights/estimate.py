@@ -1,0 +1,37 @@
+"""What a plan moves and how long that takes at a given speed. Pure numpy."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.wire.types import Int64, Plan
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Estimate:
+    """Of one version, however many replicas receive it together."""
+
+    source_bytes: Int64  # [trainer rank] sent, up to the last rank that sends
+    target_bytes: Int64  # [target rank] received by that rank of each replica
+    rounds: int
+    seconds: float
+
+
+def estimate(plan: Plan, itemsize: int, bytes_per_s: float) -> Estimate:
+    """Rounds follow each other, the parts of a round travel side by side: the sum, over the rounds, of the
+    largest part's bytes by the speed.
+
+    `itemsize`: bytes of an element of the serving dtype; `bytes_per_s`: of the slower end of a part's link.
+    A replica's copies of a part are not counted again: a broadcast streams through them.
+    """
+    t = plan.transfers
+    size_N = t["rows"] * t["columns"] * itemsize
+    num_sources, rounds = int(t["source"].max(initial=-1)) + 1, int(t["round"].max(initial=-1)) + 1
+    # in one round a source sends one part at most
+    parts = np.bincount(t["round"] * np.int64(num_sources) + t["source"], size_N, rounds * num_sources)
+    return Estimate(
+        source_bytes=np.bincount(t["source"], size_N).astype(np.int64),
+        target_bytes=np.bincount(t["target"], size_N).astype(np.int64),
+        rounds=rounds,
+        seconds=float(parts.reshape(rounds, num_sources).max(axis=1, initial=0).sum() / bytes_per_s),
+    )

@@ -1,0 +1,37 @@
+"""What a process's parameters hold of the canonical (Hugging Face named) tensors. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.wire.types import BOX, Catalog
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [row, row + rows) and columns [column, column + columns) of a canonical tensor.
+
+    Pieces of one parameter follow each other, row after row. A one-dimensional tensor of n elements
+    is n rows of one column.
+    """
+
+    tensor: str
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+
+def catalog_of(held: Iterable[Sequence[Piece]]) -> Catalog:
+    """The boxes of a process whose n-th buffer holds the n-th pieces, one behind the other."""
+    numbers: dict[str, int] = {}
+    boxes = []
+    for buffer, parts in enumerate(held):
+        offset = 0
+        for piece in parts:
+            number = numbers.setdefault(piece.tensor, len(numbers))
+            place = (piece.row, piece.rows, piece.column, piece.columns)
+            boxes.append((number, *place, buffer, offset, piece.columns))
+            offset += piece.rows * piece.columns
+    return Catalog(tuple(numbers), np.array(boxes, BOX))

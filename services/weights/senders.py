@@ -1,0 +1,95 @@
+"""Which of the ranks that hold the same boxes send them to which target rank. Pure numpy.
+
+What a set of ranks holds in common is laid on a line, target after target; each rank of the set sends one
+stretch of it. Equal stretches make the work equal; borders that fall on those of the targets, and ranks that
+stand in the order of the targets that they send to anyway, keep the senders of a target few.
+
+Letters in shapes: S sets, T targets, R trainer ranks, K ranks that share a set's line, B stretches.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.wire.types import Int64
+
+# a set's elements by target [T], its ranks [K], what they send already [R, T] -> begins and senders [B]
+Cut = Callable[[Int64, Int64, NDArray[np.float64]], tuple[Int64, Int64]]
+SLACK = 0.02  # of a stretch: how far each of its two borders moves to fall on a target's
+
+
+def stretches(
+    elements_ST: Int64,
+    sets: Sequence[Sequence[int]],
+    copies: Sequence[Sequence[int]],
+    max_senders: int,
+    turn: int,
+) -> tuple[Int64, Int64]:
+    """Where each stretch begins on the lines of all sets, one after the other [B], and who sends it.
+
+    `elements_ST`: what each target wants of what each set holds; `sets`: numbers of the catalogs that make it
+    up, small sets first; `copies`: the ranks that have each catalog. As many copies send as the cap allows:
+    plans of different `turn` prefer different ones. Where even one copy of each is too many, what several
+    catalogs hold comes from ranks that send to the target in any case, however unequal the stretches.
+    """
+    fewest, sent_RT = _stretches(elements_ST, sets, _some(copies, 1, turn), _reused)
+    limit_T = np.maximum(max_senders, (sent_RT > 0).sum(axis=0))
+    for most in range(max(map(len, copies)), 0, -1):
+        equal, sent_RT = _stretches(elements_ST, sets, _some(copies, most, turn), _equal)
+        if ((sent_RT > 0).sum(axis=0) <= limit_T).all():
+            return equal
+    return fewest
+
+
+def _some(copies: Sequence[Sequence[int]], most: int, turn: int) -> list[list[int]]:
+    """`most` ranks of each catalog, those that follow the last turn's."""
+    return [[ranks[(turn * most + i) % len(ranks)] for i in range(min(most, len(ranks)))] for ranks in copies]
+
+
+def _stretches(
+    elements_ST: Int64, sets: Sequence[Sequence[int]], active: Sequence[Sequence[int]], cut: Cut
+) -> tuple[tuple[Int64, Int64], NDArray[np.float64]]:
+    """The stretches if the `active` ranks of each catalog send; and the elements [R, T] that they make."""
+    num_targets = elements_ST.shape[1]
+    sent_RT = np.zeros((1 + max(max(ranks) for ranks in active), num_targets))
+    begins, senders, line = [], [], 0
+    for elements_T, catalogs in zip(elements_ST, sets, strict=True):
+        ranks_K = np.array(sorted(rank for catalog in catalogs for rank in active[catalog]))
+        begin_B, sender_B = cut(elements_T, ranks_K, sent_RT)
+        begins.append(line + begin_B)
+        senders.append(sender_B)
+        end_T = np.cumsum(elements_T)
+        end_B = np.append(begin_B[1:], end_T[-1])
+        common_BT = np.minimum(end_B[:, None], end_T) - np.maximum(begin_B[:, None], end_T - elements_T)
+        np.add.at(sent_RT, sender_B, np.maximum(common_BT, 0))
+        line += int(end_T[-1])
+    return (np.concatenate(begins), np.concatenate(senders)), sent_RT
+
+
+def _equal(elements_T: Int64, ranks_K: Int64, sent_RT: NDArray[np.float64]) -> tuple[Int64, Int64]:
+    """Stretches of equal length, but for SLACK at each border."""
+    sent_KT = sent_RT[ranks_K]
+    middle_K = sent_KT @ np.arange(len(elements_T)) / np.maximum(sent_KT.sum(axis=1), 1)
+    middle_K[~sent_KT.any(axis=1)] = np.inf
+    end_T = np.cumsum(elements_T)
+    begin_K = end_T[-1] * np.arange(len(ranks_K)) // len(ranks_K)
+    nearest_K = end_T[np.abs(begin_K[:, None] - end_T).argmin(axis=1)]
+    near_K = np.abs(nearest_K - begin_K) <= SLACK * end_T[-1] / len(ranks_K)
+    near_K[0] = False
+    return np.where(near_K, nearest_K, begin_K), ranks_K[np.lexsort((ranks_K, middle_K))]
+
+
+def _reused(elements_T: Int64, ranks_K: Int64, sent_RT: NDArray[np.float64]) -> tuple[Int64, Int64]:
+    """For each target, equal stretches for the ranks that send to it anyway; one of the others where there is
+    none: the one with the least to send."""
+    begins, senders = [], []
+    end = 0
+    for t, elements in enumerate(elements_T.tolist()):
+        ranks = ranks_K[sent_RT[ranks_K, t] > 0]
+        if not len(ranks):
+            ranks = ranks_K[sent_RT[ranks_K].sum(axis=1).argmin()][None]
+        begins.append(end + elements * np.arange(len(ranks)) // len(ranks))
+        senders.append(ranks)
+        end += elements
+    return np.concatenate(begins), np.concatenate(senders)

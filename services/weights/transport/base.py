@@ -1,0 +1,122 @@
+"""The two ends of a weight transport. What runs between them is bytes; which ones, the plan says.
+
+Two kinds of transports keep to it. In memory that readers map or open (`shm`, `cuda_ipc`) a version stays as
+it was sent until the next but one: whoever comes late reads it without the sender doing anything. Those
+that both ends enter together (`nccl`, `tcp`; see collective.py) have two buckets, so that one is packed while
+the other travels, and a communicator per epoch, source and target rank.
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+
+from services.runtime.errors import UserError
+from services.wire.types import Membership, StreamManifest
+
+
+class Sender(Protocol):
+    """A trainer rank's end, for the replicas of one plan. Calls come one at a time, from one thread."""
+
+    @property
+    def keeps(self) -> bool:
+        """Does a version stay readable after it was sent?"""
+        ...
+
+    def begin(self, membership: Membership) -> None:
+        """The parts that follow, from the first one, are those of another version or go to other members.
+
+        Raises WeightPushError for an epoch that is over.
+        """
+        ...
+
+    def room(self, part: int) -> torch.Tensor:
+        """uint8 [bytes of the part], where it is to be packed. Waits for the readers of what was there.
+
+        Raises WeightPushError where a part before it did not arrive in time, naming who is missing.
+        """
+        ...
+
+    def send(self, part: int, target: int, num_bytes: int) -> tuple[str, int]:
+        """Lets the members' ranks of number `target` read the first bytes of the room; returns location and
+        offset for the manifest, at once."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """A target rank's end. Calls come one at a time, from one thread."""
+
+    def take(self, stream: StreamManifest, membership: Membership) -> torch.Tensor:
+        """uint8 [stream.num_bytes], valid until the next call. Raises WeightPushError where the sender is
+        gone or silent for longer than the deadline, and where the membership is of an epoch that is over."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_sender(transport: str, deadline_s: float, host: str, part_bytes: Sequence[int]) -> Sender:
+    """`host`: the address of this machine that members can reach. `part_bytes`: the size of each part. Raises
+    UserError where the transport cannot run here."""
+    match transport:
+        case "shm":
+            from services.weights.transport import shm
+
+            return shm.Sender(part_bytes)
+        case "cuda_ipc":
+            _check_device(transport)
+            from services.weights.transport import cuda_ipc
+
+            return cuda_ipc.Sender(part_bytes)
+        case "tcp":
+            from services.weights.transport import tcp
+
+            return tcp.open_sender(deadline_s, host, part_bytes)
+        case "nccl":
+            _check_device(transport)
+            from services.weights.transport import nccl
+
+            return nccl.open_sender(deadline_s, part_bytes)
+        case name:
+            raise UserError(f"no weight transport {name!r}: set weights.transport")
+
+
+def open_receiver(transport: str, deadline_s: float) -> Receiver:
+    """Raises UserError where the transport cannot run here."""
+    match transport:
+        case "shm":
+            from services.weights.transport import shm
+
+            return shm.Receiver()
+        case "cuda_ipc":
+            _check_device(transport)
+            from services.weights.transport import cuda_ipc
+
+            return cuda_ipc.Receiver()
+        case "tcp":
+            from services.weights.transport import tcp
+
+            return tcp.open_receiver(deadline_s)
+        case "nccl":
+            _check_device(transport)
+            from services.weights.transport import nccl
+
+            return nccl.open_receiver(deadline_s)
+        case name:
+            raise UserError(f"no weight transport {name!r}: set weights.transport")
+
+
+def _check_device(transport: str) -> None:
+    """What modules that import CuPy need."""
+    missing = None
+    if not torch.cuda.is_available():
+        missing = "this process sees no CUDA device"
+    elif find_spec("cupy") is None:
+        missing = "cupy is not installed here (pip install cupy-cuda13x, or cupy-cuda12x)"
+    if missing:
+        raise UserError(
+            f'weights.transport = "{transport}" keeps weights on GPUs, and {missing}: '
+            'mend that, or set it to "shm" or "tcp"'
+        )

@@ -1,0 +1,188 @@
+"""The two ends of a transport that a sender and its readers enter together: one broadcast for each part.
+
+Of a plan's replicas, those of one epoch that have a tensor-parallel rank of one number form a communicator
+with each trainer rank that sends to them: rank 0 is the sender, 1 + member the replica. Communicators stay
+until another epoch begins. Their location travels by gRPC in the manifest; nothing is shared before. What
+a communicator runs on, `nccl.py` and `tcp.py` say.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from services.runtime.errors import WeightPushError
+from services.wire.types import Membership, StreamManifest
+
+
+class Communicator(Protocol):
+    """One rank's end. Calls come one at a time."""
+
+    def broadcast(self, part: torch.Tensor) -> None:
+        """Rank 0's bytes arrive in everybody's `part`, uint8 [bytes]. The first call waits for all to enter.
+
+        Returns once `part` may be read, or packed anew. Raises WeightPushError where that takes longer than
+        the deadline, naming who is missing as far as it is known: the communicator is closed then.
+        """
+        ...
+
+    def close(self) -> None:
+        """May be repeated."""
+        ...
+
+
+class Source(Communicator, Protocol):
+    """Rank 0's end."""
+
+    @property
+    def location(self) -> str:
+        """What the members need to enter, in printable characters."""
+        ...
+
+    def abort(self) -> None:
+        """From any thread: ends the broadcast that is under way, and all later ones, with WeightPushError."""
+        ...
+
+
+Allocate = Callable[[int], torch.Tensor]  # uint8 [bytes], where communicators send from
+Found = Callable[[Membership], Source]
+Join = Callable[[str, Membership], Communicator]  # at a location, as rank 1 + member
+
+
+_Travel = tuple[Source, torch.Tensor, Future[None]]
+T = TypeVar("T", bound=Communicator)
+
+
+@dataclass(slots=True)
+class _Channel(Generic[T]):
+    communicator: T
+    num_bytes: int = 0  # broadcast so far: where the next part begins
+
+
+class Sender:
+    """Two buckets, packed in turn by the caller and broadcast by a thread of its own.
+
+    The thread consumes packed buckets in order and waits, in each broadcast, for the members; their
+    arrival, the deadline, a newer epoch and `close` unblock it.
+    """
+
+    keeps = False
+
+    def __init__(self, found: Found, allocate: Allocate, part_bytes: Sequence[int]) -> None:
+        self._found = found
+        self._part_bytes = part_bytes
+        self._buckets = [allocate(max(part_bytes, default=0)) for _ in range(2)]
+        self._arrived = [_done(), _done()]  # the last part in each bucket
+        self._turn = 0  # the bucket that is packed
+        self._membership = Membership(-1, 0)
+        self._channels: dict[int, _Channel[Source]] = {}  # by target rank
+        self._packed: SimpleQueue[_Travel | None] = SimpleQueue()  # None: the end
+        Thread(target=self._run, name="broadcast", daemon=True).start()
+
+    def begin(self, membership: Membership) -> None:
+        if membership.epoch < self._membership.epoch:
+            raise WeightPushError(
+                f"a push to epoch {membership.epoch}, but epoch {self._membership.epoch} has begun"
+            )
+        if membership.epoch > self._membership.epoch:
+            self._leave()
+            self._membership = membership
+
+    def room(self, part: int) -> torch.Tensor:
+        self._arrived[self._turn].result()  # in time: a broadcast has a deadline
+        return self._buckets[self._turn][: self._part_bytes[part]]
+
+    def send(self, part: int, target: int, num_bytes: int) -> tuple[str, int]:
+        if target not in self._channels:
+            self._channels[target] = _Channel(self._found(self._membership))
+        channel, bucket = self._channels[target], self._buckets[self._turn]
+        if bucket.is_cuda:
+            torch.cuda.current_stream(bucket.device).synchronize()  # it is packed: others read it from now on
+        arrived: Future[None] = Future()
+        self._packed.put((channel.communicator, bucket[:num_bytes], arrived))
+        self._arrived[self._turn] = arrived
+        self._turn = 1 - self._turn
+        offset = channel.num_bytes
+        channel.num_bytes += num_bytes
+        return channel.communicator.location, offset
+
+    def close(self) -> None:
+        self._leave()
+        self._packed.put(None)
+
+    def _leave(self) -> None:
+        """Ends the epoch: what of it still travels does not arrive."""
+        for channel in self._channels.values():
+            channel.communicator.abort()
+        wait(self._arrived)
+        for channel in self._channels.values():
+            channel.communicator.close()
+        self._channels, self._arrived = {}, [_done(), _done()]
+
+    def _run(self) -> None:
+        while (travel := self._packed.get()) is not None:
+            communicator, part, arrived = travel
+            try:
+                communicator.broadcast(part)
+                arrived.set_result(None)
+            except Exception as error:
+                arrived.set_exception(error)  # raised where the bucket is needed next
+
+
+def _done() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+class Receiver:
+    """One bucket, as large as the largest part so far, and the communicators of one epoch."""
+
+    def __init__(self, join: Join, allocate: Allocate) -> None:
+        self._join = join
+        self._allocate = allocate
+        self._bucket = allocate(0)
+        self._epoch = -1
+        self._channels: dict[str, _Channel[Communicator]] = {}  # by location
+        self._last = ("", 0)  # location and offset of what the bucket holds
+
+    def take(self, stream: StreamManifest, membership: Membership) -> torch.Tensor:
+        if membership.epoch < self._epoch:
+            raise WeightPushError(
+                f"a part for epoch {membership.epoch}, but epoch {self._epoch} has begun: it is void"
+            )
+        if membership.epoch > self._epoch:
+            self.close()
+            self._epoch = membership.epoch
+        if (stream.location, stream.offset) != self._last:  # else the call is repeated
+            try:
+                self._broadcast(stream, membership)
+            except WeightPushError as error:
+                raise WeightPushError(f"from trainer rank {stream.source}: {error}") from error
+        return self._bucket[: stream.num_bytes]
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.communicator.close()
+        self._channels = {}
+        self._last = ("", 0)
+
+    def _broadcast(self, stream: StreamManifest, membership: Membership) -> None:
+        if stream.location not in self._channels:
+            self._channels[stream.location] = _Channel(self._join(stream.location, membership))
+        channel = self._channels[stream.location]
+        if stream.offset != channel.num_bytes:
+            raise WeightPushError(
+                f"its part begins at byte {stream.offset}, but {channel.num_bytes} bytes were received: "
+                "this replica missed a part or got one twice, and needs a new epoch"
+            )
+        if self._bucket.numel() < stream.num_bytes:
+            self._bucket = self._allocate(stream.num_bytes)
+        self._last = ("", 0)
+        channel.communicator.broadcast(self._bucket[: stream.num_bytes])
+        channel.num_bytes += stream.num_bytes
+        self._last = stream.location, stream.offset

@@ -1,0 +1,172 @@
+"""Broadcasts over sockets, for hosts without NCCL: the sender listens, members connect, bytes follow.
+
+Each communicator has a port and a secret of its own: who does not know the secret, or comes for another
+epoch, is turned away. The bytes themselves travel in the clear, as gRPC does here: for a trusted network.
+"""
+
+import hmac
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from services.runtime.errors import UserError, WeightPushError
+from services.weights.transport import collective
+from services.wire.types import Membership
+
+HELLO = struct.Struct("<16sqi")  # secret, epoch, member
+HELLO_S = 2.0  # a stranger that connects and says nothing holds up the others for as long
+CHUNK_BYTES = 1 << 20  # to one member at once
+
+
+def open_sender(deadline_s: float, host: str, part_bytes: Sequence[int]) -> collective.Sender:
+    return collective.Sender(partial(Source, host, deadline_s), _allocate, part_bytes)
+
+
+def open_receiver(deadline_s: float) -> collective.Receiver:
+    return collective.Receiver(partial(Target, deadline_s), _allocate)
+
+
+def _allocate(num_bytes: int) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)  # touches the pages
+
+
+class Source:
+    """See collective.Source."""
+
+    def __init__(self, host: str, deadline_s: float, membership: Membership) -> None:
+        """Raises UserError where `host` is no address of this machine."""
+        self._deadline_s = deadline_s
+        self._membership = membership
+        self._secret = secrets.token_bytes(16)
+        self._members: dict[int, socket.socket] = {}
+        self._aborted = False
+        try:
+            self._listener = socket.create_server((host, 0), backlog=membership.num_members)
+        except OSError as error:
+            raise UserError(
+                f"weights cannot be sent from {host} ({error}): give --host an address of this machine"
+            ) from error
+        reachable = socket.gethostname() if host == "0.0.0.0" else host
+        self.location = f"{reachable}:{self._listener.getsockname()[1]}#{self._secret.hex()}"
+
+    def broadcast(self, part: torch.Tensor) -> None:
+        deadline = time.monotonic() + self._deadline_s
+        try:
+            self._accept_members(deadline)
+            self._send(part.numpy().data, deadline)
+        except (OSError, WeightPushError) as error:
+            if self._aborted:
+                raise WeightPushError(f"epoch {self._membership.epoch} is over") from error
+            self.close()
+            if isinstance(error, WeightPushError):
+                raise
+            raise WeightPushError(f"epoch {self._membership.epoch}: {error}") from error
+
+    def abort(self) -> None:
+        self._aborted = True
+        for connection in (self._listener, *list(self._members.values())):
+            with suppress(OSError):  # not connected any more
+                connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+
+    def close(self) -> None:
+        for connection in (self._listener, *self._members.values()):
+            connection.close()
+
+    def _accept_members(self, deadline: float) -> None:
+        while len(self._members) < self._membership.num_members:
+            self._listener.settimeout(max(deadline - time.monotonic(), 1e-3))
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                missing = set(range(self._membership.num_members)) - self._members.keys()
+                raise self._expired("did not connect", missing) from None
+            member = self._greet(connection)
+            if member is None:
+                connection.close()
+            else:
+                connection.setblocking(False)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._members[member] = connection
+
+    def _greet(self, connection: socket.socket) -> int | None:
+        """Which member it is; None for one that does not belong here."""
+        connection.settimeout(HELLO_S)
+        try:
+            hello = connection.recv(HELLO.size)
+        except OSError:
+            return None
+        if len(hello) < HELLO.size:
+            return None
+        secret, epoch, member = HELLO.unpack(hello)
+        belongs = hmac.compare_digest(secret, self._secret) and epoch == self._membership.epoch
+        expected = 0 <= member < self._membership.num_members and member not in self._members
+        return member if belongs and expected else None
+
+    def _send(self, part: memoryview, deadline: float) -> None:
+        """To all members at once, each as fast as it reads."""
+        if self._aborted:  # perhaps before the last of them was known
+            raise ConnectionAbortedError
+        unsent = dict.fromkeys(self._members, part)
+        with selectors.DefaultSelector() as selector:
+            for member, connection in self._members.items():
+                selector.register(connection, selectors.EVENT_WRITE, member)
+            while any(len(rest) for rest in unsent.values()):
+                ready = selector.select(max(deadline - time.monotonic(), 0))
+                if not ready:
+                    raise self._expired("did not read", {m for m, rest in unsent.items() if len(rest)})
+                for key, _ in ready:
+                    try:
+                        sent = self._members[key.data].send(unsent[key.data][:CHUNK_BYTES])
+                    except OSError as error:
+                        raise WeightPushError(self._who({key.data}, f"has left ({error})")) from error
+                    unsent[key.data] = unsent[key.data][sent:]
+                    if not len(unsent[key.data]):
+                        selector.unregister(key.fileobj)
+
+    def _expired(self, what: str, members: set[int]) -> WeightPushError:
+        return WeightPushError(self._who(members, f"{what} within {self._deadline_s:g} s"))
+
+    def _who(self, members: set[int], what: str) -> str:
+        names = ", ".join(str(member) for member in sorted(members))
+        return f"member {names} of {self._membership.num_members} in epoch {self._membership.epoch} {what}"
+
+
+class Target:
+    """A member. See collective.Communicator."""
+
+    def __init__(self, deadline_s: float, location: str, membership: Membership) -> None:
+        """Raises WeightPushError where the sender is gone."""
+        self._deadline_s = deadline_s
+        address, _, secret = location.partition("#")
+        host, _, port = address.rpartition(":")
+        try:
+            self._connection = socket.create_connection((host, int(port)), timeout=deadline_s)
+            self._connection.sendall(HELLO.pack(bytes.fromhex(secret), membership.epoch, membership.member))
+        except OSError as error:
+            raise WeightPushError(f"cannot reach {address} ({error}): the epoch may be over") from error
+
+    def broadcast(self, part: torch.Tensor) -> None:
+        deadline = time.monotonic() + self._deadline_s
+        missing = part.numpy().data
+        try:
+            while len(missing):
+                self._connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+                received = self._connection.recv_into(missing)
+                if not received:
+                    raise ConnectionResetError("closed by the sender")
+                missing = missing[received:]
+        except OSError as error:
+            self.close()
+            late = f"within {self._deadline_s:g} s"
+            why = late if isinstance(error, TimeoutError) else f"({error}): the epoch is over"
+            raise WeightPushError(f"{len(missing)} of {len(part)} bytes did not come {why}") from error
+
+    def close(self) -> None:
+        self._connection.close()
