@@ -4,24 +4,24 @@ import sys
 
 from services.config.errors import ConfigError
 from services.config.load import read_resolved, trainer_rank
-from services.runtime.errors import UserError
-from services.runtime.process import announce, parse_arguments, run_service
+from services.runtime.errors import MemoryExhaustedError, UserError
+from services.runtime.process import EXIT_RANK_LOST, announce, parse_arguments, run_service
 from services.runtime.telemetry import configure_logging
-from services.trainer.ranks import LEADER, RankLostError, follow
+from services.trainer.ranks import LEADER, RankLostError, follow, watched
 from services.trainer.service import Rank, TrainerService
 
 
 def run_follower() -> None:
-    """Runs the leader's commands until it stops or dies."""
+    """Runs the leader's commands until it stops. Raises RankLostError where a rank dies."""
     arguments = parse_arguments("trainer")
     configure_logging(arguments.name)
     try:
-        rank = Rank(read_resolved(arguments.config), arguments.role)
+        rank = Rank(read_resolved(arguments.config), arguments.role, arguments.host)
         if arguments.ready_fd is not None:
             announce(arguments.ready_fd, "")
         follow(rank.channel, rank.execute)
         rank.close()
-    except (UserError, ConfigError, RankLostError) as error:
+    except (UserError, ConfigError, MemoryExhaustedError) as error:
         sys.exit(f"{arguments.name}: {error}")
 
 
@@ -30,7 +30,12 @@ if __name__ == "__main__":
         leads = trainer_rank() == LEADER
     except ConfigError as error:
         sys.exit(f"trainer: {error}")
-    if leads:
-        run_service("trainer", TrainerService.build)
-    else:
-        run_follower()
+    try:
+        with watched():
+            if leads:
+                run_service("trainer", TrainerService.build)
+            else:
+                run_follower()
+    except RankLostError as error:
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_RANK_LOST)

@@ -93,29 +93,43 @@ def _check_samples(batch: PolicyBatch) -> None:
 
 
 def plan_microbatches(
-    segments: Segments, max_tokens: int, num_ranks: int, samples: Int32 | None = None
+    segments: Segments,
+    is_asked: Bool,
+    max_tokens: int,
+    num_ranks: int,
+    samples: Int32 | None = None,
+    alike: bool = False,
+    multiple: int = 1,
 ) -> list[list[Int64]]:
     """Segment numbers, ascending, of every micro-batch of every rank.
 
-    Groups go to ranks balanced by token count; within a rank, trees go to micro-batches of at most
-    `max_tokens` tokens, first fit in decreasing size; a larger tree is alone in its own. Ranks may get
-    different numbers of micro-batches, even none: no collective between data-parallel ranks runs inside
-    one, gradients are summed once after all of them. With `samples` ([T], -1 for none), trees that hold
-    one sample, such as `flatten_trees` makes of its branches, stay together.
+    Trees without a token that `is_asked` ([T]) are left out. Groups go to ranks balanced by token count;
+    within a rank, trees go to micro-batches of nearly equal size, at most `max_tokens` tokens; a larger tree
+    is alone in its own. With `samples` ([T], -1 for none), trees that hold one sample, such as
+    `flatten_trees` makes of its branches, stay together.
+
+    Empty micro-batches fill up where ranks need equally many (`alike`: a collective between data-parallel
+    ranks runs inside of each), or a multiple of some number of them. Else a rank may get none.
     """
     lengths = np.diff(segments.offsets)
     roots = _roots(segments)
     if samples is not None:
         roots = _joined_by_sample(segments, roots, samples)
-    _, group_of_S = np.unique(segments.groups, return_inverse=True)
-    group_tokens = np.bincount(group_of_S, lengths).astype(np.int64)
-    tree_tokens = np.bincount(roots, lengths, minlength=len(roots)).astype(np.int64)
+    asked = np.unique(np.repeat(roots, lengths)[is_asked])  # trees, named by their roots
+    tree_tokens = np.bincount(roots, lengths, minlength=len(roots)).astype(np.int64)[asked]
+    _, group_of_tree = np.unique(segments.groups[asked], return_inverse=True)
+    group_tokens = np.bincount(group_of_tree, tree_tokens).astype(np.int64)
     plan: list[list[Int64]] = []
     for groups in karmarkar_karp(group_tokens.tolist(), num_ranks):
-        trees = np.unique(roots[np.isin(group_of_S, groups)])
-        bins = _first_fit(trees.tolist(), tree_tokens[trees].tolist(), max_tokens)
-        plan.append([np.flatnonzero(np.isin(roots, trees)) for trees in bins])
-    return plan
+        own = np.isin(group_of_tree, groups)
+        parts = _balanced(tree_tokens[own].tolist(), max_tokens)
+        plan.append([np.flatnonzero(np.isin(roots, asked[own][trees])) for trees in parts])
+    counts = [-(-len(parts) // multiple) * multiple for parts in plan]
+    nothing = np.zeros(0, np.int64)
+    return [
+        parts + [nothing] * ((max(counts) if alike else count) - len(parts))
+        for parts, count in zip(plan, counts, strict=True)
+    ]
 
 
 def _roots(segments: Segments) -> Int64:
@@ -137,17 +151,33 @@ def _joined_by_sample(segments: Segments, roots: Int64, samples: Int32) -> Int64
     )
 
 
-def _first_fit(items: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def _balanced(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Item numbers in as few parts as first fit needs, or fewer, of nearly equal size, none above `capacity`;
+    a larger item is alone."""
+    alone = [[item] for item, size in enumerate(sizes) if size > capacity]
+    items = [item for item, size in enumerate(sizes) if size <= capacity]
+    costs = [sizes[item] for item in items]
+    parts = _first_fit(costs, capacity)
+    for num_parts in range(-(-sum(costs) // capacity), len(parts) + 1):
+        balanced = karmarkar_karp(costs, num_parts)
+        if all(sum(costs[i] for i in part) <= capacity for part in balanced):
+            parts = balanced
+            break
+    return alone + [[items[i] for i in part] for part in parts]
+
+
+def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Item numbers in parts of at most `capacity`, the largest items first."""
     bins: list[list[int]] = []
     free: list[int] = []
-    for size, item in sorted(zip(sizes, items, strict=True), key=lambda pair: (-pair[0], pair[1])):
-        fitting = next((i for i, room in enumerate(free) if room >= size), None)
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        fitting = next((i for i, room in enumerate(free) if room >= sizes[item]), None)
         if fitting is None:
             bins.append([item])
-            free.append(capacity - size)
+            free.append(capacity - sizes[item])
         else:
             bins[fitting].append(item)
-            free[fitting] -= size
+            free[fitting] -= sizes[item]
     return bins
 
 
@@ -157,6 +187,8 @@ def karmarkar_karp(costs: Sequence[int], num_parts: int) -> list[list[int]]:
     Largest differencing method (Karmarkar & Karp 1982): the two partitions whose sums differ most are
     merged, the heaviest part of one with the lightest of the other.
     """
+    if not costs:
+        return [[] for _ in range(num_parts)]
     Parts = list[tuple[int, list[int]]]  # (sum, items) of each part, ascending
     heap: list[tuple[int, int, Parts]] = []  # (minus the spread, first item, partition)
     for item, cost in enumerate(costs):
@@ -184,6 +216,21 @@ def select(segments: Segments, chosen: Int64) -> Selection:
             groups=segments.groups[chosen],
         ),
         source,
+    )
+
+
+def padded(segments: Segments, multiple: int, at_least: int = 1) -> Segments:
+    """With a root of padding tokens behind the others, where their number is below `at_least` or no multiple
+    of `multiple`. Nothing attends to it, and no loss weight is there."""
+    num_tokens = len(segments.token_ids)
+    missing = -(-max(num_tokens, at_least) // multiple) * multiple - num_tokens
+    if not missing:
+        return segments
+    return Segments(
+        token_ids=np.append(segments.token_ids, np.zeros(missing, np.int32)),
+        offsets=np.append(segments.offsets, np.int64(num_tokens + missing)),
+        parents=np.append(segments.parents, np.int32(-1)),
+        groups=np.append(segments.groups, segments.groups.max(initial=0)),
     )
 
 

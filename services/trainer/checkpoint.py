@@ -1,133 +1,217 @@
-"""Saves and restores a learner in Megatron's distributed format, which any parallel layout can load.
+"""Saves and restores a learner in torch.distributed's checkpoint format, which any parallel layout can load.
 
-A folder appears under its name only when it is complete and on disk. Nothing in the trainer draws random
-numbers, so weights, optimizer state and the number of updates are all that an exact resume needs.
+A save copies the state to host memory and returns; a thread writes the copy while training goes on. A folder
+appears under its name only when it is complete and on disk. Nothing in the trainer draws random numbers, so
+weights, optimizer state and the number of updates are all that an exact resume needs.
 """
 
+import json
 import os
 import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import torch as megatron_format
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future as TorchFuture
 
-from services.runtime.errors import CheckpointError, UserError
+from services.runtime.errors import CheckpointError, LostStateError, ServiceUnavailableError, UserError
+from services.trainer.ranks import IDLE_TIMEOUT
+from services.trainer.state import Boxes, frozen_checksum, loaded, memory, snapshot
 from services.trainer.step import Learner
+from services.wire.types import Written
+
+ABOUT = "trainer.json"  # what the state is of
 
 
-class _SaveInProcess(megatron_format.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's format, written by this process.
+class Checkpointer:
+    """Every rank makes the same calls in the same order, from its compute thread.
 
-    Megatron's own writer forks, which a process that serves gRPC must not, and leaves a helper behind.
+    Writing has a thread and a process group of its own, so that its collectives never meet those of
+    training. Of two saves, the second waits until the first is written.
     """
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str) -> None:
-        tensors, _, _ = megatron_format._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        save_state_dict(
-            megatron_format.mcore_to_pyt_state_dict(tensors, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, sync_files=True),
-            planner=megatron_format.MCoreSavePlanner(
-                dedup_replicated_tensors=False, flatten_state_dict=False
-            ),
-        )
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: tuple[Path, Future[Written]] | None = None
+
+    def save(self, learner: Learner, path: Path) -> "Future[Written]":
+        """Begins to write the folder `path`, in place of one of that name.
+
+        The result raises CheckpointError on every rank where the folder cannot be written, as on a full
+        disk; `path` is then as before. Its bytes are known on rank 0.
+        """
+        self._wait()
+        about = self._about(learner)
+        writing = self._thread.submit(self._write, snapshot(learner), about, path)
+        self._writing = path, writing
+        return writing
+
+    def writing(self, path: Path) -> "Future[Written]":
+        """The last save. Raises LostStateError where that is not of `path`."""
+        if self._writing is None or self._writing[0] != path:
+            raise LostStateError(f"nothing is being written to {path}: the trainer has restarted, save again")
+        return self._writing[1]
+
+    def load(self, learner: Learner, path: Path) -> None:
+        """Restores what `save` wrote, on any layout. Raises UserError where it cannot."""
+        self._wait()
+        if not (path / ABOUT).exists():
+            raise UserError(f"{path} is no checkpoint of a trainer: it has no {ABOUT}")
+        about = json.loads((path / ABOUT).read_text())
+        _check_model(about, self._about(learner), path)
+        state = memory(learner, about["num_updates"])
+        try:
+            load_state_dict(
+                state,
+                storage_reader=FileSystemReader(path),
+                planner=_LoadBoxes(flatten_state_dict=False),
+                process_group=self._group,
+            )
+        except CheckpointException as error:
+            raise UserError(
+                f"{path} does not fit this model: {_cause(error)}; resume with the model it was made of"
+            ) from error
+        loaded(learner)
+        learner.num_updates = about["num_updates"]
+        learner.reset()
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._thread.shutdown()
+
+    def _about(self, learner: Learner) -> dict[str, Any]:
+        """As JSON gives it back."""
+        about = {
+            "num_updates": learner.num_updates,
+            "model": asdict(learner.model.spec),
+            "frozen": frozen_checksum(learner, self._group),
+        }
+        return json.loads(json.dumps(about))  # type: ignore[no-any-return]
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            wait([self._writing[1]])
+
+    def _write(self, state: dict[str, Boxes], about: dict[str, Any], path: Path) -> Written:
+        """In the checkpoint thread of every rank; unblocked by the other ranks' parts, or their death."""
+        begun = time.monotonic()
+        partial = path.with_name(path.name + ".partial")
+        try:
+            if dist.get_rank() == 0:  # nobody writes a file before all ranks have a plan
+                shutil.rmtree(partial, ignore_errors=True)
+            writer = _Publication(partial, path, about)
+            save_state_dict(
+                state,
+                storage_writer=writer,
+                planner=_SaveBoxes(flatten_state_dict=False),
+                process_group=self._group,
+            )
+        except CheckpointException as error:  # every rank gets it
+            raise _not_written(partial, path, error) from error
+        except RuntimeError as error:
+            raise ServiceUnavailableError(
+                f"checkpoint {path} was not written: another rank of this trainer is gone ({error})"
+            ) from error
+        return Written(writer.num_bytes, time.monotonic() - begun)
 
 
-def save(learner: Learner, path: Path) -> int:
-    """Writes the folder `path`, in place of one of that name; every rank calls it. Returns its bytes.
-
-    Raises CheckpointError on every rank where it cannot be written, as on a full disk; `path` is then
-    as before.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        return _write(learner, partial, path)
-    except CheckpointException as error:  # every rank gets it
-        raise _not_written(partial, path, error) from error
-    except (OSError, RuntimeError) as error:
-        if dist.get_world_size() > 1:
-            raise  # the other ranks wait for this one: only its end frees them
-        raise _not_written(partial, path, error) from error
+class _SaveBoxes(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].at(index)  # type: ignore[no-any-return]
 
 
-def load(learner: Learner, path: Path) -> None:
-    """Restores what `save` wrote, on any layout; every rank calls it. Raises UserError where it cannot."""
-    if not (path / "metadata.json").exists():
-        raise UserError(f"{path} is no checkpoint of a trainer: it has no metadata.json")
-    common, head = dist_checkpointing.load_common_state_dict(str(path)), learner.model.spec.head
-    num_updates = common["num_updates"]
-    if common["head"] != head:  # Megatron would cut an output layer to the size of a value head
+class _LoadBoxes(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """As PyTorch's own, which goes through the values first and drops what is no tensor."""
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].at(index)  # type: ignore[no-any-return]
+
+
+class _Publication(FileSystemWriter):
+    """Puts the folder in its place once all ranks have written their parts of it."""
+
+    def __init__(self, partial: Path, path: Path, about: dict[str, Any]) -> None:
+        super().__init__(partial, sync_files=True)
+        self._partial, self._place, self._about = partial, path, about
+        self.num_bytes = 0
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "TorchFuture[list[WriteResult]]":
+        """PyTorch's archive ends with an error of its own where the disk has refused a part of it."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, whose exceptions every rank gets."""
+        super().finish(metadata, results)
+        (self._partial / ABOUT).write_text(json.dumps(self._about))
+        files = list(self._partial.iterdir())
+        for file in [*files, self._partial]:
+            _fsync(file)
+        if self._place.exists():
+            shutil.rmtree(self._place)
+        self._partial.rename(self._place)
+        _fsync(self._place.parent)
+        self.num_bytes = sum(file.stat().st_size for file in self._place.iterdir())
+
+
+def _check_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> None:
+    """Tensors that fit by their shapes alone could be another model's."""
+    theirs, ours = saved["model"], own["model"]
+    differences = [
+        f"its {name} is {theirs.get(name)}, expected {ours.get(name)}"
+        for name in sorted(theirs.keys() | ours.keys())
+        if theirs.get(name) != ours.get(name)
+    ]
+    if saved["frozen"] != own["frozen"]:
+        differences.append(f"it holds {_kind(saved)}, expected {_kind(own)}")
+    if differences:
         raise UserError(
-            f"{path} is of a model with a {common['head']} head, expected a {head} head: "
-            "load the checkpoint of this model's own role"
+            f"{path} does not fit this model: {'; '.join(differences)}. Resume with the model it was made of"
         )
-    try:
-        state = dist_checkpointing.load(_state(learner, num_updates, is_loading=True), str(path))
-    except (CheckpointingException, CheckpointException) as error:
-        raise UserError(
-            f"{path} does not fit this model: {error}; resume with the model it was made of"
-        ) from error
-    learner.model.network.load_state_dict(state["model"])
-    if num_updates:
-        learner.optimizer.load_state_dict(state["optimizer"])
-    else:
-        learner.optimizer.optimizer.state.clear()
-    learner.num_updates = num_updates
-    learner.reset()
 
 
-def _state(learner: Learner, num_updates: int, is_loading: bool) -> dict[str, Any]:
-    """What Megatron saves or loads; the optimizer has no state before the first update."""
-    model = learner.model.network.sharded_state_dict()
-    state = {"model": model, "num_updates": num_updates, "head": learner.model.spec.head}
-    if num_updates:
-        state["optimizer"] = learner.optimizer.sharded_state_dict(model, is_loading=is_loading)
-    return state
+def _kind(about: dict[str, Any]) -> str:
+    if about["frozen"] is None:
+        return "all weights"
+    return f"adapters on top of weights with checksum {about['frozen']}"
 
 
-def _write(learner: Learner, partial: Path, path: Path) -> int:
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(
-        _state(learner, learner.num_updates, is_loading=False),
-        str(partial),
-        sharded_strategy=_SaveInProcess("torch_dist", 1),
-    )
-    num_bytes = sum(file.stat().st_size for file in partial.iterdir())
-    dist.barrier()
-    if dist.get_rank() == 0:
-        _put_in_place(partial, path)
-    dist.barrier()
-    return num_bytes
-
-
-def _not_written(partial: Path, path: Path, error: BaseException) -> CheckpointError:
-    cause = str(error).strip().splitlines()[-1]
+def _not_written(partial: Path, path: Path, error: CheckpointException) -> CheckpointError:
     free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
     return CheckpointError(
-        f"checkpoint {path} was not written: {cause} ({free:,} bytes are free on its disk); those before it "
-        "are untouched. Free some space or mend the path, then save again"
+        f"checkpoint {path} was not written: {_cause(error)} ({free:,} bytes are free on its disk); those "
+        "before it are untouched. Free some space or mend the path, then save again"
     )
 
 
-def _put_in_place(partial: Path, path: Path) -> None:
-    for file in [*partial.iterdir(), partial]:
-        _fsync(file)
-    if path.exists():
-        shutil.rmtree(path)
-    partial.rename(path)
-    _fsync(path.parent)
+def _cause(error: CheckpointException) -> str:
+    """Of the first rank that failed."""
+    cause, _ = next(iter(error.failures.values()))
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def _fsync(path: Path) -> None:

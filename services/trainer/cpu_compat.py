@@ -32,14 +32,14 @@ if not torch.cuda.is_available():
 
 
 class _Nothing:
-    """Stands in for a stream or an event: every method does nothing."""
+    """Stands in for a stream or an event: every method does nothing and returns another such."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> "Callable[..., _Nothing]":
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *_, **__: None
+        return _Nothing
 
     def __enter__(self) -> "_Nothing":
         return self
@@ -66,6 +66,11 @@ def _flat_rows(
     return grad_output.flatten(0, -2), all_gathered_input.flatten(0, -2)
 
 
+def _splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Where nothing has to move, numbers are still asked for as NumPy's: a collective takes no tensor."""
+    return tensor.numpy() if as_numpy and tensor is not None else tensor
+
+
 TORCH_CUDA: Mapping[str, object] = {
     "current_device": lambda: CPU,
     "synchronize": lambda device=None: None,
@@ -84,6 +89,7 @@ MEGATRON_RANDOM: Mapping[str, object] = {
     "_set_cuda_rng_state": _set_rng_state,
 }
 MEGATRON_LAYERS: Mapping[str, object] = {"prepare_input_tensors_for_wgrad_compute": _flat_rows}
+MEGATRON_DISPATCHER: Mapping[str, object] = {"maybe_move_tensor_to_cpu": _splits}
 
 # Megatron's optimizers compare these names.
 _TYPE_NAMES = {
@@ -125,8 +131,10 @@ def apply() -> AbstractContextManager[object]:
     if torch.cuda.is_available():
         return nullcontext()
     from megatron.core.tensor_parallel import layers, random
+    from megatron.core.transformer.moe import token_dispatcher
 
     _patch(torch.cuda, TORCH_CUDA)
     _patch(random, MEGATRON_RANDOM)
     _patch(layers, MEGATRON_LAYERS)
+    _patch(token_dispatcher, MEGATRON_DISPATCHER)
     return _OnCpu()

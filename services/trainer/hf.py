@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import fields
@@ -10,27 +11,45 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.runtime.errors import UserError
+from services.runtime.errors import CheckpointError, UserError
 from services.runtime.model_spec import ARCHITECTURES, ModelSpec, read_spec, with_value_head
-from services.trainer.names import pieces, shapes
+from services.trainer.lora import adapters, attach_adapters, check_targets, merged
+from services.trainer.model import Model, ModelSettings, build
+from services.trainer.names import shapes
+from services.trainer.peft import load_adapter, write_adapter
 from services.trainer.shards import boxes_of
 
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 4 << 30  # of one exported file: what the writing rank holds at once
+ADAPTER = "adapter"
 COPIED = {".json", ".txt", ".jinja", ".model"}  # tokenizer and generation settings
 
 
-def load_weights(model: torch.nn.Module, spec: ModelSpec, folder: Path) -> None:
+def load_model(folder: Path, spec: ModelSpec, settings: ModelSettings) -> Model:
+    """This rank's part of the folder's model, as `spec` says. Call it inside `cpu_compat.apply()`, after
+    `initialize_parallel`. Raises UserError where the folder does not hold such a model."""
+    if settings.lora is not None:
+        check_targets(spec, settings.lora)
+    model = build(folder, spec, settings)
+    load_weights(model, folder)
+    if settings.lora is not None:
+        attach_adapters(model, settings.lora, settings.seed)
+        if settings.lora.path is not None:
+            load_adapter(model, settings.lora.path)
+    return model
+
+
+def load_weights(model: Model, folder: Path) -> None:
     """Fills every parameter of this rank, reading only its own slices.
 
     A value model takes a policy's folder, too: its head stays as it is. Raises UserError where a file or
     tensor is missing, unknown, or of a wrong shape, and where the folder holds another model than `spec`.
     """
+    spec = model.spec
     theirs = read_spec(folder, ("language", "value") if spec.head == "value" else ("language",))
     got = with_value_head(theirs) if spec.head == "value" else theirs
     if got != spec:
@@ -41,7 +60,7 @@ def load_weights(model: torch.nn.Module, spec: ModelSpec, folder: Path) -> None:
         )
     with ExitStack() as files:
         slices = open_tensors(folder, theirs, files)
-        for name, box, memory in boxes_of(model, spec):
+        for name, box, memory in boxes_of(model):
             if name not in slices:  # the value head
                 continue
             rows = slice(int(box["row"]), int(box["row"] + box["rows"]))
@@ -73,6 +92,11 @@ def open_tensors(folder: Path, spec: ModelSpec, files: ExitStack) -> dict[str, A
         slices |= {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118 (no mapping)
     if spec.tied:
         slices.pop("lm_head.weight", None)  # some tied checkpoints repeat the embedding
+    if fused := [name for name in slices if name.endswith(".mlp.experts.gate_up_proj")]:
+        raise UserError(
+            f"{folder} has all experts of a layer in one tensor, {fused[0]}; expected one for each of them, "
+            "as published: load the folder with transformers and save it with save_pretrained"
+        )
     _check_tensors(folder, {name: tuple(part.get_shape()) for name, part in slices.items()}, shapes(spec))
     return slices
 
@@ -97,29 +121,47 @@ def _check_tensors(
             )
 
 
-def export_hf(model: torch.nn.Module, spec: ModelSpec, source: Path, target: Path) -> int:
-    """Writes a folder that transformers loads with bit-equal weights, in the parameters' dtype.
+def export_hf(model: Model, target: Path) -> int:
+    """Writes a folder that transformers loads with bit-equal weights, in the parameters' dtype. Adapters are
+    merged into them, and lie below in `adapter`, as peft loads them on top of the model's own folder.
 
-    Every rank calls it; rank 0 writes, and tensor-parallel peers of rank 0 send their shards tensor by
-    tensor. config.json is written last: an interrupted export is no model folder. Returns bytes written
-    (0 on the other ranks). Raises UserError where `target` holds something already.
+    Every rank calls it; rank 0 writes, and the others send it what it lacks, tensor by tensor: it holds one
+    file at a time, the others nothing beside their parameters. config.json is written last: an interrupted
+    export is no model folder. Returns bytes written (0 on the other ranks). Raises UserError on every rank
+    where `target` holds something already, CheckpointError on rank 0 where the disk does not take it.
     """
-    if parallel_state.get_data_parallel_rank() > 0:
-        return 0
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):  # on all ranks that gather
+    writes = dist.get_rank() == 0
+    first = next(model.parameters)
+    refused = torch.tensor([writes and target.exists() and not _is_empty(target)], device=first.device).int()
+    dist.broadcast(refused, 0)  # of several machines, each would see its own disk
+    if refused.item():
         raise UserError(f"{target} is not empty: choose a new folder for the exported model")
-    writes = parallel_state.get_tensor_model_parallel_rank() == 0
-    dtype = next(model.parameters()).dtype
+    gathered = _gather(model)
+    num_bytes = 0
+    try:
+        if model.lora is not None:
+            write_adapter(model, target / ADAPTER)
+        if writes:
+            num_bytes = _write(model, target, gathered, first.dtype)
+    except (OSError, SafetensorError) as error:
+        deque(gathered, maxlen=0)  # the other ranks send all the same
+        shutil.rmtree(target, ignore_errors=True)
+        raise CheckpointError(
+            f"{target} was not written: {error}. Free some space or choose another folder"
+        ) from error
+    deque(gathered, maxlen=0)
+    return num_bytes
+
+
+def _write(
+    model: Model, target: Path, gathered: Iterator[tuple[str, Tensor | None]], dtype: torch.dtype
+) -> int:
+    spec, source = model.spec, model.folder
     files = _files(spec, dtype.itemsize)
-    gathered = _gather(model, spec)
-    if writes:
-        target.mkdir(parents=True, exist_ok=True)
+    target.mkdir(parents=True, exist_ok=True)
     for file, names in files.items():
         tensors = {name: tensor for name, tensor in (next(gathered) for _ in names) if tensor is not None}
-        if writes:
-            save_file(tensors, target / file, metadata={"format": "pt"})
-    if not writes:
-        return 0
+        save_file(tensors, target / file, metadata={"format": "pt"})
     num_bytes = sum((target / file).stat().st_size for file in files)
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
@@ -155,28 +197,63 @@ def _files(spec: ModelSpec, itemsize: int) -> dict[str, list[str]]:
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
-def _gather(model: torch.nn.Module, spec: ModelSpec) -> Iterator[tuple[str, Tensor | None]]:
-    """Canonical name and whole tensor on tensor-parallel rank 0, None on the others; one at a time."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    size, rank = group.size(), group.rank()
-    held = [[piece for held in pieces(spec, r, size).values() for piece in held] for r in range(size)]
-    mine: dict[str, list[Tensor]] = {}
-    for name, _, memory in boxes_of(model, spec):
-        mine.setdefault(name, []).append(memory)
-    for name, shape in shapes(spec).items():
-        flat = torch.cat([memory.flatten() for memory in mine[name]])
-        parts = [torch.empty_like(flat) for _ in range(size)] if rank == 0 else None
-        dist.gather(flat, parts, group=group, group_dst=0)
-        if parts is None:
-            yield name, None
-            continue
-        whole = torch.empty(shape, dtype=flat.dtype)
-        matrix = whole.unsqueeze(1) if len(shape) == 1 else whole
-        for r, part in enumerate(parts):
-            theirs = [piece for piece in held[r] if piece.tensor == name]
-            sizes = [piece.rows * piece.columns for piece in theirs]
-            for piece, values in zip(theirs, torch.split(part, sizes), strict=True):
-                rows = slice(piece.row, piece.row + piece.rows)
-                columns = slice(piece.column, piece.column + piece.columns)
-                matrix[rows, columns] = values.view(piece.rows, piece.columns)
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _gather(model: Model) -> Iterator[tuple[str, Tensor | None]]:
+    """Canonical name and whole tensor on rank 0, None on the others; one at a time.
+
+    Of the ranks that hold a box alike, the first sends it.
+    """
+    rank = dist.get_rank()
+    mine = {(name, int(box["row"]), int(box["column"])): memory for name, box, memory in boxes_of(model)}
+    first = next(model.parameters)
+    owned, own = _owned_boxes(model), adapters(model)
+
+    def held(name: str, row: int, column: int) -> Tensor:
+        return merged(own.get(name), row, column, mine[name, row, column])
+
+    for name, shape in shapes(model.spec).items():
+        whole = torch.empty(shape, dtype=first.dtype) if rank == 0 else None
+        for owner, row, rows, column, columns in owned[name]:
+            if whole is None:
+                if owner == rank:
+                    dist.send(held(name, row, column).contiguous(), 0)
+                continue
+            if owner == 0:
+                part = held(name, row, column)
+            else:
+                part = torch.empty(rows, columns, dtype=first.dtype, device=first.device)
+                dist.recv(part, owner)
+            matrix = whole.unsqueeze(1) if len(shape) == 1 else whole
+            matrix[row : row + rows, column : column + columns] = part
         yield name, whole
+
+
+def _owned_boxes(model: Model) -> dict[str, list[tuple[int, ...]]]:
+    """Of each tensor, its distinct boxes (first rank that holds it, row, rows, column, columns); all ranks
+    call it and get the same."""
+    numbers = {name: i for i, name in enumerate(shapes(model.spec))}
+    boxes = torch.tensor(
+        [
+            [numbers[name], *(int(box[key]) for key in ("row", "rows", "column", "columns"))]
+            for name, box, _ in boxes_of(model)
+        ],
+        device=next(model.parameters).device,
+    )
+    most = torch.tensor(len(boxes), device=boxes.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    padded = torch.nn.functional.pad(boxes, (0, 0, 0, int(most) - len(boxes)), value=-1)
+    ranks = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, padded)
+    owners: dict[tuple[int, ...], int] = {}
+    for rank, held in enumerate(ranks):
+        for box in held.tolist():
+            owners.setdefault(tuple(box), rank)
+    names = list(numbers)
+    owned: dict[str, list[tuple[int, ...]]] = {name: [] for name in names}
+    for (number, *box), owner in owners.items():
+        if number >= 0:
+            owned[names[number]].append((owner, *box))
+    return owned

@@ -1,4 +1,4 @@
-"""The norm and the MLP of Qwen, with gradients written out: fewer passes over memory than autograd's.
+"""The norm and the MLP, with gradients written out: fewer passes over memory than autograd's.
 
 Letters in shapes: N rows (tokens, or tokens x heads), H size of a row, F width of the MLP on this rank.
 """
@@ -6,10 +6,13 @@ Letters in shapes: N rows (tokens, or tokens x heads), H size of a row, F width 
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 
 class RMSNorm(torch.nn.Module):
@@ -73,12 +76,32 @@ class ValueHead(torch.nn.Module):
 
 
 class GatedMLP(MLP):  # type: ignore[misc]
-    """Megatron's MLP with silu(gate) * up in one autograd function."""
+    """Megatron's MLP with silu(gate) * up in one autograd function.
+
+    With selective recomputation, the product is freed once it is multiplied, and made again for backward.
+    """
 
     def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
         gate_up, _ = self.linear_fc1(hidden_states)
-        output, _ = self.linear_fc2(silu_gate(gate_up))
+        if self.config.recompute_granularity != "selective":
+            output, _ = self.linear_fc2(silu_gate(gate_up))
+            return output, None
+        product = CheckpointWithoutOutput(fp8=None)
+        output, _ = self.linear_fc2(product.checkpoint(silu_gate, gate_up))
+        product.discard_output_and_register_recompute(output)
         return output, None
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """Megatron's router, but for its product, which asks for TransformerEngine even where there is none."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config, pg_collection)
+        self.weight.data = self.weight.data.to(torch.cuda.current_device())  # Megatron makes it on the host
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits in fp32 of hidden states [..., H]."""
+        return linear(input.float(), self.weight.float())
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:

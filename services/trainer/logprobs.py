@@ -58,7 +58,9 @@ class _TokenLogprobs(torch.autograd.Function):
             exp_nV = logits_nV.exp()
             is_here_n = (own_N[n] >= 0) & (own_N[n] < len(weight_VH))
             target_n = logits_nV.gather(-1, own_N[n].clamp(0, len(weight_VH) - 1)[:, None])[:, 0]
-            sums_3n = torch.stack([exp_nV.sum(-1), (exp_nV * logits_nV).sum(-1), target_n * is_here_n])
+            norm_n = exp_nV.sum(-1)
+            weighted_n = exp_nV.mul_(logits_nV).sum(-1)  # in place: no third chunk of logits
+            sums_3n = torch.stack([norm_n, weighted_n, target_n * is_here_n])
             reduce_over(group, sums_3n, ReduceOp.SUM)
             norm_n, weighted_n, target_n = sums_3n
             logprobs_N[n] = target_n - norm_n.log()
@@ -95,7 +97,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def vocabulary_logits(hidden_nH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
     """[n, V] this rank's share of a chunk's logits, in a new tensor, at least fp32."""
     logits_nV = hidden_nH @ weight_VH.T
-    return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32)) / temperature
+    return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32)).div_(temperature)
 
 
 def gradients_through_logits(
@@ -105,21 +107,33 @@ def gradients_through_logits(
     group: ProcessGroup,
     rows: int,
     gradient: Callable[[slice, Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the hidden states and of the weight, from those of each chunk's logits.
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the hidden states and of the weight, from those of each chunk's logits; none of a weight
+    that does not learn, as below adapters.
 
     `gradient(n, logits_nV)` is asked for chunk after chunk of `rows` rows and may overwrite the logits.
     """
     grad_hidden_NH = torch.empty_like(hidden_NH)
-    grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.promote_types(weight_VH.dtype, torch.float32))
+    grad_weight_VH = None
+    if weight_VH.requires_grad:
+        grad_weight_VH = torch.zeros_like(
+            weight_VH, dtype=torch.promote_types(weight_VH.dtype, torch.float32)
+        )
     for start in range(0, len(hidden_NH), rows):
         n = slice(start, start + rows)
         logits_nV = vocabulary_logits(hidden_NH[n], weight_VH, temperature)
         grad_nV = gradient(n, logits_nV).to(weight_VH.dtype)
         grad_hidden_NH[n] = grad_nV @ weight_VH / temperature
-        grad_weight_VH += grad_nV.T @ hidden_NH[n]
+        if grad_weight_VH is None:
+            continue
+        if grad_nV.dtype == grad_weight_VH.dtype:
+            grad_weight_VH.addmm_(grad_nV.T, hidden_NH[n])  # without a second [V, H] for each chunk
+        else:
+            grad_weight_VH += grad_nV.T @ hidden_NH[n]
     reduce_over(group, grad_hidden_NH, ReduceOp.SUM)  # every rank saw only its rows of the vocabulary
-    return grad_hidden_NH, (grad_weight_VH / temperature).to(weight_VH.dtype)
+    if grad_weight_VH is not None:
+        grad_weight_VH = grad_weight_VH.div_(temperature).to(weight_VH.dtype)
+    return grad_hidden_NH, grad_weight_VH
 
 
 def reduce_over(group: ProcessGroup, tensor: Tensor, op: Any) -> None:

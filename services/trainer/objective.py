@@ -1,12 +1,13 @@
 """What each trained token contributes to a model's loss: the policy's, a critic's, the warm-up's.
 
-An objective yields the terms of each of this rank's micro-batches; the caller sums
+An objective says what a micro-batch's tokens contribute, from their hidden states; the caller sums
 loss_weights * token loss and takes the gradient.
 
-Letters in shapes: T tokens of a batch, N trained tokens (loss weight not 0) of a micro-batch, H hidden size.
+Letters in shapes: T tokens of a batch or micro-batch, t of them on this context rank, N trained ones (loss
+weight not 0), n of them on this context rank, H hidden size.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from services.trainer.forward import Forward
 from services.trainer.kl import full_kl, kl_penalty
 from services.trainer.loss import MAX_LOG_RATIO, PolicyTokens, value_loss
 from services.trainer.model import output_weight
-from services.wire.types import Bool, Int64, PolicyBatch, StepKey, SupervisedBatch, ValueBatch
+from services.wire.types import Batch, Bool, Int64, PolicyBatch, StepKey, SupervisedBatch, ValueBatch
 
 TokenLoss = Callable[[PolicyTokens], tuple[Tensor, dict[str, Tensor]]]
 # (logprobs_N, old_logprobs_N, advantages_N, seed) -> chosen_N, N being the tokens of the whole minibatch
@@ -41,8 +42,12 @@ class Terms:
 class Objective(Protocol):
     """Of one type of batch."""
 
-    def terms(self, key: StepKey, batch: Any) -> Iterator[Terms]:
-        """Each micro-batch of this data-parallel rank that has trained tokens."""
+    def prepare(self, key: StepKey, batch: Any) -> Batch:
+        """The batch as `terms` needs it, before it is cut. Raises UserError where it lacks something."""
+        ...
+
+    def terms(self, part: Any, hidden_tH: Tensor) -> Terms:
+        """Of one micro-batch."""
         ...
 
     def nothing(self) -> Terms:
@@ -56,12 +61,13 @@ class SupervisedObjective:
     def __init__(self, policy: Forward) -> None:
         self._policy = policy
 
-    def terms(self, key: StepKey, batch: SupervisedBatch) -> Iterator[Terms]:
-        for part, _ in self._policy.microbatches(batch):
-            if len(trained := np.flatnonzero(part.loss_weights)):
-                logprobs_N, entropy_N = self._policy.logprobs(part.segments, trained, temperature=1.0)
-                weights_N = self._policy.tensor(part.loss_weights[trained])
-                yield self._of(logprobs_N, entropy_N, weights_N)
+    def prepare(self, key: StepKey, batch: SupervisedBatch) -> SupervisedBatch:
+        return batch
+
+    def terms(self, part: SupervisedBatch, hidden_tH: Tensor) -> Terms:
+        trained = np.flatnonzero(part.loss_weights)
+        logprobs_N, entropy_N = self._policy.logprobs(hidden_tH, part.segments, trained, temperature=1.0)
+        return self._of(logprobs_N, entropy_N, self._policy.tensor(part.loss_weights[trained]))
 
     def nothing(self) -> Terms:
         return self._of(*_empty(self._policy, 3))
@@ -76,12 +82,14 @@ class ValueObjective:
     def __init__(self, critic: Forward, role: str, clip: float) -> None:
         self._critic, self._role, self._clip = critic, role, clip
 
-    def terms(self, key: StepKey, batch: ValueBatch) -> Iterator[Terms]:
-        for part, _ in self._critic.microbatches(batch):
-            if len(trained := np.flatnonzero(part.loss_weights)):
-                values_N = self._critic.values(part.segments, part.segments.predecessors[trained])
-                rest = (part.values, part.returns, part.loss_weights)
-                yield self._of(values_N, *(self._critic.tensor(array[trained]) for array in rest))
+    def prepare(self, key: StepKey, batch: ValueBatch) -> ValueBatch:
+        return batch
+
+    def terms(self, part: ValueBatch, hidden_tH: Tensor) -> Terms:
+        trained = np.flatnonzero(part.loss_weights)
+        values_N = self._critic.values(hidden_tH, part.segments.predecessors[trained])
+        rest = (part.values, part.returns, part.loss_weights)
+        return self._of(values_N, *(self._critic.tensor(array[trained]) for array in rest))
 
     def nothing(self) -> Terms:
         return self._of(*_empty(self._critic, 4))
@@ -100,6 +108,11 @@ class PolicySettings:
     select: Select | None = None  # picks the tokens that the loss acts on
     entropy_coef: float = 0.0
     kl: KLConfig | None = None  # none: not in the loss
+
+
+@dataclass(frozen=True, eq=False)
+class _Minibatch(PolicyBatch):
+    chosen: Bool  # [T] the tokens that the loss acts on
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,12 +136,12 @@ class PolicyObjective:
     def __init__(self, policy: Forward, settings: PolicySettings, reference: Forward | None = None) -> None:
         self._policy, self._settings, self._reference = policy, settings, reference
 
-    def terms(self, key: StepKey, batch: PolicyBatch) -> Iterator[Terms]:
+    def prepare(self, key: StepKey, batch: PolicyBatch) -> _Minibatch:
         self._check(batch)
-        chosen_T = self._choose(key, batch)
-        for part, source in self._policy.microbatches(batch):
-            if len(trained := np.flatnonzero(part.loss_weights)):
-                yield self._of(self._trained(part, trained, chosen_T[source[trained]]))
+        return _Minibatch(**vars(batch), chosen=self._choose(key, batch))
+
+    def terms(self, part: _Minibatch, hidden_tH: Tensor) -> Terms:
+        return self._of(self._trained(part, hidden_tH))
 
     def nothing(self) -> Terms:
         logprobs, old, advantages, entropy, kl, rollout, weights = _empty(self._policy, 7)
@@ -158,10 +171,9 @@ class PolicyObjective:
             chosen_T[trained] = self._settings.select(logprobs, old, advantages, seed).numpy()
         return chosen_T
 
-    def _trained(self, part: PolicyBatch, trained: Int64, chosen_N: Bool) -> _Trained:
-        policy, segments = self._policy, part.segments
-        hidden_NH = policy.hidden_before(segments, trained)
-        logprobs_N, entropy_N = policy.logprobs_from(hidden_NH, segments, trained, policy.temperature)
+    def _trained(self, part: _Minibatch, hidden_tH: Tensor) -> _Trained:
+        policy, trained = self._policy, np.flatnonzero(part.loss_weights)
+        logprobs_N, entropy_N = policy.logprobs(hidden_tH, part.segments, trained, policy.temperature)
         old_N = logprobs_N.detach()
         if part.old_logprobs is not None:
             old_N = policy.tensor(part.old_logprobs[trained])
@@ -172,15 +184,15 @@ class PolicyObjective:
                 old_N,
                 policy.tensor(part.advantages[trained]),
                 sample_N=policy.tensor(sample_N),
-                chosen_N=policy.tensor(chosen_N),
+                chosen_N=policy.tensor(part.chosen[trained]),
             ),
             entropy_N,
-            self._kl(part, trained, hidden_NH, logprobs_N),
+            self._kl(part, trained, hidden_tH, logprobs_N),
             policy.tensor(part.rollout_logprobs[trained]),
             policy.tensor(part.loss_weights[trained]),
         )
 
-    def _kl(self, part: PolicyBatch, trained: Int64, hidden_NH: Tensor, logprobs_N: Tensor) -> Tensor:
+    def _kl(self, part: PolicyBatch, trained: Int64, hidden_tH: Tensor, logprobs_N: Tensor) -> Tensor:
         kl, policy, reference = self._settings.kl, self._policy, self._reference
         if kl is None:
             return torch.zeros_like(logprobs_N)
@@ -189,15 +201,19 @@ class PolicyObjective:
             return kl_penalty(logprobs_N, policy.tensor(part.ref_logprobs[trained]), kl.estimator)
         assert reference is not None, "the full KL is computed beside the reference"
         with torch.no_grad():
-            ref_hidden_NH = reference.hidden_before(part.segments, trained)
-        return full_kl(
-            hidden_NH,
-            output_weight(policy.model.network),
-            ref_hidden_NH,
-            output_weight(reference.model.network),
+            ref_hidden_tH = reference.hidden(part.segments)
+        before = part.segments.predecessors[trained]
+        hidden_nH, which = policy.held(hidden_tH, before)
+        ref_hidden_nH, _ = reference.held(ref_hidden_tH, before)
+        kl_n = full_kl(
+            hidden_nH,
+            output_weight(policy.model),
+            ref_hidden_nH,
+            output_weight(reference.model),
             policy.temperature,
             parallel_state.get_tensor_model_parallel_group(),
         )
+        return policy.join(kl_n, which, len(trained))
 
     def _of(self, trained: _Trained) -> Terms:
         settings, tokens = self._settings, trained.tokens

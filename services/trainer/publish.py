@@ -1,43 +1,85 @@
-"""A trainer rank's side of a weight push: cast, copy into shared memory and checksum, part by part."""
+"""A trainer rank's side of a weight push: cast, pack and checksum, round by round."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from services.runtime.errors import WeightPushError
-from services.weights.boxes import checksum, copy, side_views, stream_views
-from services.weights.transport.shm import Segment
-from services.wire.types import Plan, Published, StreamManifest, Version
+from services.weights.boxes import checksum, copy_boxes, side_views, stream_views
+from services.weights.delta import encode
+from services.weights.transport.base import Sender
+from services.wire.types import Membership, Plan, Published, StreamManifest, Version
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PART_BYTES = 32 << 20  # replicas read one part while the next is written
-ALIGNMENT = 64  # bytes; of the two halves of a segment
+
+OpenSender = Callable[[Sequence[int]], Sender]  # for parts of so many bytes
 
 
 class Publisher:
-    """Writes this rank's transfers. Calls come one at a time, from the rank's compute thread."""
+    """Sends this rank's transfers. Calls come one at a time, from the rank's compute thread."""
 
-    def __init__(self, rank: int, buffers: Sequence[torch.Tensor]) -> None:
-        """`buffers` are those that the rank's catalog indexes; their storage must not be replaced."""
+    def __init__(
+        self,
+        rank: int,
+        buffers: Sequence[torch.Tensor],
+        open_sender: OpenSender,
+        refresh: Callable[[], None] | None = None,
+        *,
+        delta: bool = False,
+    ) -> None:
+        """`buffers` are those that the rank's catalog indexes; their storage must not be replaced. They are
+        the live weights, or are made equal to them by `refresh`, which is called once for a version. `delta`:
+        what differs from the last version travels, where that is less and the members hold it."""
         self._rank = rank
         self._buffers = buffers
+        self._open_sender = open_sender
+        self._refresh = refresh
+        self._delta = delta
+        self._version: Version | None = None  # of the last publish
+        self._is_live = False  # the live weights are still that version's
         self._streams: dict[tuple[str, str], _Stream] = {}
 
-    def publish(
-        self, version: Version, dtype: str, plan_ids: Sequence[str], new_plans: Sequence[Plan], part: int
-    ) -> Published:
-        """Writes part `part` of the live weights for each plan; parts come in order from 0.
+    def train_on(self) -> None:
+        """The live weights are about to change: of the last version there is what was sent, and no more."""
+        self._is_live = False
 
-        Repeating a call answers from its record. Where every byte equals the last version's, nothing
-        is written. Raises WeightPushError for a plan that this rank was never sent, or a part out of order.
+    def publish(
+        self,
+        version: Version,
+        dtype: str,
+        members: Mapping[str, Membership],
+        new_plans: Sequence[Plan],
+        part: int,
+    ) -> Published:
+        """Sends round `part` of the live weights to the members of each plan, by its id; rounds come in order
+        from 0.
+
+        Repeating a call answers from its record. In another epoch the version is sent again from round 0,
+        although the weights may have been trained on since. Where every byte equals the last version's, and
+        that is still there, nothing is sent. Raises WeightPushError for a plan that this rank was never
+        sent, a part out of order, an epoch that is over, a version that is no longer live and was not packed
+        for these replicas, and where a part before this one did not arrive.
         """
         for plan in new_plans:
             if (plan.id, dtype) not in self._streams:
-                self._streams[plan.id, dtype] = _Stream(self._rank, plan, self._buffers, DTYPES[dtype])
-        if unknown := [plan_id for plan_id in plan_ids if (plan_id, dtype) not in self._streams]:
+                self._streams[plan.id, dtype] = _Stream(
+                    self._rank, plan, self._buffers, DTYPES[dtype], self._open_sender, self._delta
+                )
+        if unknown := [plan_id for plan_id in members if (plan_id, dtype) not in self._streams]:
             raise WeightPushError(f"trainer rank {self._rank} has no plan {unknown[0]}: send the plan again")
-        return merged([self._streams[plan_id, dtype].write(version, part) for plan_id in plan_ids])
+        if version != self._version:
+            if self._refresh is not None:
+                self._refresh()
+            self._version, self._is_live = version, True
+        return merged(
+            [
+                self._streams[plan_id, dtype].write(version, part, membership, is_live=self._is_live)
+                for plan_id, membership in members.items()
+            ]
+        )
 
     def close(self) -> None:
         for stream in self._streams.values():
@@ -54,63 +96,72 @@ def merged(parts: Sequence[Published]) -> Published:
 
 
 class _Stream:
-    """What this rank writes for one replica class: a segment of two halves, written in turn, so that
-    the last version stays whole while the next is written."""
+    """What this rank sends to one replica class."""
 
-    def __init__(self, rank: int, plan: Plan, buffers: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-        transfers = plan.transfers[plan.transfers["source"] == rank]
-        starts = transfers["stream"] * dtype.itemsize
-        num_bytes = int((transfers["rows"] * transfers["columns"]).sum()) * dtype.itemsize
-        _, first = np.unique(starts // PART_BYTES, return_index=True)
-        self._borders: list[int] = [*first.tolist(), len(transfers)]  # transfers of part i: [i] to [i+1]
-        self._sizes = np.diff(starts, append=num_bytes)  # bytes
-        self._rank, self._plan_id, self._dtype = rank, plan.id, dtype
-        self._sources = side_views(buffers, transfers, "source")
-        self._half_bytes = (num_bytes // ALIGNMENT + 1) * ALIGNMENT
-        self._segment = Segment(2 * self._half_bytes)
-        self._halves = [
-            stream_views(self._segment.memory[half * self._half_bytes :], transfers, dtype)
-            for half in range(2)
+    def __init__(
+        self,
+        rank: int,
+        plan: Plan,
+        buffers: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        open_sender: OpenSender,
+        delta: bool,
+    ) -> None:
+        self._transfers = plan.transfers[plan.transfers["source"] == rank]
+        self._num_rounds = int(plan.transfers["round"].max(initial=-1)) + 1
+        rounds = np.arange(self._num_rounds + 1)
+        borders = np.searchsorted(self._transfers["round"], rounds).tolist()
+        self._parts = [slice(*border) for border in pairwise(borders)]  # transfers of each round
+        sizes = self._transfers["rows"] * self._transfers["columns"] * dtype.itemsize
+        self._part_bytes = [int(sizes[part].sum()) for part in self._parts]
+        self._rank, self._plan_id, self._dtype, self._delta = rank, plan.id, dtype, delta
+        self._sources = side_views(buffers, self._transfers, "source")
+        self._sender = open_sender(self._part_bytes)
+        self._checksums = np.zeros(len(self._transfers), np.uint64)  # of what was packed
+        # Where the transport does not keep a version, the host does: for members of a later epoch.
+        on_device = any(buffer.is_cuda for buffer in buffers)
+        self._kept = [
+            torch.zeros(0 if self._sender.keeps else size, dtype=torch.uint8, pin_memory=on_device)
+            for size in self._part_bytes
         ]
-        self._half = 0
-        self._checksums = np.zeros(len(transfers), np.uint64)  # of what the current half holds
         self._version: Version | None = None
-        self._parts_written = 0
+        self._epoch = 0  # that it is sent to; 0 where it stays readable in any
+        self._packed = 0  # parts of the version whose bytes are kept
+        self._sent: list[Published] = []  # parts of the version, to this epoch
+        self._members_hold_last = False  # what is kept from `_packed` on
 
-    def write(self, version: Version, part: int) -> Published:
-        if part + 1 >= len(self._borders):  # other ranks have more parts
+    def write(self, version: Version, part: int, membership: Membership, *, is_live: bool) -> Published:
+        if part >= self._num_rounds:  # another plan has more
             return Published((), 0, True)
-        if version != self._version and part == 0:
-            self._begin(version)
-        if version != self._version or part > self._parts_written:
+        epoch = 0 if self._sender.keeps else membership.epoch
+        if part == 0 and (version, epoch) != (self._version, self._epoch):
+            self._begin(version, epoch, membership)
+        if (version, epoch) != (self._version, self._epoch) or part > len(self._sent):
             raise WeightPushError(
                 f"trainer rank {self._rank}: part {part} of {version} is asked for after part "
-                f"{self._parts_written - 1} of {self._version}: ask for the parts in order, from 0"
+                f"{len(self._sent) - 1} of {self._version}: ask for the parts in order, from 0"
             )
-        first, end = self._borders[part : part + 2]
-        num_bytes = 0
-        if part == self._parts_written:
-            for i in range(first, end):
-                self._checksums[i] = copy(self._halves[self._half][i], self._sources[i])
-            num_bytes = int(self._sizes[first:end].sum())
-            self._parts_written += 1
-        manifest = StreamManifest(
-            source=self._rank,
-            location=self._segment.location,
-            offset=self._half * self._half_bytes,
-            plan_id=self._plan_id,
-            first=first,
-            checksums=self._checksums[first:end].copy(),
-        )
-        return Published((manifest,), num_bytes, part + 2 == len(self._borders))
+        if part < len(self._sent):
+            return replace(self._sent[part], num_bytes=0)
+        self._sent.append(self._send(part, is_live))
+        return self._sent[part]
 
-    def _begin(self, version: Version) -> None:
-        self._version = version
-        if self._parts_written + 1 == len(self._borders):  # the current half holds a whole version
-            if self._unchanged():
-                return  # and the new one is the same
-            self._half = 1 - self._half
-        self._parts_written = 0
+    def close(self) -> None:
+        self._sender.close()
+
+    def _begin(self, version: Version, epoch: int, membership: Membership) -> None:
+        whole = len(self._sent) == self._num_rounds  # the last version was sent to its end
+        if whole and self._sender.keeps and self._unchanged():
+            self._version = version  # and the new one is the same
+            return
+        self._sender.begin(membership)
+        if version != self._version:
+            # one that leaves, joins or fails makes a new epoch: those of this one have the last version
+            self._members_hold_last = self._delta and whole and epoch == self._epoch
+            self._packed = 0
+        else:
+            self._members_hold_last = False
+        self._version, self._epoch, self._sent = version, epoch, []
 
     def _unchanged(self) -> bool:
         """After a training step the first tensor differs, and the others are not looked at."""
@@ -119,5 +170,50 @@ class _Stream:
             for source, expected in zip(self._sources, self._checksums.tolist(), strict=True)
         )
 
-    def close(self) -> None:
-        self._segment.close()
+    def _send(self, part: int, is_live: bool) -> Published:
+        last, run, num_bytes = part + 1 == self._num_rounds, self._parts[part], self._part_bytes[part]
+        if run.start == run.stop:
+            return Published((), 0, last)
+        if part >= self._packed and not is_live:
+            raise WeightPushError(
+                f"trainer rank {self._rank}: {self._version} was never packed for these replicas, and the "
+                "weights have been trained on since: the next push includes them"
+            )
+        room = self._sender.room(part)
+        delta = None
+        if part < self._packed:
+            room.copy_(self._kept[part])
+        else:
+            delta = self._pack(part, room)
+        if delta is not None:
+            num_bytes = len(delta)
+            room[:num_bytes] = delta
+        target = int(self._transfers["target"][run.start])
+        location, offset = self._sender.send(part, target, num_bytes)
+        manifest = StreamManifest(
+            source=self._rank,
+            location=location,
+            offset=offset,
+            num_bytes=num_bytes,
+            plan_id=self._plan_id,
+            first=run.start,
+            checksums=self._checksums[run].copy(),
+            delta=delta is not None,
+        )
+        return Published((manifest,), num_bytes, last)
+
+    def _pack(self, part: int, room: torch.Tensor) -> torch.Tensor | None:
+        """Fills the room from the live weights; returns what differs from the last version if that is to
+        travel instead."""
+        run = self._parts[part]
+        views = stream_views(room, self._transfers[run], self._dtype)
+        self._checksums[run] = copy_boxes(views, self._sources[run])
+        self._packed = part + 1
+        if self._sender.keeps:
+            return None
+        delta = None
+        if self._members_hold_last:
+            last = self._kept[part].to(room.device)
+            delta = encode(last.view(self._dtype), room.view(self._dtype))
+        self._kept[part].copy_(room)
+        return delta

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from services.runtime import errors
 from services.runtime.errors import AtollError
 
 IDLE_TIMEOUT = timedelta(days=365)  # followers wait for the next command as long as the leader lives
+ANSWER_TIMEOUT = timedelta(minutes=10)  # the leader waits so long for a follower, its own part being done
 LEADER = 0
 STOP = ""  # the method name that ends the followers
 
@@ -23,21 +25,22 @@ Execute = Callable[[str, Sequence[bytes]], bytes]  # (method, requests) -> reply
 
 
 class RankLostError(Exception):
-    """Another rank of the fleet died. What this rank holds may be half an update: it must end, too."""
+    """Another rank of the fleet died, or hangs. What this rank holds may be half an update: it must end."""
 
 
 class CommandChannel:
     """Call it from one thread on every rank; all ranks broadcast and gather in the same order."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        timeout = ANSWER_TIMEOUT if self._rank == LEADER else IDLE_TIMEOUT
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def broadcast(self, parts: Sequence[bytes] = ()) -> list[bytes]:
         """Returns the leader's `parts` on every rank; followers pass none and wait."""
         lengths = np.array([len(part) for part in parts], "<i8")
         header = torch.tensor([len(parts), int(lengths.sum())])
-        with self._watched():
+        with watched():
             dist.broadcast(header, LEADER, group=self._group)
             num_parts, num_bytes = header.tolist()
             frame = torch.empty(8 * num_parts + num_bytes, dtype=torch.uint8)
@@ -52,12 +55,12 @@ class CommandChannel:
         """Returns every rank's part, in rank order, on the leader; nothing on followers."""
         length = torch.tensor([len(part)])
         if self._rank != LEADER:
-            with self._watched():
+            with watched():
                 dist.send(length, LEADER, group=self._group)
                 dist.send(_bytes_tensor(part), LEADER, group=self._group)
             return []
         parts = [part]
-        with self._watched():
+        with watched():
             for rank in range(1, self._size):
                 dist.recv(length, rank, group=self._group)
                 frame = torch.empty(int(length), dtype=torch.uint8)
@@ -65,22 +68,26 @@ class CommandChannel:
                 parts.append(frame.numpy().tobytes())
         return parts
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            whom = "a follower" if self._rank == LEADER else f"the leader (rank {LEADER}) or a follower"
-            raise RankLostError(
-                f"trainer rank {self._rank}: {whom} is gone; its own log says why ({error})"
-            ) from error
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Turns the failure of a collective into RankLostError: this rank is well, and only noticed."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_of_peer = isinstance(error, dist.DistBackendError | dist.DistStoreError) or "gloo" in str(error)
+        if not is_of_peer:
+            raise
+        raise RankLostError(
+            f"another rank of this trainer is gone, or did not answer in time; its own log says why ({error})"
+        ) from error
 
 
 def lead(channel: CommandChannel, execute: Execute, method: str, requests: Sequence[bytes]) -> list[bytes]:
     """Runs a command on every rank, this one included; returns their replies in rank order.
 
-    An AtollError leaves the ranks in step and is raised here, whichever rank it came from. Any other
-    exception of `execute` may leave half an update behind: the caller must end the process.
+    An AtollError leaves the ranks in step and is raised here, of its own class, whichever rank it came from.
+    Any other exception of `execute` may leave half an update behind: the caller must end the process.
     """
     channel.broadcast([method.encode(), *requests])
     error: AtollError | None = None
@@ -94,7 +101,8 @@ def lead(channel: CommandChannel, execute: Execute, method: str, requests: Seque
         raise error
     for rank, answer in enumerate(replies):
         if answer[:1] != b"\0":
-            raise AtollError(f"trainer rank {rank}: {answer[1:].decode()}")
+            name, _, text = answer[1:].decode().partition(" ")
+            raise getattr(errors, name, AtollError)(f"trainer rank {rank}: {text}")
     return [answer[1:] for answer in replies]
 
 
@@ -119,7 +127,7 @@ def dismiss(channel: CommandChannel) -> None:
 
 
 def _answer(reply: bytes, error: AtollError | None) -> bytes:
-    return b"\0" + reply if error is None else b"\1" + str(error).encode()
+    return b"\0" + reply if error is None else b"\1" + f"{type(error).__name__} {error}".encode()
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:

@@ -16,12 +16,13 @@ from services.config.schema import (
     TrainerSection,
 )
 from services.runtime.errors import UserError
-from services.runtime.model_spec import ModelSpec, check_tensor_parallel, read_spec, with_value_head
+from services.runtime.model_spec import ModelSpec, check_layout, read_spec, with_value_head
 from services.trainer import cpu_compat
-from services.trainer.attention import SHARES_PREFIX
-from services.trainer.forward import Forward
+from services.trainer.attention import backend
+from services.trainer.forward import Budget, Forward
+from services.trainer.hf import load_model
 from services.trainer.loss import LOSSES, SELECTIONS
-from services.trainer.model import build, initialize_parallel
+from services.trainer.model import ModelSettings, initialize_parallel
 from services.trainer.objective import (
     Objective,
     PolicyObjective,
@@ -29,6 +30,7 @@ from services.trainer.objective import (
     SupervisedObjective,
     ValueObjective,
 )
+from services.trainer.publish import DTYPES
 from services.trainer.step import Learner
 from services.wire.types import Batch, PolicyBatch, SupervisedBatch, ValueBatch
 
@@ -59,12 +61,16 @@ def section_name(role: Role) -> str:
     return "trainer" if role == "actor" else role
 
 
-def build_roles(config: RunConfig, role: Role) -> Roles:
-    """Joins the ranks of `role` and builds its models. Every rank of the service calls it once."""
+def join_ranks(config: RunConfig, role: Role) -> None:
+    """Joins the ranks of `role`. Every rank of the service calls it once, before it builds anything."""
     section = section_of(config, role)
-    parallel = section.parallel
     torch.set_num_threads(section.threads)
-    initialize_parallel(parallel.tensor, parallel.data, section_name(role))
+    initialize_parallel(section.parallel, section_name(role))
+
+
+def build_roles(config: RunConfig, role: Role) -> Roles:
+    """Builds the models of `role`'s service, as they are before their first update."""
+    section = section_of(config, role)
     with cpu_compat.apply():
         forward = _forward(config, role, section)
         if isinstance(section, CriticSection):
@@ -100,17 +106,28 @@ def _actor(config: RunConfig, forward: Forward, section: TrainerSection) -> Role
 def _forward(config: RunConfig, role: Role, section: RoleSection) -> Forward:
     folder = _folder(config, role)
     spec = _spec(role, folder)
-    check_tensor_parallel(spec, section.parallel.tensor, section_name(role))
+    check_layout(spec, section.parallel, section_name(role))
     return Forward(
-        build(folder, spec),
-        section.max_tokens_per_microbatch,
-        SHARES_PREFIX[section.attention],
+        load_model(folder, spec, _settings(config, role, section)),
+        Budget(section.max_tokens_per_microbatch, section.max_tokens_per_forward),
+        backend(section.attention),
         config.rollout.sampling.temperature,
     )
 
 
+def _settings(config: RunConfig, role: Role, section: RoleSection) -> ModelSettings:
+    return ModelSettings(
+        DTYPES[section.dtype],
+        section.parallel.sequence,
+        section.recompute,
+        config.trainer.lora if role == "actor" else None,
+        config.run.seed,
+    )
+
+
 def _frozen(forward: Forward) -> Forward:
-    forward.model.network.requires_grad_(False)
+    for parameter in forward.model.parameters:
+        parameter.requires_grad_(False)
     return forward
 
 

@@ -16,10 +16,9 @@ class Rotation(NamedTuple):
     sin_T1D: Tensor  # negative in the first half, which receives minus the second half
 
 
-def rotation(positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
-    """Pair (i, i + D/2) of a token at position p turns by p * theta ** (-2i / D) radians."""
-    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device)
-    half_TD = torch.outer(positions_T.float(), 1.0 / theta ** (steps / head_dim))
+def rotation(positions_T: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
+    """Pair (i, i + D/2) of a token at position p turns by p * frequencies[i] radians; [D/2] in fp32."""
+    half_TD = torch.outer(positions_T.float(), frequencies)
     cos, sin = half_TD.cos(), half_TD.sin()
     return Rotation(
         torch.cat([cos, cos], -1).unsqueeze(1).to(dtype), torch.cat([-sin, sin], -1).unsqueeze(1).to(dtype)

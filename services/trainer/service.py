@@ -7,8 +7,9 @@ all in one thread.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Self, cast
@@ -18,19 +19,24 @@ import torch.distributed as dist
 from google.protobuf.message import Message
 
 from services.config.schema import Role, RunConfig
-from services.runtime.errors import AtollError, UserError
+from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from services.runtime.process import ServiceContext
 from services.runtime.tokenizer import tokenizer_digest
-from services.trainer import checkpoint
+from services.trainer.checkpoint import Checkpointer
+from services.trainer.exhausted import explained
 from services.trainer.forward import Forward
 from services.trainer.hf import export_hf, load_weights
+from services.trainer.lora import Pushed, pushed
 from services.trainer.names import shapes
 from services.trainer.publish import Publisher, merged
 from services.trainer.ranks import CommandChannel, RankLostError, dismiss, lead
-from services.trainer.roles import build_roles, section_of
+from services.trainer.residency import Part, Residency
+from services.trainer.roles import build_roles, join_ranks, section_name, section_of
 from services.trainer.shards import catalog
 from services.trainer.step import Learner
+from services.weights.transport.base import open_sender
 from services.wire import codec
+from services.wire.types import Written
 from services.wire.v1 import trainer_pb2 as pb
 from services.wire.v1 import trainer_pb2_grpc
 
@@ -42,16 +48,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Rank:
     """Runs commands on one rank. Build and use it in one thread."""
 
-    def __init__(self, config: RunConfig, role: Role) -> None:
+    def __init__(self, config: RunConfig, role: Role, host: str) -> None:
+        """`host`: the address of this machine that replicas can reach."""
+        self._config, self._role, self._host = config, role, host
         self._parallel = section_of(config, role).parallel
-        models = build_roles(config, role)
+        join_ranks(config, role)
         self.channel = CommandChannel()
-        self._role = role
-        self._forwards, self._learner = models.forwards, models.learner
+        self._checkpointer = Checkpointer()
         self._publisher: Publisher | None = None
-        if role == "actor":
-            policy = models.forwards["actor"].model
-            self._publisher = Publisher(dist.get_rank(), catalog(policy.network, policy.spec)[1])
+        self._begin()
         self._commands: dict[str, Callable[[Sequence[bytes]], Message]] = {
             "Info": self._info,
             "ComputeLogprobs": self._compute_logprobs,
@@ -63,35 +68,84 @@ class Rank:
             "LoadCheckpoint": self._load_checkpoint,
             "ExportHF": self._export_hf,
             "LoadHF": self._load_hf,
+            "Offload": self._offload,
         }
+
+    def _begin(self) -> None:
+        """Builds the models as they are before their first update, in place of those that there were."""
+        role = self._role
+        self._release()
+        with self._explained("its start"):
+            models = build_roles(self._config, role)
+        self._forwards, self._learner = models.forwards, models.learner
+        self._memory = {
+            held: Residency(forward.model, self._learner if held == role else None)
+            for held, forward in models.forwards.items()
+        }
+        kl = self._config.algorithm.kl
+        self._loss_asks_reference = kl is not None and kl.estimator == "full"
+        self._pushed: Pushed | None = None
+        if role == "actor":
+            self._pushed = pushed(models.forwards["actor"].model)
+            weights = self._config.weights
+            sender = partial(open_sender, weights.transport, weights.deadline_s, self._host)
+            self._publisher = Publisher(
+                dist.get_rank(), self._pushed.buffers, sender, self._pushed.refresh, delta=weights.delta
+            )
 
     def execute(self, method: str, requests: Sequence[bytes]) -> bytes:
         """`requests` is one message, or the chunks of a stream; returns this rank's reply."""
-        return self._commands[method](requests).SerializeToString()
+        with self._explained(method):
+            return self._commands[method](requests).SerializeToString()
+
+    def _explained(self, phase: str) -> AbstractContextManager[None]:
+        return explained(
+            f"{self._role} rank {dist.get_rank()}",
+            phase,
+            section_name(self._role),
+            section_of(self._config, self._role),
+            lambda: max((forward.num_tokens for forward in self._forwards.values()), default=0),
+        )
 
     def close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
+        self._release()
+        self._checkpointer.close()
         dist.destroy_process_group()
 
-    def _forward(self, role: str) -> Forward:
+    def _release(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+        self._forwards, self._learner, self._memory, self._publisher = {}, None, {}, None
+
+    def _held(self, role: str) -> Role:
         if role not in self._forwards:
             raise UserError(f"this trainer holds {' and '.join(self._forwards)}, not {role!r}")
-        return self._forwards[role]  # type: ignore[index]
+        return cast(Role, role)
 
-    def _trained(self, role: str) -> Learner:
-        self._forward(role)
-        if self._learner is None or role != self._role:
+    def _forward(self, role: str) -> Forward:
+        """With its weights on the device."""
+        held = self._held(role)
+        self._memory[held].bring(Part.PARAMETERS)
+        return self._forwards[held]
+
+    def _trained(self, role: str, *parts: Part) -> Learner:
+        """With its weights and `parts` of its memory on the device."""
+        if self._learner is None or self._held(role) != self._role:
             raise UserError(f"the {role} is not trained: it has no updates and no checkpoint")
+        self._memory[self._role].bring(Part.PARAMETERS, *parts)
         return self._learner
 
     def _info(self, requests: Sequence[bytes]) -> Message:
-        model = self._forward(pb.TrainerInfoRequest.FromString(requests[0]).role).model
-        boxes, _ = catalog(model.network, model.spec)
+        role = self._held(pb.TrainerInfoRequest.FromString(requests[0]).role)
+        model = self._forwards[role].model
+        boxes = self._pushed.catalog if self._pushed and role == self._role else catalog(model)[0]
         return pb.TrainerInfoReply(
             model=str(model.folder),
             world_size=self._parallel.world_size,
             tensor_parallel=self._parallel.tensor,
+            pipeline_parallel=self._parallel.pipeline,
+            context_parallel=self._parallel.context,
+            expert_parallel=self._parallel.expert,
             data_parallel=self._parallel.data,
             num_parameters=sum(prod(shape) for shape in shapes(model.spec).values()),
             vocab_size=model.spec.vocab_size,
@@ -103,7 +157,8 @@ class Rank:
     def _compute_logprobs(self, requests: Sequence[bytes]) -> Message:
         chunks = [pb.ComputeLogprobsRequest.FromString(data) for data in requests]
         segments = codec.join_segments([codec.decode_segments(chunk.segments) for chunk in chunks])
-        logprobs_T = self._forward(chunks[0].role).compute_logprobs(segments)
+        temperature = chunks[0].temperature if chunks[0].HasField("temperature") else None
+        logprobs_T = self._forward(chunks[0].role).compute_logprobs(segments, temperature)
         return pb.ComputeLogprobsReply(logprobs=codec.encode_tensor(logprobs_T))
 
     def _compute_values(self, requests: Sequence[bytes]) -> Message:
@@ -115,13 +170,19 @@ class Rank:
     def _forward_backward(self, requests: Sequence[bytes]) -> Message:
         chunks = [pb.ForwardBackwardRequest.FromString(data) for data in requests]
         key = codec.decode_step_key(chunks[0].key)
-        metrics = self._trained(key.role).forward_backward(key, codec.decode_forward_backward(chunks))
+        learner = self._trained(key.role, Part.GRADIENTS)
+        if self._loss_asks_reference:
+            self._forward("reference")
+        metrics = learner.forward_backward(key, codec.decode_forward_backward(chunks))
         return pb.ForwardBackwardReply(metrics=metrics)
 
     def _optim_step(self, requests: Sequence[bytes]) -> Message:
         request = pb.OptimStepRequest.FromString(requests[0])
         key = codec.decode_step_key(request.key)
-        return pb.OptimStepReply(metrics=self._trained(key.role).optim_step(key, request.learning_rate))
+        learner = self._trained(key.role, Part.GRADIENTS, Part.OPTIMIZER)
+        if self._publisher is not None:
+            self._publisher.train_on()
+        return pb.OptimStepReply(metrics=learner.optim_step(key, request.learning_rate))
 
     def _publish_weights(self, requests: Sequence[bytes]) -> Message:
         request = pb.PublishWeightsRequest.FromString(requests[0])
@@ -129,10 +190,14 @@ class Rank:
             raise UserError(
                 f"the {request.role} is not published: replicas generate with the actor's weights"
             )
+        self._memory[self._role].bring(Part.PARAMETERS)
         published = self._publisher.publish(
             codec.decode_version(request.version),
             request.dtype,
-            list(request.plan_ids),
+            {
+                plan_id: codec.decode_membership(membership)
+                for plan_id, membership in zip(request.plan_ids, request.members, strict=True)
+            },
             [codec.decode_plan(plan) for plan in request.plans],
             request.part,
         )
@@ -140,28 +205,42 @@ class Rank:
 
     def _save_checkpoint(self, requests: Sequence[bytes]) -> Message:
         request = pb.SaveCheckpointRequest.FromString(requests[0])
-        num_bytes = checkpoint.save(self._trained(request.role), Path(request.path))
-        return pb.SaveCheckpointReply(num_bytes=num_bytes)
+        self._checkpointer.save(self._trained(request.role, Part.OPTIMIZER), Path(request.path))
+        return pb.SaveCheckpointReply()
+
+    def writing(self, role: str, path: str) -> "Future[Written]":
+        """The last save; from any thread. Raises LostStateError where that is not of `path`."""
+        self._held(role)
+        return self._checkpointer.writing(Path(path))
 
     def _load_checkpoint(self, requests: Sequence[bytes]) -> Message:
         request = pb.LoadCheckpointRequest.FromString(requests[0])
-        checkpoint.load(self._trained(request.role), Path(request.path))
+        learner = self._trained(request.role, *Part)
+        if request.path:
+            self._checkpointer.load(learner, Path(request.path))
+        else:
+            del learner
+            self._begin()
         return pb.LoadCheckpointReply()
 
     def _export_hf(self, requests: Sequence[bytes]) -> Message:
         request = pb.ExportHFRequest.FromString(requests[0])
         model = self._forward(request.role).model
-        num_bytes = export_hf(model.network, model.spec, model.folder, Path(request.path))
+        num_bytes = export_hf(model, Path(request.path))
         return pb.ExportHFReply(num_bytes=num_bytes)
 
     def _load_hf(self, requests: Sequence[bytes]) -> Message:
         request = pb.LoadHFRequest.FromString(requests[0])
         model = self._forward(request.role).model
         if self._learner is not None and request.role == self._role:
-            self._learner.load_hf(Path(request.path))
+            self._trained(request.role, *Part).load_hf(Path(request.path))
         else:
-            load_weights(model.network, model.spec, Path(request.path))
+            load_weights(model, Path(request.path))
         return pb.LoadHFReply()
+
+    def _offload(self, requests: Sequence[bytes]) -> Message:
+        role = self._held(pb.OffloadRequest.FromString(requests[0]).role)
+        return pb.OffloadReply(num_bytes=self._memory[role].offload())
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServicer):
@@ -170,14 +249,16 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     def __init__(self, thread: ThreadPoolExecutor, rank: Rank) -> None:
         self._thread = thread
         self._rank = rank
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+        self._is_broken = False  # known to the compute thread at once
 
     @classmethod
     async def build(cls, context: ServiceContext) -> Self:
         thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         loop = asyncio.get_running_loop()
         role = cast(Role, context.role)
-        return cls(thread, await loop.run_in_executor(thread, Rank, context.config, role))
+        return cls(thread, await loop.run_in_executor(thread, Rank, context.config, role, context.host))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         trainer_pb2_grpc.add_TrainerServicer_to_server(self, server)
@@ -191,10 +272,14 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     async def Info(self, request: pb.TrainerInfoRequest, context: Context) -> pb.TrainerInfoReply:
         replies = [pb.TrainerInfoReply.FromString(reply) for reply in await self._run("Info", [request])]
-        shards = [boxes for reply in replies for boxes in reply.shards]
-        del replies[0].shards[:]
-        replies[0].shards.extend(shards)
-        return replies[0]
+        info, numbers = replies[0], dict[bytes, int]()
+        for reply in replies:
+            [boxes] = reply.shards[:1]
+            number = numbers.setdefault(boxes.SerializeToString(deterministic=True), len(numbers))
+            if number == len(info.shards):
+                info.shards.append(boxes)
+            info.shard_of_rank.append(number)
+        return info
 
     async def ComputeLogprobs(
         self, request_iterator: AsyncIterator[pb.ComputeLogprobsRequest], context: Context
@@ -240,6 +325,14 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         replies = await self._run("SaveCheckpoint", [request])
         return pb.SaveCheckpointReply.FromString(replies[0])
 
+    async def WaitCheckpoint(
+        self, request: pb.WaitCheckpointRequest, context: Context
+    ) -> pb.WaitCheckpointReply:
+        """Beside the commands: this rank knows when all have written."""
+        writing = asyncio.wrap_future(self._rank.writing(request.role, request.path))
+        written = await asyncio.shield(writing)  # a caller that gives up ends its own waiting alone
+        return pb.WaitCheckpointReply(num_bytes=written.num_bytes, seconds=written.seconds)
+
     async def LoadCheckpoint(
         self, request: pb.LoadCheckpointRequest, context: Context
     ) -> pb.LoadCheckpointReply:
@@ -254,25 +347,38 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         replies = await self._run("LoadHF", [request])
         return pb.LoadHFReply.FromString(replies[0])
 
+    async def Offload(self, request: pb.OffloadRequest, context: Context) -> pb.OffloadReply:
+        replies = await self._run("Offload", [request])
+        return pb.OffloadReply(num_bytes=sum(pb.OffloadReply.FromString(r).num_bytes for r in replies))
+
     async def _run(self, method: str, requests: Sequence[Message]) -> list[bytes]:
-        """Every rank's reply. A rank that failed may hold half an update, so the whole fleet ends."""
+        """Every rank's reply."""
         serialized = [request.SerializeToString() for request in requests]
-        loop = asyncio.get_running_loop()
+        return await self._loop.run_in_executor(self._thread, self._lead, method, serialized)
+
+    def _lead(self, method: str, requests: Sequence[bytes]) -> list[bytes]:
+        """A rank that failed may hold half an update, so the whole fleet ends, also where the caller has left
+        by then."""
+        if self._is_broken:
+            raise ServiceUnavailableError("this trainer is ending: an earlier call failed half-way")
         try:
-            return await loop.run_in_executor(
-                self._thread, lead, self._rank.channel, self._rank.execute, method, serialized
-            )
+            return lead(self._rank.channel, self._rank.execute, method, requests)
         except AtollError:
             raise
         except Exception as error:
             _log.critical("%s failed half-way: this trainer ends, restart it from a checkpoint", method)
-            if not self._failed.done():
-                self._failed.set_exception(error)
-            raise
+            self._is_broken = True
+            self._loop.call_soon_threadsafe(self._fail, error)
+            raise ServiceUnavailableError(f"{method} failed half-way, this trainer ends: {error}") from error
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
 
     def _close(self) -> None:
-        with suppress(RankLostError):  # they may have been told to stop, too
-            dismiss(self._rank.channel)
+        if not self._is_broken:  # else the others wait in what has failed, until the connections close
+            with suppress(RankLostError):  # they may have been told to stop, too
+                dismiss(self._rank.channel)
         self._rank.close()
 
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from services.config.schema import OptimizerConfig
 from services.runtime.errors import LostStateError, UserError
 from services.trainer.batch import check_batch
-from services.trainer.forward import Forward
+from services.trainer.forward import Forward, reduce_over_replicas
 from services.trainer.hf import load_weights
 from services.trainer.objective import Objective, Terms
 from services.wire.types import Batch, StepKey
@@ -49,10 +49,14 @@ class Learner:
         self._role = role
         self.forward = forward
         self._objectives = objectives
-        self.replicas = DistributedDataParallel(
-            self.model.network.config, DistributedDataParallelConfig(), self.model.network
+        replicas = DistributedDataParallelConfig(
+            use_distributed_optimizer=optimizer.distributed,
+            grad_reduce_in_fp32=True,  # sums over micro-batches and ranks, whatever the weights' dtype
         )
-        self.optimizer = _adamw(self.replicas, optimizer)
+        self.chunks = [
+            DistributedDataParallel(network.config, replicas, network) for network in self.model.chunks
+        ]
+        self.optimizer = _adamw(self.chunks, optimizer)
         self._max_grad_norm = optimizer.max_grad_norm
         self.num_updates = 0  # of the optimizer, over all runs that led to these weights
         self.reset()
@@ -62,7 +66,12 @@ class Learner:
         self._forwarded: dict[StepKey, Metrics] = {}
         self._stepped: dict[StepKey, Metrics] = {}
         self._accumulated: list[StepKey] = []
-        self.replicas.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def has_gradients(self) -> bool:
+        """Whether there are any that no `optim_step` has applied."""
+        return bool(self._accumulated)
 
     def forward_backward(self, key: StepKey, batch: Batch) -> Metrics:
         """Accumulates gradients of the batch's loss; a repeated key answers from its record.
@@ -78,9 +87,14 @@ class Learner:
         check_batch(batch)
         objective = self._objectives[type(batch)]
         tally = _Tally(objective.nothing())
-        for terms in objective.terms(key, batch):
-            (terms.weights_N * terms.loss_N).sum().backward()  # type: ignore[no-untyped-call]
+
+        def loss(part: Batch, hidden_tH: Tensor) -> Tensor:
+            terms = objective.terms(part, hidden_tH)
             tally.add(terms)
+            return (terms.weights_N * terms.loss_N).sum()
+
+        parts = self.forward.microbatches(objective.prepare(key, batch))
+        self.forward.run(parts, loss, backward=True)
         self._accumulated.append(key)
         return _record(self._forwarded, key, tally.metrics(self._role))
 
@@ -97,19 +111,21 @@ class Learner:
                 f"no gradient was accumulated for {key}: the trainer restarted in between; "
                 "load the last checkpoint and repeat the steps after it"
             )
-        finalize_model_grads([self.replicas])
+        finalize_model_grads(self.chunks)
         self.optimizer.prepare_grads()
         norm = self._grad_norm()
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-            clip_grads_with_norm_(
-                self.optimizer.get_parameters(), self._max_grad_norm, torch.tensor(norm), foreach=True
-            )
+            for part in self.optimizer.chained_optimizers:
+                clip_grads_with_norm_(
+                    part.get_parameters(), self._max_grad_norm, torch.tensor(norm), foreach=True
+                )
             self.optimizer.step_with_ready_grads()
             self.num_updates += 1
         self.optimizer.zero_grad()
-        self.replicas.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self._accumulated.clear()
         metrics = {
             f"{self._role}/grad_norm": norm,
@@ -119,19 +135,28 @@ class Learner:
         return _record(self._stepped, key, metrics)
 
     def _grad_norm(self) -> float:
-        """L2 over the whole model: what tensor-parallel ranks hold alike counts once."""
-        square = get_total_norm(self.optimizer.get_main_grads_for_grad_norm(), foreach=True).square()
-        dist.all_reduce(square, group=self.optimizer.get_grad_stats_parallel_group())
-        return math.sqrt(square.item())
+        """L2 over the whole model: what several ranks hold alike counts once."""
+        total = 0.0
+        for part in self.optimizer.chained_optimizers:  # of all experts, of all else
+            norm = get_total_norm(part.get_main_grads_for_grad_norm(), foreach=True)
+            square = norm.to(self.forward.device).square()  # of no gradient at all, it is on the CPU
+            dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+            total += square.item()
+        return math.sqrt(total)
 
     def load_hf(self, folder: Path) -> None:
         """Takes the weights of a folder, before the first update."""
+        if self.model.lora is not None:
+            raise UserError(
+                f"the {self._role} learns in adapters on top of {self.model.folder}, which replicas and "
+                f"checkpoints take for granted: start a new run with model.path = {folder}"
+            )
         if self.num_updates:
             raise UserError(
                 f"the {self._role} has made {self.num_updates} updates, whose optimizer state belongs to its "
                 f"own weights: {folder} can be loaded before the first one, or start a new run from it"
             )
-        load_weights(self.model.network, self.model.spec, folder)
+        load_weights(self.model, folder)
         self.optimizer.reload_model_params()
 
 
@@ -146,6 +171,8 @@ class _Tally:
 
     @torch.no_grad()
     def add(self, terms: Terms) -> None:
+        if not len(terms.weights_N):  # nothing is trained in this micro-batch
+            return
         values_MN = torch.stack([terms.values[name].double() for name in self._values])
         losses = [(terms.weights_N * terms.losses[name]).sum().double() for name in self._losses]
         count = self._sums.new_tensor(len(terms.weights_N))
@@ -154,9 +181,8 @@ class _Tally:
 
     def metrics(self, role: str) -> Metrics:
         """Over the whole batch; the denominator of each mean is its number of tokens with a loss weight."""
-        group = parallel_state.get_data_parallel_group()
-        dist.all_reduce(self._sums, group=group)
-        dist.all_reduce(self._maxima, dist.ReduceOp.MAX, group)
+        reduce_over_replicas(self._sums)
+        reduce_over_replicas(self._maxima, dist.ReduceOp.MAX)
         count, *sums = self._sums.tolist()
         losses = dict(zip(self._losses, sums, strict=False))
         means = zip(self._values, sums[len(losses) :], self._maxima.tolist(), strict=True)
@@ -174,8 +200,12 @@ def _record(records: dict[StepKey, Metrics], key: StepKey, metrics: Metrics) -> 
     return metrics
 
 
-def _adamw(model: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:
-    """Decoupled weight decay on every parameter, as torch.optim.AdamW(model.parameters()) does."""
+def _adamw(chunks: list[DistributedDataParallel], config: OptimizerConfig) -> ChainedOptimizer:
+    """Decoupled weight decay on every parameter, as torch.optim.AdamW(model.parameters()) does.
+
+    Of bfloat16 weights it keeps and updates a copy in float32, which they are rounded from.
+    """
+    dtype = chunks[0].config.params_dtype
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -185,8 +215,11 @@ def _adamw(model: DistributedDataParallel, config: OptimizerConfig) -> MegatronO
             adam_beta2=config.beta2,
             adam_eps=config.eps,
             clip_grad=config.max_grad_norm,
+            use_distributed_optimizer=config.distributed,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
         ),
-        [model],
+        chunks,
         config_overrides={},  # Megatron's own default leaves out biases and norms
         use_gloo_process_groups=False,
     )
