@@ -6,11 +6,13 @@ from threading import Lock
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from services.runtime.errors import WeightPushError
-from services.weights.boxes import copy, side_views, stream_views
-from services.weights.transport import shm
-from services.wire.types import TRANSFER, Plan, StreamManifest, Version
+from services.weights.boxes import copy_boxes, side_views, stream_views
+from services.weights.delta import decode
+from services.weights.transport.base import Receiver
+from services.wire.types import TRANSFER, Membership, Plan, StreamManifest, Version
 
 
 @dataclass(slots=True)
@@ -23,36 +25,62 @@ class _Side:
 
 
 class Refit:
-    """Stages versions beside the live parameters and swaps them in. No engine; any target rank.
+    """Stages versions beside the live parameters and takes them over. No engine; any target rank.
 
     `receive` writes only the staging side, so it may run in a thread while generation goes on;
-    `commit` exchanges the two sides. Calls exclude one another: a receive that its caller has given
-    up ends before the next call begins.
+    `commit` exchanges the two sides, or copies where an engine cannot let go of its buffers. Calls exclude
+    one another: a receive that its caller has given up ends before the next call begins.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor], version: Version, rank: int = 0) -> None:
-        """`buffers` are those that the catalog indexes; `rank` is the tensor-parallel rank."""
+    def __init__(
+        self,
+        buffers: Sequence[torch.Tensor],
+        version: Version,
+        receiver: Receiver,
+        rank: int = 0,
+        *,
+        in_place: bool = False,
+    ) -> None:
+        """`buffers` are those that the catalog indexes; `rank` is the tensor-parallel rank. `in_place`: they
+        stay the live ones, and a commit copies what changed."""
         self.version = version
+        self._receiver = receiver
         self._rank = rank
+        self._in_place = in_place
+        self._dtype = buffers[0].dtype
         self._live = _Side(list(buffers))
         self._staging = _Side([buffer.clone() for buffer in buffers])  # touches the pages
         self._plan = Plan("", (), np.empty(0, TRANSFER))
+        self._epoch = 0
         self._incoming: Version | None = None
         self._arrived: dict[int, int] = {}  # checksums of the incoming version, by transfer
-        self._segments: dict[int, tuple[str, torch.Tensor]] = {}  # of each trainer rank: mapped once
         self._lock = Lock()
 
-    def receive(self, version: Version, streams: Sequence[StreamManifest], plan: Plan | None) -> int:
+    def receive(
+        self,
+        version: Version,
+        streams: Sequence[StreamManifest],
+        plan: Plan | None,
+        membership: Membership,
+    ) -> int:
         """Copies what the streams hold for this rank and checks it; returns bytes copied.
 
         A version comes in one call or in several; `plan` comes with the first stream that needs it.
         Boxes that already hold the expected bytes are not copied. Raises WeightPushError where a slice
-        is wrong: nothing of the version counts as arrived then.
+        is wrong: nothing of the version counts as arrived then. A call of an epoch that is over, which may
+        come late, is refused and changes nothing.
         """
         with self._lock:
+            if membership.epoch < self._epoch:
+                raise WeightPushError(
+                    f"a part for epoch {membership.epoch}, but epoch {self._epoch} has begun: it is void"
+                )
+            self._epoch = membership.epoch
             if plan is not None and plan.id != self._plan.id:
                 self._use(plan)
             if version == self.version:
+                for stream in streams:  # others of its epoch may wait for this rank all the same
+                    self._take(stream, membership)
                 return 0
             if version.lineage == self.version.lineage and version.number < self.version.number:
                 raise WeightPushError(f"got {version}, but {self.version} is live: numbers only grow")
@@ -60,23 +88,32 @@ class Refit:
                 self._forget()
                 self._incoming = version
             try:
-                num_bytes = sum(self._receive_stream(stream) for stream in streams)
-                self._fill_from_live()
+                num_bytes = sum(self._receive_stream(stream, membership) for stream in streams)
+                if not self._in_place:
+                    self._fill_from_live()
                 return num_bytes
             except BaseException:
                 self._forget()
                 raise
 
+    def check(self, version: Version) -> None:
+        """Raises WeightPushError where a commit of the version would."""
+        with self._lock:
+            if version != self.version:
+                self._check_staged(version)
+
     def commit(self, version: Version) -> list[torch.Tensor]:
         """Makes the staged version live; returns the buffers that hold it, for the engine to bind to.
 
-        The buffers that were live become the staging side: the next `receive` overwrites them.
+        Unless `in_place`, those that were live become the staging side: the next `receive` overwrites them.
         Repeating the call changes nothing. Raises WeightPushError where the version is not staged whole.
         """
         with self._lock:
             if version != self.version:
                 self._check_staged(version)
-                if self._arrived != self._live.checksums:
+                if self._in_place:
+                    self._copy_over()
+                elif self._arrived != self._live.checksums:
                     self._live, self._staging = self._staging, self._live
                 self.version = version
                 self._forget()
@@ -101,36 +138,64 @@ class Refit:
         self._incoming = None
         self._arrived = {}
 
-    def _receive_stream(self, stream: StreamManifest) -> int:
+    def _take(
+        self, stream: StreamManifest, membership: Membership
+    ) -> tuple[int, NDArray[np.void], torch.Tensor] | None:
+        """What arrives: the first of its transfers, all of them, and their bytes. None for another rank."""
         if stream.plan_id != self._plan.id:
             raise WeightPushError(f"a stream of plan {stream.plan_id}, which was never sent: send the plan")
         transfers = self._plan.transfers
         first = int(np.searchsorted(transfers["source"], stream.source)) + stream.first
         run = transfers[first : first + len(stream.checksums)]
         assert run["source"].tolist() == [stream.source] * len(stream.checksums), "not a run of the plan"
-        mine = np.flatnonzero(run["target"] == self._rank)
-        pieces = stream_views(self._map(stream), run[mine], self._live.buffers[0].dtype)
-        sums = stream.checksums[mine].tolist()
-        return sum(
-            self._receive_piece(*transfer)
-            for transfer in zip((first + mine).tolist(), pieces, sums, strict=True)
-        )
+        if run["target"][0] != self._rank:
+            return None
+        return first, run, self._receiver.take(stream, membership)
 
-    def _receive_piece(self, number: int, piece: torch.Tensor, expected: int) -> int:
-        """Returns the bytes copied: 0 where this rank holds them already."""
-        self._arrived[number] = expected
-        if expected in (self._staging.checksums.get(number), self._live.checksums.get(number)):
+    def _receive_stream(self, stream: StreamManifest, membership: Membership) -> int:
+        taken = self._take(stream, membership)
+        if taken is None:
             return 0
-        self._staging.checksums.pop(number, None)  # unknown until the copy is checked
-        got = copy(self._staging.boxes[number], piece)
-        if got != expected:
-            self._segments.clear()  # map them anew next time
-            raise WeightPushError(
-                f"{self._describe(number)}: got checksum {got:#018x}, expected {expected:#018x}; "
-                "nothing was committed"
-            )
-        self._staging.checksums[number] = got
-        return piece.nbytes
+        first, run, part = taken
+        if stream.delta:
+            part = self._applied(part, first, run)
+        expected = dict(zip(range(first, first + len(run)), stream.checksums.tolist(), strict=True))
+        pieces = dict(zip(expected, stream_views(part, run, self._dtype), strict=True))
+        return self._stage(expected, pieces)
+
+    def _applied(self, delta: torch.Tensor, first: int, run: NDArray[np.void]) -> torch.Tensor:
+        """uint8 [bytes] the part that the delta makes of the live one. Whether it was encoded from that one,
+        checksums tell."""
+        num_elements = int((run["rows"] * run["columns"]).sum())
+        part = torch.empty(num_elements, dtype=self._dtype, device=delta.device)
+        for number, piece in enumerate(stream_views(part.view(torch.uint8), run, self._dtype), first):
+            piece.copy_(self._live.boxes[number])
+        try:
+            decode(delta, part)
+        except ValueError as error:
+            raise WeightPushError(f"{self._describe(first)}: {error}; nothing was committed") from error
+        return part.view(torch.uint8)
+
+    def _stage(self, expected: dict[int, int], pieces: dict[int, torch.Tensor]) -> int:
+        """Copies and checks what this rank does not hold already; returns the bytes copied."""
+        self._arrived |= expected
+        staged, live = self._staging.checksums, self._live.checksums
+        new = [
+            number
+            for number, checksum in expected.items()
+            if checksum not in (staged.get(number), live.get(number))
+        ]
+        for number in new:
+            staged.pop(number, None)  # unknown until the copy is checked
+        got = copy_boxes([self._staging.boxes[number] for number in new], [pieces[number] for number in new])
+        for number, checksum in zip(new, got.tolist(), strict=True):
+            if checksum != expected[number]:
+                raise WeightPushError(
+                    f"{self._describe(number)}: got checksum {checksum:#018x}, expected "
+                    f"{expected[number]:#018x}; nothing was committed"
+                )
+            staged[number] = checksum
+        return sum(pieces[number].nbytes for number in new)
 
     def _fill_from_live(self) -> None:
         """Once all is there: what the trainer did not change may be on the live side alone."""
@@ -139,6 +204,13 @@ class Refit:
                 if self._staging.checksums.get(number) != expected:
                     self._staging.boxes[number].copy_(self._live.boxes[number])
                     self._staging.checksums[number] = expected
+
+    def _copy_over(self) -> None:
+        for number, expected in self._arrived.items():
+            if self._live.checksums.get(number) != expected:
+                self._live.checksums.pop(number, None)  # unknown should the copy fail half-way
+                self._live.boxes[number].copy_(self._staging.boxes[number])
+                self._live.checksums[number] = expected
 
     def _check_staged(self, version: Version) -> None:
         if version != self._incoming:
@@ -153,17 +225,3 @@ class Refit:
         t = self._plan.transfers[number]
         name = self._plan.tensors[t["tensor"]]
         return f"{name!r}, {t['rows']} rows from row {t['row']}, from trainer rank {t['source']}"
-
-    def _map(self, stream: StreamManifest) -> torch.Tensor:
-        """The stream's memory, from its first byte."""
-        location, memory = self._segments.get(stream.source, ("", torch.empty(0)))
-        if location != stream.location:
-            try:
-                memory = shm.attach(stream.location)
-            except OSError as error:
-                raise WeightPushError(
-                    f"cannot map the weights of trainer rank {stream.source} ({error}): it must run on this "
-                    "host, in the same process namespace, as the same user"
-                ) from error
-            self._segments[stream.source] = (stream.location, memory)
-        return memory[stream.offset :]

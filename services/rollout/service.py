@@ -10,11 +10,13 @@ import grpc.aio
 import numpy as np
 import torch
 
+from services.config.schema import LoraConfig, RunConfig
 from services.rollout.engines.base import Engine
 from services.rollout.engines.local import LocalEngine
 from services.rollout.generate import Generator
 from services.runtime.errors import UserError
 from services.runtime.process import ServiceContext
+from services.weights.transport.base import open_receiver
 from services.wire import codec
 from services.wire.types import GroupRequest, PauseMode, Version
 from services.wire.v1 import rollout_pb2 as pb
@@ -32,19 +34,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self._generator = Generator(engine, name, incarnation)
         self._name = name
         self._incarnation = incarnation
+        self._lineage = engine.version.lineage  # of the samples that are remembered
 
     @classmethod
     async def build(cls, context: ServiceContext) -> Self:
-        config = context.config.rollout
-        torch.set_num_threads(config.threads)
-        engine = await asyncio.to_thread(
-            LocalEngine,
-            context.config.model.path,
-            dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype],
-            slots=config.local.slots,
-            max_length=config.local.max_length,
-            version=AS_IN_FOLDER,
-        )
+        start = {"local": _start_local, "sglang": _start_sglang}[context.config.rollout.engine]
+        engine = await start(context.config)
         return cls(engine, context.name, context.incarnation)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -83,7 +78,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             mode = PauseMode(request.mode)
         except ValueError:
             raise UserError(
-                f"Pause has mode {request.mode}; expected PAUSE_MODE_WAIT or PAUSE_MODE_IN_PLACE"
+                f"Pause has mode {request.mode}; expected one of {', '.join(map(repr, PauseMode))}"
             ) from None
         await self._engine.pause(mode)
         return pb.PauseReply(running=self._engine.info().running)
@@ -99,19 +94,21 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             codec.decode_version(request.version),
             [codec.decode_stream(stream) for stream in request.streams],
             codec.decode_plan(request.plan) if request.HasField("plan") else None,
+            codec.decode_membership(request.membership),
         )
         return pb.ReceiveWeightsReply(num_bytes=num_bytes)
 
     async def CommitWeights(
         self, request: pb.CommitWeightsRequest, context: Context
     ) -> pb.CommitWeightsReply:
-        version, old = codec.decode_version(request.version), self._engine.version
+        version = codec.decode_version(request.version)
         if request.finish_running:
             stall_s = await self._commit_quietly(version)
         else:
             stall_s = await self._engine.commit(version)
-        if version.lineage != old.lineage:
+        if version.lineage != self._lineage:  # perhaps committed before, by a call that was given up
             self._generator.forget_finished()
+            self._lineage = version.lineage
         return pb.CommitWeightsReply(stall_s=stall_s)
 
     async def _commit_quietly(self, version: Version) -> float:
@@ -129,6 +126,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     ) -> pb.RollbackWeightsReply:
         await self._engine.rollback(codec.decode_version(request.version))
         return pb.RollbackWeightsReply()
+
+    async def ScoreTokens(self, request: pb.ScoreTokensRequest, context: Context) -> pb.ScoreTokensReply:
+        sequences = [np.frombuffer(ids, "<i4") for ids in request.sequences]
+        logprobs = await self._engine.score_tokens(sequences)
+        return pb.ScoreTokensReply(logprobs=codec.encode_tensor(np.concatenate(logprobs)))
 
     async def Checksums(self, request: pb.ChecksumsRequest, context: Context) -> pb.ChecksumsReply:
         version, checksums = await self._engine.checksums()
@@ -148,8 +150,44 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             max_length=info.max_length,
             slots=info.slots,
             dtype=info.dtype,
-            boxes=codec.encode_catalog(self._engine.catalog()),
+            boxes=[codec.encode_catalog(catalog) for catalog in self._engine.catalogs()],
             running=info.running,
             queued=info.queued,
             tokens_generated=info.tokens_generated,
         )
+
+
+async def _start_local(config: RunConfig) -> Engine:
+    rollout, weights = config.rollout, config.weights
+    torch.set_num_threads(rollout.threads)
+    return await asyncio.to_thread(
+        LocalEngine,
+        config.model.path,
+        dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[rollout.dtype],
+        slots=rollout.local.slots,
+        max_length=rollout.local.max_length,
+        version=AS_IN_FOLDER,
+        receiver=open_receiver(weights.transport, weights.deadline_s),
+        lora=_pushed_adapters(config),
+    )
+
+
+async def _start_sglang(config: RunConfig) -> Engine:
+    from services.rollout.engines.sglang.engine import SGLangEngine  # its HTTP client comes with SGLang
+
+    return await SGLangEngine.start(
+        config.model.path,
+        dtype=config.rollout.dtype,
+        threads=config.rollout.threads,
+        config=config.rollout.sglang,
+        transport=config.weights.transport,
+        deadline_s=config.weights.deadline_s,
+        version=AS_IN_FOLDER,
+        lora=_pushed_adapters(config),
+    )
+
+
+def _pushed_adapters(config: RunConfig) -> LoraConfig | None:
+    """Those that are pushed alone; None where whole weights are."""
+    lora = config.trainer.lora
+    return lora if lora is not None and lora.push == "adapter" else None

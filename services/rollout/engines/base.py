@@ -11,6 +11,7 @@ from services.wire.types import (
     GroupId,
     GroupRequest,
     Int32,
+    Membership,
     PauseMode,
     Plan,
     SampleId,
@@ -63,8 +64,9 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Completion], None]:
         """Yields completions as they finish, those of one decode step together.
 
-        What a sample draws depends on seed, epoch, prompt, index and position alone. Raises UserError
-        for a request that the engine cannot take, such as ids outside the vocabulary.
+        What a sample draws depends on seed, epoch, prompt, index and position alone with `local`; SGLang
+        draws anew each time. Raises UserError for a request that the engine cannot take, such as ids outside
+        the vocabulary.
 
         Closing the iterator early (deadline, cancelled call) aborts what is left of it.
         """
@@ -78,16 +80,29 @@ class Engine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Returns when no token is being produced any more. Idempotent."""
+        """Returns when no token is being produced any more. Calls may follow each other in any mode; one in
+        the mode that holds already changes nothing, so what came since an ABORT is held like all else."""
         ...
 
     async def resume(self) -> None: ...
 
-    def catalog(self) -> Catalog:
-        """Where each canonical tensor lives in this replica (tensor-parallel rank 0 for now)."""
+    async def score_tokens(self, sequences: Sequence[Int32]) -> list[Float32]:
+        """Of each sequence [T], float32 [T-1]: log-probability of each token but the first given those before
+        it, under the live weights at temperature 1. Runs beside generation; not every engine scores while
+        that is paused. Raises UserError as `generate`."""
         ...
 
-    async def receive(self, version: Version, streams: Sequence[StreamManifest], plan: Plan | None) -> int:
+    def catalogs(self) -> tuple[Catalog, ...]:
+        """Where each tensor-parallel rank keeps its part of each canonical tensor."""
+        ...
+
+    async def receive(
+        self,
+        version: Version,
+        streams: Sequence[StreamManifest],
+        plan: Plan | None,
+        membership: Membership,
+    ) -> int:
         """Copies a part of a version into the staging buffer while generation goes on; checks every checksum.
 
         `plan` comes with the first push. Returns bytes received. Raises WeightPushError where a slice
@@ -108,8 +123,8 @@ class Engine(Protocol):
         ...
 
     async def failed(self) -> None:
-        """Waits for as long as the engine works. Raises the unexpected error that broke it, which every
-        running `generate` has raised, too; nothing else may be asked of it then."""
+        """Waits for as long as the engine works. Raises EngineDiedError once it does not, as every running
+        `generate` does; nothing but `close` may be asked of it then."""
         ...
 
     async def close(self) -> None: ...

@@ -19,19 +19,33 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from services.config.schema import LoraConfig
 from services.rollout.engines.base import Completion, EngineInfo
+from services.rollout.engines.checks import check_request, check_sequence
+from services.rollout.engines.local_adapters import AdapterLayout
 from services.rollout.engines.local_decoder import Decoder
 from services.rollout.engines.local_model import LocalModel
 from services.rollout.engines.local_weights import Layout
 from services.rollout.refit import Refit
-from services.runtime.errors import AtollError, UserError
+from services.runtime.errors import AtollError, EngineDiedError, UserError
 from services.runtime.model_spec import read_spec
 from services.weights.boxes import tensor_checksums
-from services.wire.types import Catalog, GroupRequest, PauseMode, Plan, StreamManifest, Version
+from services.weights.transport.base import Receiver
+from services.wire.types import (
+    Catalog,
+    Float32,
+    GroupRequest,
+    Int32,
+    Membership,
+    PauseMode,
+    Plan,
+    StreamManifest,
+    Version,
+)
 
 T = TypeVar("T")
 
-MIN_TEMPERATURE = 1e-6  # but for 0: what logits are divided by must leave them finite
+LENGTH_SETTING = "rollout.local.max_length"
 
 
 class _Call:
@@ -56,23 +70,36 @@ class LocalEngine:
     but the keys and values of rows that go on."""
 
     def __init__(
-        self, folder: Path, *, dtype: torch.dtype, slots: int, max_length: int, version: Version
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        slots: int,
+        max_length: int,
+        version: Version,
+        receiver: Receiver,
+        lora: LoraConfig | None = None,
     ) -> None:
-        """Reads the model; `version` names the weights in the folder. Raises UserError where the folder
-        holds no model that this engine runs, or `max_length` exceeds its positions."""
+        """Reads the model; `version` names the weights in the folder. With `lora`, its adapters alone are
+        pushed. Raises UserError where the folder holds no model that this engine runs, or `max_length`
+        exceeds its positions."""
         spec = read_spec(folder)
         if max_length > spec.max_positions:
             raise UserError(
-                f"rollout.local.max_length = {max_length}, but {folder} has {spec.max_positions} positions: "
+                f"{LENGTH_SETTING} = {max_length}, but {folder} has {spec.max_positions} positions: "
                 "set it to that or less"
             )
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises Exception itself
             raise UserError(f"{folder}: cannot read tokenizer.json ({error})") from error
-        self._layout = Layout(spec)
-        buffer = self._layout.read(folder, dtype)
-        self._refit = Refit([buffer], version)
+        layout = Layout(spec)
+        self._layout: Layout | AdapterLayout = layout
+        buffer = layout.read(folder, dtype)
+        if lora is not None:
+            self._layout = AdapterLayout(layout, layout.bind(buffer), lora)
+            buffer = self._layout.zeros()
+        self._refit = Refit([buffer], version, receiver)
         self._live = buffer
         self._model = LocalModel(spec, self._layout.bind(buffer), max_length)
         self._decoder: Decoder[_Call] = Decoder(self._model, tokenizer, slots, max_length, version)
@@ -105,9 +132,12 @@ class LocalEngine:
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Completion], None]:
         for request in requests:
-            self._check(request)
+            check_request(request, self._model.spec.vocab_size, self._max_length, LENGTH_SETTING)
         call = _Call()
-        self._calls.add(call)
+        self._calls.add(call)  # before the look: the thread notes its end, then tells all calls
+        if self._end.done():
+            self._calls.remove(call)
+            raise self._end.exception() or EngineDiedError("the engine has been closed")
 
         def leave() -> None:
             self._decoder.abort(lambda caller, _: caller is call)
@@ -136,6 +166,10 @@ class LocalEngine:
         quiet: Future[None] = Future()
 
         def command() -> None:
+            if mode is PauseMode.RETRACT:
+                self._decoder.retract()
+            if mode is PauseMode.ABORT and self._pause is not mode:  # repeated, it spares what came since
+                _deliver(self._decoder.abort(lambda *_: True))
             self._pause = mode
             self._pausing.append(quiet)
 
@@ -149,11 +183,26 @@ class LocalEngine:
 
         await self._between_tokens(command)
 
-    def catalog(self) -> Catalog:
-        return self._layout.catalog
+    async def score_tokens(self, sequences: Sequence[Int32]) -> list[Float32]:
+        for ids in sequences:
+            check_sequence(ids, self._model.spec.vocab_size, self._max_length, LENGTH_SETTING)
 
-    async def receive(self, version: Version, streams: Sequence[StreamManifest], plan: Plan | None) -> int:
-        return await asyncio.to_thread(self._refit.receive, version, streams, plan)
+        def command() -> list[Float32]:
+            return [self._model.score(torch.from_numpy(ids.astype(np.int64))).numpy() for ids in sequences]
+
+        return await self._between_tokens(command)
+
+    def catalogs(self) -> tuple[Catalog, ...]:
+        return (self._layout.catalog,)
+
+    async def receive(
+        self,
+        version: Version,
+        streams: Sequence[StreamManifest],
+        plan: Plan | None,
+        membership: Membership,
+    ) -> int:
+        return await asyncio.to_thread(self._refit.receive, version, streams, plan, membership)
 
     async def commit(self, version: Version) -> float:
         def command() -> float:
@@ -187,33 +236,6 @@ class LocalEngine:
         self._commands.put(command)
         await asyncio.to_thread(self._thread.join)
 
-    def _check(self, request: GroupRequest) -> None:
-        """Raises UserError for what the compute thread must never see."""
-        ids, vocab_size, sampling = request.prompt_ids, self._model.spec.vocab_size, request.sampling
-        if not 0 < len(ids) < self._max_length:
-            raise UserError(
-                f"prompt {request.group} has {len(ids)} tokens, expected 1 to {self._max_length - 1}: "
-                "shorten it, set data.max_prompt_tokens, or raise rollout.local.max_length"
-            )
-        if ids.min() < 0 or ids.max() >= vocab_size:
-            bad = ids[(ids < 0) | (ids >= vocab_size)]
-            raise UserError(
-                f"prompt {request.group} has token id {bad[0]}, expected 0 to {vocab_size - 1}: "
-                "the tokenizer does not belong to this model"
-            )
-        valid = (
-            sampling.max_new_tokens >= 1
-            and (sampling.temperature == 0 or MIN_TEMPERATURE <= sampling.temperature < np.inf)
-            and 0 < sampling.top_p <= 1
-            and sampling.top_k >= 0
-            and all(sampling.stop)
-        )
-        if not valid:
-            raise UserError(
-                f"group {request.group}: {sampling}; expected max_new_tokens >= 1, temperature 0 or at "
-                f"least {MIN_TEMPERATURE:g}, 0 < top_p <= 1, top_k >= 0 and stop strings that are not empty"
-            )
-
     async def _between_tokens(self, function: Callable[[], T]) -> T:
         """Runs it on the compute thread."""
         future: Future[T] = Future()
@@ -236,9 +258,11 @@ class LocalEngine:
             self._work()
             self._end.set_result(None)
         except Exception as error:
-            self._end.set_exception(error)
+            death = EngineDiedError(f"the engine broke: {type(error).__name__}: {error}")
+            death.__cause__ = error
+            self._end.set_exception(death)
             for call in tuple(self._calls):
-                call.post(error)
+                call.post(death)
 
     @torch.inference_mode()
     def _work(self) -> None:

@@ -10,8 +10,8 @@ Letters in shapes: R rows, P prompts, S prompt positions, V vocabulary, W stop t
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from services.rollout.engines.base import Completion, request_id
 from services.rollout.engines.local_model import KVCache, LocalModel, Prefix
 from services.rollout.engines.sampling import draw, stream_key, uniforms
-from services.wire.types import FinishReason, GroupRequest, Int32, Version, VersionSpan
+from services.wire.types import FinishReason, Float32, GroupRequest, Int32, Version, VersionSpan
 
 Call = TypeVar("Call")  # whoever asked; only handed back
 
@@ -44,6 +44,16 @@ ROW = np.dtype(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Output:
+    """What there is of a sample."""
+
+    token_ids_T: Int32
+    logprobs_T: Float32
+    versions: tuple[tuple[Version, int], ...]  # and the number of the first token of each
+    started: float  # Unix seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Ticket(Generic[Call]):
     """One sample that somebody waits for."""
 
@@ -51,18 +61,33 @@ class _Ticket(Generic[Call]):
     request: GroupRequest
     index: int
     attempt: int
+    output: _Output | None = None  # of one that ran and was retracted
 
     @property
     def id(self) -> str:
         return request_id(self.request.group, self.index, self.attempt)
 
+    @property
+    def num_produced(self) -> int:
+        return 0 if self.output is None else len(self.output.token_ids_T)
+
+    def ids(self) -> Int32:
+        """Prompt, and what was produced."""
+        prompt_ids = self.request.prompt_ids
+        return prompt_ids if self.output is None else np.concatenate([prompt_ids, self.output.token_ids_T])
+
 
 @dataclass(slots=True, eq=False)
 class _Waiting(Generic[Call]):
-    """The samples of a group that have no row yet."""
+    """The samples of a group that have no row yet; or one that was retracted."""
 
     tickets: list[_Ticket[Call]]
     prefix: Prefix | None = None  # kept where free rows did not suffice for the whole group
+
+    @property
+    def length(self) -> int:
+        ticket = self.tickets[0]
+        return len(ticket.request.prompt_ids) + ticket.num_produced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +123,8 @@ class Decoder(Generic[Call]):
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(waiting.tickets) for waiting in self._waiting)
+        """From any thread: the copy of the queue is taken in one go."""
+        return sum(len(waiting.tickets) for waiting in self._waiting.copy())
 
     def submit(self, requests: Sequence[GroupRequest], call: Call) -> None:
         """Queues groups; their prompts are shorter than `max_length` and within the vocabulary.
@@ -133,7 +159,7 @@ class Decoder(Generic[Call]):
         aborted = []
         for waiting in self._waiting:
             picked = [ticket for ticket in waiting.tickets if chosen(ticket.call, ticket.id)]
-            aborted += [(ticket.call, _never_started(ticket)) for ticket in picked]
+            aborted += [(ticket.call, self._unfinished(ticket)) for ticket in picked]
             waiting.tickets = [ticket for ticket in waiting.tickets if ticket not in picked]
         self._waiting = deque(waiting for waiting in self._waiting if waiting.tickets)
         tickets = [running.ticket for running in self._running]
@@ -141,6 +167,13 @@ class Decoder(Generic[Call]):
         return aborted + self._finish(
             [(row, FinishReason.ABORT, self._text(self._response(row))) for row in rows]
         )
+
+    def retract(self) -> None:
+        """Running samples wait again, before all others, with the tokens that they have."""
+        for row in reversed(range(self.num_rows)):
+            ticket = replace(self._running[row].ticket, output=self._output(row))
+            self._waiting.appendleft(_Waiting([ticket]))
+        self._running.clear()
 
     def set_version(self, version: Version) -> None:
         """The model's weights are now these; rows go on with the keys and values that they have."""
@@ -157,7 +190,7 @@ class Decoder(Generic[Call]):
         groups: list[_Waiting[Call]] = []
         longest, free = 0, self._slots - self.num_rows
         for waiting in self._waiting:
-            longest = max(longest, len(waiting.tickets[0].request.prompt_ids))
+            longest = max(longest, waiting.length)
             full = groups and (groups[0].prefix is not None or (len(groups) + 1) * longest > PREFILL_TOKENS)
             if full or len(tickets) == free:
                 break
@@ -179,7 +212,7 @@ class Decoder(Generic[Call]):
         return self._advance(first, prefix.logits_PV[prompts_R])
 
     def _prefill(self, groups: Sequence[_Waiting[Call]]) -> Prefix:
-        prompts = [waiting.tickets[0].request.prompt_ids for waiting in groups]
+        prompts = [waiting.tickets[0].ids() for waiting in groups]
         lengths_P = np.array([len(prompt) for prompt in prompts])
         tokens_PS = np.zeros((len(prompts), lengths_P.max()), np.int64)
         for row, prompt in zip(tokens_PS, prompts, strict=True):
@@ -191,21 +224,27 @@ class Decoder(Generic[Call]):
         first, now = self.num_rows, time.time()
         longest = 0
         for row, ticket in enumerate(tickets, first):
-            group, sampling = ticket.request.group, ticket.request.sampling
-            length = len(ticket.request.prompt_ids)
-            limit = min(sampling.max_new_tokens, self._max_length - length)
+            group, sampling, produced = ticket.request.group, ticket.request.sampling, ticket.num_produced
+            prompt_length = len(ticket.request.prompt_ids)
+            limit = min(sampling.max_new_tokens, self._max_length - prompt_length)
             key = stream_key(sampling.seed, group.epoch, group.prompt, ticket.index)
             how = sampling.temperature, sampling.top_p, sampling.top_k, bool(sampling.stop)
-            self._rows[row] = (key, length, 0, limit, 0, *how)
+            self._rows[row] = (key, prompt_length + produced, produced, limit, 0, *how)
             stops = sampling.stop_token_ids
             self._stops_RW = _widened(self._stops_RW, len(stops), -1)
             self._stops_RW[row] = -1
             self._stops_RW[row, : len(stops)] = stops
-            self._running.append(_Running(ticket, now, [(self.version, 0)]))
-            longest = max(longest, length + limit)
+            output = ticket.output or _nothing(now)
+            versions = [*output.versions, (self.version, produced)]
+            self._running.append(_Running(ticket, output.started, versions))
+            longest = max(longest, prompt_length + limit)
         limits = self._rows["limit"][first : self.num_rows]
         self._tokens_RT = _widened(self._tokens_RT, limits.max(), 0)
         self._logprobs_RT = _widened(self._logprobs_RT, limits.max(), 0)
+        for row, ticket in enumerate(tickets, first):
+            if ticket.output is not None:
+                self._tokens_RT[row, : ticket.num_produced] = ticket.output.token_ids_T
+                self._logprobs_RT[row, : ticket.num_produced] = ticket.output.logprobs_T
         self._cache.reserve(longest)
 
     def _advance(self, first: int, logits_RV: torch.Tensor) -> list[tuple[Call, Completion]]:
@@ -244,30 +283,21 @@ class Decoder(Generic[Call]):
         if not ended:
             return []
         finished = []
-        now = time.time()
         for row, reason, text in ended:
-            running = self._running[row]
-            token_ids_T = self._response(row).copy()
-            starts = [start for _, start in running.versions] + [len(token_ids_T)]
-            completion = Completion(
-                group=running.ticket.request.group,
-                index=running.ticket.index,
-                attempt=running.ticket.attempt,
-                token_ids=token_ids_T,
-                logprobs=self._logprobs_RT[row, : len(token_ids_T)].copy(),
-                spans=tuple(
-                    VersionSpan(version, start, end)
-                    for (version, _), (start, end) in zip(running.versions, pairwise(starts), strict=True)
-                    if end > start
-                ),
-                finish_reason=reason,
-                text=text,
-                started=running.started,
-                finished=now,
-            )
-            finished.append((running.ticket.call, completion))
+            ticket = self._running[row].ticket
+            finished.append((ticket.call, _completion(ticket, self._output(row), reason, text)))
         self._close_gaps({row for row, _, _ in ended})
         return finished
+
+    def _unfinished(self, ticket: _Ticket[Call]) -> Completion:
+        """Of a sample that waits."""
+        output = ticket.output or _nothing(time.time())
+        return _completion(ticket, output, FinishReason.ABORT, self._text(output.token_ids_T))
+
+    def _output(self, row: int) -> _Output:
+        running, token_ids_T = self._running[row], self._response(row).copy()
+        logprobs_T = self._logprobs_RT[row, : len(token_ids_T)].copy()
+        return _Output(token_ids_T, logprobs_T, tuple(running.versions), running.started)
 
     def _close_gaps(self, gone: set[int]) -> None:
         """Moves the last rows into the places of those that are gone."""
@@ -303,20 +333,35 @@ class Decoder(Generic[Call]):
         return text[: min(found)] if found else None
 
 
-def _never_started(ticket: _Ticket[Any]) -> Completion:
-    now = time.time()
+def _nothing(started: float) -> _Output:
+    return _Output(np.empty(0, np.int32), np.empty(0, np.float32), (), started)
+
+
+def _completion(ticket: _Ticket[Any], output: _Output, reason: FinishReason, text: str) -> Completion:
     return Completion(
         group=ticket.request.group,
         index=ticket.index,
         attempt=ticket.attempt,
-        token_ids=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        spans=(),
-        finish_reason=FinishReason.ABORT,
-        text="",
-        started=now,
-        finished=now,
+        token_ids=output.token_ids_T,
+        logprobs=output.logprobs_T,
+        spans=_spans(output),
+        finish_reason=reason,
+        text=text,
+        started=output.started,
+        finished=time.time(),
     )
+
+
+def _spans(output: _Output) -> tuple[VersionSpan, ...]:
+    """Neighbours of one version are one: a retracted sample may go on with what it had."""
+    spans: list[VersionSpan] = []
+    ends = [*(start for _, start in output.versions[1:]), len(output.token_ids_T)]
+    for (version, start), end in zip(output.versions, ends, strict=False):
+        if spans and spans[-1].version == version:
+            spans[-1] = replace(spans[-1], end=end)
+        elif end > start:
+            spans.append(VersionSpan(version, start, end))
+    return tuple(spans)
 
 
 def _widened(array: NDArray[Any], columns: int, fill: int) -> NDArray[Any]:

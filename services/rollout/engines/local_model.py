@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from services.rollout.engines.local_weights import Layer, Weights
-from services.runtime.model_spec import ModelSpec
+from services.runtime.model_spec import Experts, ModelSpec
 
+SCORE_TOKENS = 512  # whose logits exist at a time
 SPAN = 16  # cached positions are attended to in multiples of this: a ragged softmax is 6 times slower
 
 
@@ -101,9 +102,7 @@ class LocalModel:
         self.weights = weights  # may be replaced between two calls
         self._eps = {n: torch.tensor(n * spec.norm_eps).sqrt() for n in (spec.hidden_size, spec.head_dim)}
         self._positions_L = torch.arange(max_length + SPAN)
-        frequencies = spec.rope_theta ** (
-            -torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-        )
+        frequencies = spec.rotary_frequencies(torch.arange(0, spec.head_dim, 2, dtype=torch.float32))
         angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies)
         cos, sin = angles.cos(), angles.sin()
         # the sign of rotate_half(x) = [-x2, x1] lies in the table
@@ -117,8 +116,24 @@ class LocalModel:
     def prefill(self, tokens_PS: Tensor, lengths_P: Tensor) -> Prefix:
         """Padding needs no mask: under causal attention no real token sees what comes after it."""
         P, S = tokens_PS.shape
+        hidden_PH, keys, values = self._read(tokens_PS, torch.arange(P) * S + lengths_P - 1)
+        return Prefix(self._logits(hidden_PH), torch.stack(keys), torch.stack(values))
+
+    def score(self, tokens_T: Tensor) -> Tensor:
+        """fp32 [T-1]: log-probability of each token but the first, given those before it."""
+        hidden_TH, _, _ = self._read(tokens_T.unsqueeze(0), torch.arange(len(tokens_T) - 1))
+        scores_T = torch.empty(len(tokens_T) - 1)
+        for first in range(0, len(scores_T), SCORE_TOKENS):
+            part = slice(first, first + SCORE_TOKENS)
+            logprobs_TV = self._logits(hidden_TH[part]).log_softmax(-1)
+            scores_T[part] = logprobs_TV.gather(1, tokens_T[1:][part, None]).squeeze(1)
+        return scores_T
+
+    def _read(self, tokens_PS: Tensor, wanted: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """What the last layer says at the `wanted` ones of the P * S positions, and the keys [P, K, D, S] and
+        values [P, K, S, D] of each layer."""
+        P, S = tokens_PS.shape
         rotary = torch.split_with_sizes(self._rotary_L2D[:S].repeat(P, 1, 1), [1, 1], 1)
-        last_P = torch.arange(P) * S + lengths_P - 1
         hidden = torch.embedding(self.weights.embedding, tokens_PS.view(-1))
         keys, values = [], []
         for layer in self.weights.layers:
@@ -132,10 +147,10 @@ class LocalModel:
                 query_PNSD, key_PKSD, value_PKSD, is_causal=True, enable_gqa=True
             )
             attended = attended_PNSD.transpose(1, 2).reshape(P * S, -1)
-            if layer is self.weights.layers[-1]:  # only the last token's logits are wanted
-                hidden, attended = hidden[last_P], attended[last_P]
+            if layer is self.weights.layers[-1]:  # nobody attends to what it says
+                hidden, attended = hidden[wanted], attended[wanted]
             hidden = self._finish_layer(layer, hidden, attended)
-        return Prefix(self._logits(hidden), torch.stack(keys), torch.stack(values))
+        return hidden, keys, values
 
     def decode(self, cache: KVCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
         """Logits fp32 [B, V] after one more token per row; its keys and values join the cache.
@@ -176,6 +191,7 @@ class LocalModel:
             fused = torch.mm(normed_TH, layer.qkv)
         else:
             fused = torch.addmm(layer.qkv_bias, normed_TH, layer.qkv)
+        fused = self._adapted(layer, "qkv", normed_TH, fused)
         rotated, value_TKD = torch.split_with_sizes(
             fused.view(fused.shape[0], -1, spec.head_dim), [N + K, K], 1
         )
@@ -187,10 +203,19 @@ class LocalModel:
         return query_TND, key_TKD, value_TKD
 
     def _finish_layer(self, layer: Layer, hidden_TH: Tensor, attended: Tensor) -> Tensor:
-        hidden_TH = torch.addmm(hidden_TH, attended, layer.out)
-        fused = torch.mm(self._norm(hidden_TH, layer.mlp_norm), layer.gate_up)
+        hidden_TH = self._adapted(layer, "out", attended, torch.addmm(hidden_TH, attended, layer.out))
+        normed_TH = self._norm(hidden_TH, layer.mlp_norm)
+        if self.spec.experts is not None and layer.router is not None:
+            return _add_experts(self.spec.experts, layer, layer.router, hidden_TH, normed_TH)
+        fused = self._adapted(layer, "gate_up", normed_TH, torch.mm(normed_TH, layer.gate_up))
         gate, up = torch.split_with_sizes(fused, [self.spec.intermediate_size] * 2, 1)
-        return torch.addmm(hidden_TH, silu(gate).mul_(up), layer.down)
+        product = silu(gate).mul_(up)
+        return self._adapted(layer, "down", product, torch.addmm(hidden_TH, product, layer.down))
+
+    def _adapted(self, layer: Layer, field: str, x: Tensor, output: Tensor) -> Tensor:
+        """With what the adapter of this matrix adds, where it has one."""
+        adapter = layer.adapters.get(field)
+        return output if adapter is None else torch.addmm(output, torch.mm(x, adapter.down), adapter.up)
 
     def _logits(self, hidden_TH: Tensor) -> Tensor:
         return torch.mm(self._norm(hidden_TH, self.weights.norm), self.weights.head).float()
@@ -201,3 +226,25 @@ class LocalModel:
         x = x.float()
         norm = torch.linalg.vector_norm(x, 2, -1, True)
         return self._cast(x.div(norm.hypot_(self._eps[x.shape[-1]])).mul_(scale))
+
+
+def _add_experts(
+    experts: Experts, layer: Layer, router_HE: Tensor, hidden_TH: Tensor, normed_TH: Tensor
+) -> Tensor:
+    """Adds to each token, in place, what its experts say, weighted by the router's probabilities in fp32.
+
+    C experts of a token, N tokens of an expert, F an expert's size. Only experts that have tokens compute.
+    """
+    H, F = hidden_TH.shape[1], experts.intermediate_size
+    probs_TE = torch.softmax(torch.mm(normed_TH.float(), router_HE.float()), -1)
+    probs_TC, chosen_TC = probs_TE.topk(experts.per_token)
+    if experts.norm_topk_prob:
+        probs_TC /= probs_TC.sum(-1, keepdim=True)
+    for expert in sorted(set(chosen_TC.flatten().tolist())):
+        tokens_N, places_N = torch.where(chosen_TC == expert)
+        fused = torch.mm(normed_TH[tokens_N], layer.gate_up[:, 2 * F * expert : 2 * F * (expert + 1)])
+        gate_NF, up_NF = fused.chunk(2, 1)
+        output_NH = torch.mm(silu(gate_NF).mul_(up_NF), layer.down[:, H * expert : H * (expert + 1)])
+        weighted_NH = output_NH * probs_TC[tokens_N, places_N, None]
+        hidden_TH.index_add_(0, tokens_N, weighted_NH.to(hidden_TH.dtype))
+    return hidden_TH

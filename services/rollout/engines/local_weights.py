@@ -1,11 +1,11 @@
-"""The local engine's parameters: a Qwen2 or Qwen3 Hugging Face folder in one flat buffer.
+"""The local engine's parameters: a Hugging Face folder in one flat buffer.
 
 Tensors that the forward pass multiplies as one (q, k, v; gate, up) are neighbours in the buffer, so
 "fused" is only a wider view, and the catalog needs one box per canonical tensor.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -21,9 +21,17 @@ ALIGNMENT = 32  # elements: a fused parameter starts on a cache line in both dty
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """An adapter: x @ down @ up is added to what a matrix makes of x."""
+
+    down: torch.Tensor  # [in, rank]
+    up: torch.Tensor  # [rank, out]
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """Matrices are views [in, out], ready for `mm`; norms are copies, see `_norm_scale`. Letters:
-    H hidden, A heads * head_dim, K kv_heads * head_dim, D head_dim, F intermediate."""
+    H hidden, A heads * head_dim, K kv_heads * head_dim, D head_dim, F intermediate, E experts."""
 
     input_norm: torch.Tensor  # [H]
     qkv: torch.Tensor  # [H, A+2K]
@@ -32,8 +40,10 @@ class Layer:
     k_norm: torch.Tensor | None  # [D]
     out: torch.Tensor  # [A, H]
     mlp_norm: torch.Tensor  # [H]
-    gate_up: torch.Tensor  # [H, 2F]
-    down: torch.Tensor  # [F, H]
+    router: torch.Tensor | None  # [H, E]
+    gate_up: torch.Tensor  # [H, 2F], of experts side by side [H, E * 2F]
+    down: torch.Tensor  # [F, H], of experts [F, E * H]
+    adapters: Mapping[str, LowRank] = field(default_factory=dict)  # by the field of their matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +57,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """One canonical tensor; a vector is a column."""
 
     name: str
@@ -60,11 +70,11 @@ class Layout:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._outer = _outer_pieces(spec)
-        self._layers = [_layer_pieces(spec, i) for i in range(spec.num_layers)]
+        self.layers = [_layer_pieces(spec, i) for i in range(spec.num_layers)]
         self._tied = spec.tied
         self._starts: dict[str, int] = {}
         self._size = 0
-        for fields in (self._outer, *self._layers):
+        for fields in (self._outer, *self.layers):
             for pieces in fields.values():
                 self._size += -self._size % ALIGNMENT
                 for piece in pieces:
@@ -103,18 +113,18 @@ class Layout:
     def bind(self, buffer: torch.Tensor) -> Weights:
         """Must be called again after the buffer has changed."""
         outer = self._tensors(buffer, self._outer)
-        absent = dict.fromkeys(("qkv_bias", "q_norm", "k_norm"))
+        absent = dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "router"))
         return Weights(
             embedding=outer["embedding"].t(),
             layers=tuple(
                 Layer(**(absent | self._tensors(buffer, fields)))  # type: ignore[arg-type]
-                for fields in self._layers
+                for fields in self.layers
             ),
             norm=outer["norm"],
             head=outer.get("head", outer["embedding"]),
         )
 
-    def _tensors(self, buffer: torch.Tensor, fields: Mapping[str, list[_Piece]]) -> dict[str, torch.Tensor]:
+    def _tensors(self, buffer: torch.Tensor, fields: Mapping[str, list[Piece]]) -> dict[str, torch.Tensor]:
         """Matrices as [in, out]."""
         return {
             field: _norm_scale(self._view(buffer, pieces))
@@ -123,12 +133,12 @@ class Layout:
             for field, pieces in fields.items()
         }
 
-    def _pieces(self) -> list[_Piece]:
+    def _pieces(self) -> list[Piece]:
         return [
-            piece for fields in (self._outer, *self._layers) for pieces in fields.values() for piece in pieces
+            piece for fields in (self._outer, *self.layers) for pieces in fields.values() for piece in pieces
         ]
 
-    def _view(self, buffer: torch.Tensor, pieces: list[_Piece]) -> torch.Tensor:
+    def _view(self, buffer: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:
         """The neighbours as one tensor, top to bottom."""
         rows, columns = sum(piece.rows for piece in pieces), pieces[0].columns
         flat = buffer.narrow(0, self._starts[pieces[0].name], rows * columns)
@@ -140,34 +150,42 @@ def _norm_scale(weight: torch.Tensor) -> torch.Tensor:
     return weight.float().mul(len(weight) ** 0.5)
 
 
-def _outer_pieces(spec: ModelSpec) -> dict[str, list[_Piece]]:
+def _outer_pieces(spec: ModelSpec) -> dict[str, list[Piece]]:
     """The fields of `Weights`; tied models have no head of their own."""
     pieces = {
-        "embedding": [_Piece("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)],
-        "norm": [_Piece("model.norm.weight", spec.hidden_size)],
+        "embedding": [Piece("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)],
+        "norm": [Piece("model.norm.weight", spec.hidden_size)],
     }
-    head = {"head": [_Piece("lm_head.weight", spec.vocab_size, spec.hidden_size)]}
+    head = {"head": [Piece("lm_head.weight", spec.vocab_size, spec.hidden_size)]}
     return pieces if spec.tied else pieces | head
 
 
-def _layer_pieces(spec: ModelSpec, i: int) -> dict[str, list[_Piece]]:
+def _layer_pieces(spec: ModelSpec, i: int) -> dict[str, list[Piece]]:
     """The fields of `Layer` that the model has, and the canonical tensors that each is made of."""
-    layer, hidden, ffn = f"model.layers.{i}", spec.hidden_size, spec.intermediate_size
+    layer, hidden = f"model.layers.{i}", spec.hidden_size
+    mlps, ffn = [f"{layer}.mlp"], spec.intermediate_size
+    if spec.experts is not None:
+        ffn = spec.experts.intermediate_size
+        mlps = [f"{layer}.mlp.experts.{e}" for e in range(spec.experts.num)]
     heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     rows = {"q_proj": heads, "k_proj": kv, "v_proj": kv}
     pieces = {
-        "input_norm": [_Piece(f"{layer}.input_layernorm.weight", hidden)],
-        "qkv": [_Piece(f"{layer}.self_attn.{name}.weight", n, hidden) for name, n in rows.items()],
-        "out": [_Piece(f"{layer}.self_attn.o_proj.weight", hidden, heads)],
-        "mlp_norm": [_Piece(f"{layer}.post_attention_layernorm.weight", hidden)],
-        "gate_up": [_Piece(f"{layer}.mlp.{name}.weight", ffn, hidden) for name in ("gate_proj", "up_proj")],
-        "down": [_Piece(f"{layer}.mlp.down_proj.weight", hidden, ffn)],
+        "input_norm": [Piece(f"{layer}.input_layernorm.weight", hidden)],
+        "qkv": [Piece(f"{layer}.self_attn.{name}.weight", n, hidden) for name, n in rows.items()],
+        "out": [Piece(f"{layer}.self_attn.o_proj.weight", hidden, heads)],
+        "mlp_norm": [Piece(f"{layer}.post_attention_layernorm.weight", hidden)],
+        "gate_up": [
+            Piece(f"{mlp}.{name}.weight", ffn, hidden) for mlp in mlps for name in ("gate_proj", "up_proj")
+        ],
+        "down": [Piece(f"{mlp}.down_proj.weight", hidden, ffn) for mlp in mlps],
     }
+    if spec.experts is not None:
+        pieces["router"] = [Piece(f"{layer}.mlp.gate.weight", spec.experts.num, hidden)]
     if spec.qkv_bias:
-        pieces["qkv_bias"] = [_Piece(f"{layer}.self_attn.{name}.bias", n) for name, n in rows.items()]
+        pieces["qkv_bias"] = [Piece(f"{layer}.self_attn.{name}.bias", n) for name, n in rows.items()]
     if spec.qk_norm:
-        pieces["q_norm"] = [_Piece(f"{layer}.self_attn.q_norm.weight", spec.head_dim)]
-        pieces["k_norm"] = [_Piece(f"{layer}.self_attn.k_norm.weight", spec.head_dim)]
+        pieces["q_norm"] = [Piece(f"{layer}.self_attn.q_norm.weight", spec.head_dim)]
+        pieces["k_norm"] = [Piece(f"{layer}.self_attn.k_norm.weight", spec.head_dim)]
     return pieces
 
 

@@ -1,0 +1,60 @@
+"""Low-rank adapters on the local engine's matrices, unmerged: what is pushed where the trainer sends only
+them, while the folder's weights stay as they are.
+
+The adapters of matrices that the forward pass multiplies as one are one, too: their A side by side, their B
+along a diagonal.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from services.config.schema import LoraConfig
+from services.rollout.engines.adapters import Adapters
+from services.rollout.engines.local_weights import Layout, LowRank, Piece, Weights
+from services.wire.types import Catalog
+
+
+class AdapterLayout:
+    """Takes the place of Layout where only adapters are pushed."""
+
+    def __init__(self, base: Layout, weights: Weights, lora: LoraConfig) -> None:
+        """`weights` are those that `base` has bound."""
+        self._weights, self._layers = weights, base.layers
+        self._adapters = Adapters(base.catalog, lora)
+
+    @property
+    def catalog(self) -> Catalog:
+        return self._adapters.catalog
+
+    def zeros(self) -> torch.Tensor:
+        """A buffer whose adapters add nothing."""
+        return self._adapters.zeros(self._weights.embedding)
+
+    def bind(self, buffer: torch.Tensor) -> Weights:
+        """The folder's weights with these adapters. Must be called again after the buffer has changed."""
+        held = self._adapters.of(buffer)
+        layers = [
+            replace(layer, adapters=self._joined(fields, held))
+            for layer, fields in zip(self._weights.layers, self._layers, strict=True)
+        ]
+        return replace(self._weights, layers=tuple(layers))
+
+    def _joined(
+        self, fields: dict[str, list[Piece]], held: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    ) -> dict[str, LowRank]:
+        """Of one layer, by the field of its matrix."""
+        found = {}
+        for field, pieces in fields.items():
+            downs, ups = [], []
+            for piece in pieces:
+                if piece.name not in held:
+                    ups.append(torch.zeros(0, piece.rows))
+                    continue
+                a, b = held[piece.name]
+                downs.append(a.t())
+                ups.append(b.t() * self._adapters.scale)
+            if downs:
+                up = torch.block_diag(*ups).to(downs[0].dtype)  # type: ignore[no-untyped-call]
+                found[field] = LowRank(torch.cat(downs, 1), up)
+        return found

@@ -1,0 +1,65 @@
+"""How a SGLang server is started: its command line and environment. Pure."""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from services.runtime.errors import UserError
+
+# What the engine decides itself, and why.
+OURS: Final = {
+    "model_path": "it is model.path",
+    "dtype": "it is rollout.dtype",
+    "host": "the server answers on loopback alone",
+    "port": "it is any free one",
+    "weight_version": "versions come from the trainer",
+    "custom_weight_loader": "weights arrive through Atoll's receiver",
+    "disable_overlap_schedule": "with overlap one token of each sequence is under way while weights change, "
+    "and SGLang counts it as one of the new version",
+    "skip_tokenizer_init": "stop strings and texts need the tokenizer",
+    "skip_server_warmup": "the service is ready once a first request was answered",
+}
+
+
+def arguments_of(
+    user: Mapping[str, object], ours: Mapping[str, object], device: str, tp_size: int
+) -> list[str]:
+    """SGLang's command line. `user` is what [rollout.sglang] has beside device and tp_size, `ours` what the
+    engine adds: underscores become dashes, true is the bare flag, false leaves it out. Raises UserError for
+    a key that is the engine's."""
+    if taken := sorted(user.keys() & OURS.keys()):
+        raise UserError(f"rollout.sglang.{taken[0]} is not yours to set: {OURS[taken[0]]}; leave it out")
+    # of samples that share a prompt, one computes it; a line in the log for each sample would be too many
+    defaults: dict[str, Any] = {"schedule_policy": "lpm", "log_level_http": "warning"}
+    if device == "cpu":
+        # without them, SGLang takes most of the memory for keys and values, and a core while it is idle
+        defaults |= {"max_total_tokens": 16384, "sleep_on_idle": True, "grammar_backend": "none"}
+    fixed = {"device": device, "tp_size": tp_size, "host": "127.0.0.1", "disable_overlap_schedule": True}
+    arguments = []
+    for name, value in {**defaults, **user, **fixed, **ours}.items():
+        flag = f"--{name.replace('_', '-')}"
+        match value:
+            case True:
+                arguments.append(flag)
+            case False | None:
+                pass
+            case list() | tuple():
+                arguments += [flag, *map(str, value)]
+            case dict():
+                arguments += [flag, json.dumps(value)]
+            case _:
+                arguments += [flag, str(value)]
+    return arguments
+
+
+def environment_of(device: str, tp_size: int, threads: int) -> dict[str, str]:
+    """Of the child, beside this process's own."""
+    variables = {"HF_HUB_OFFLINE": "1"}
+    if device == "cpu":
+        variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads)}
+        if tp_size > 1:  # SGLang wants to be told the cores of each rank
+            cores = sorted(os.sched_getaffinity(0))
+            bound = [str(cores[rank % len(cores)]) for rank in range(tp_size)]
+            variables |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(bound), "TORCHDYNAMO_DISABLE": "1"}
+    return variables

@@ -1,0 +1,363 @@
+"""The SGLang engine: a stock SGLang server as a child process, and what the service adds to it.
+
+SGLang batches, samples, and counts which tokens came from which weights. Here stands who may go in: at most
+`slots` samples at a time, and none while generation is paused, so that a sample which waits is computed with
+the weights that are live when its turn comes.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+
+from services.config.schema import LoraConfig, SGLangConfig
+from services.rollout.engines.base import Completion, EngineInfo, request_id
+from services.rollout.engines.checks import check_request, check_sequence
+from services.rollout.engines.sglang import messages
+from services.rollout.engines.sglang.arguments import arguments_of, environment_of
+from services.rollout.engines.sglang.messages import SGLangError
+from services.rollout.engines.sglang.server import Server
+from services.rollout.engines.sglang.workers import Workers
+from services.runtime.errors import EngineDiedError, UserError
+from services.runtime.model_spec import read_spec
+from services.wire.types import (
+    Catalog,
+    FinishReason,
+    Float32,
+    GroupRequest,
+    Int32,
+    Membership,
+    PauseMode,
+    Plan,
+    StreamManifest,
+    Version,
+)
+
+T = TypeVar("T")
+
+ABORT_AGAIN_S: Final = 0.5  # an abort that overtakes its request on the way to SGLang finds nothing
+STOPPED_MODES: Final = {PauseMode.IN_PLACE: "in_place", PauseMode.RETRACT: "retract"}  # as SGLang calls them
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server has room for."""
+
+    slots: int  # samples at once
+    max_length: int  # tokens of prompt and response
+    max_candidates: int  # tokens to choose from wherever some are cut off
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """One sample, and whom it goes to."""
+
+    request: GroupRequest
+    position: int  # in the request
+    inbox: asyncio.Queue[Completion | Exception]
+    rid: str = ""  # SGLang's name for it: new at every try
+    aborted: bool = False
+
+    @property
+    def id(self) -> str:
+        request = self.request
+        return request_id(request.group, request.indices[self.position], request.attempts[self.position])
+
+
+class SGLangEngine:
+    """See Engine. What SGLang cannot promise: that draws depend on seed and position alone. Tokens that are
+    cut off by both top_k and top_p are those beyond either, both of the whole distribution; `local` takes
+    top_p of what top_k left. While generation is paused in place or retracted, nothing is scored, and what
+    is aborted in place is yielded once it goes on."""
+
+    def __init__(
+        self, server: Server, workers: Workers, limits: Limits, vocab_size: int, dtype: str, version: Version
+    ) -> None:
+        """`version` names the weights that the server has."""
+        self._server, self._workers, self._limits = server, workers, limits
+        self._vocab_size, self._dtype, self._version = vocab_size, dtype, version
+        self._queue: deque[_Job] = deque()
+        self._running: dict[_Job, asyncio.Task[None]] = {}
+        self._inboxes: set[asyncio.Queue[Completion | Exception]] = set()  # of all `generate` calls
+        self._aborting: set[asyncio.Task[None]] = set()
+        self._changes: set[asyncio.Task[Any]] = set()  # of weights, and of how SGLang stands
+        self._tries = 0
+        self._tokens_generated = 0
+        self._pause: PauseMode | None = None
+        self._committing = False
+        self._stopped: PauseMode | None = None  # how SGLang stands still
+        self._control = asyncio.Lock()  # of what changes `_stopped`
+        server.exit.add_done_callback(lambda _: self._fail())
+
+    @classmethod
+    async def start(
+        cls,
+        folder: Path,
+        *,
+        dtype: str,
+        threads: int,
+        config: SGLangConfig,
+        transport: str,
+        deadline_s: float,
+        version: Version,
+        lora: LoraConfig | None = None,
+    ) -> Self:
+        """Serves the model; `version` names the weights in the folder, `transport` and `deadline_s` are those
+        of [weights]. With `lora`, its adapters alone are pushed. Raises UserError for a model or an argument
+        that SGLang refuses, EngineDiedError where it does not come up."""
+        vocab_size = read_spec(folder).vocab_size
+        ours = {"model_path": folder, "dtype": dtype, "weight_version": messages.version_text(version)}
+        arguments = arguments_of(config.model_extra or {}, ours, config.device, config.tp_size)
+        environment = environment_of(config.device, config.tp_size, threads)
+        async with AsyncExitStack() as undo:
+            workers = Workers(config.tp_size, transport, deadline_s, version, lora)
+            undo.push_async_callback(workers.close)
+            server = await Server.start(arguments + workers.arguments, environment | workers.environment)
+            undo.push_async_callback(server.close)
+            await workers.attach(server.control)
+            limits = limits_of(await server.state())
+            undo.pop_all()
+        return cls(server, workers, limits, vocab_size, dtype, version)
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            vocab_size=self._vocab_size,
+            max_length=self._limits.max_length,
+            slots=self._limits.slots,
+            dtype=self._dtype,
+            running=sum(not job.aborted for job in self._running),
+            queued=len(self._queue),
+            tokens_generated=self._tokens_generated,
+        )
+
+    @property
+    def version(self) -> Version:
+        return self._version
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Completion], None]:
+        for request in requests:
+            check_request(request, self._vocab_size, self._limits.max_length, "rollout.sglang.context_length")
+            messages.check_sampling(request.sampling, self._vocab_size, self._limits.max_candidates)
+        if self._server.exit.done():
+            raise self._server.death()
+        inbox: asyncio.Queue[Completion | Exception] = asyncio.Queue()
+        self._inboxes.add(inbox)
+        jobs = [_Job(request, i, inbox) for request in requests for i in range(len(request.indices))]
+        self._queue.extend(jobs)
+        self._admit()
+        missing = len(jobs)
+        try:
+            while missing:
+                outcomes = [await inbox.get()]
+                while not inbox.empty():
+                    outcomes.append(inbox.get_nowait())
+                missing -= len(outcomes)
+                yield [_completion(outcome) for outcome in outcomes]
+        finally:
+            self._inboxes.remove(inbox)
+            if missing:
+                self._end(jobs)
+
+    async def abort(self, id_prefix: str) -> int:
+        return self._end(job for job in (*self._queue, *self._running) if job.id.startswith(id_prefix))
+
+    async def pause(self, mode: PauseMode) -> None:
+        changed, self._pause = mode is not self._pause, mode
+        await self._to_its_end(self._obey())
+        if mode in STOPPED_MODES:
+            await self._server.state()  # its answer comes from behind the pause
+            return
+        if mode is PauseMode.ABORT and changed:
+            self._end((*self._queue, *self._running))
+        while self._pause is mode and self._running:
+            await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
+
+    async def resume(self) -> None:
+        self._pause = None
+        await self._to_its_end(self._obey())
+
+    async def score_tokens(self, sequences: Sequence[Int32]) -> list[Float32]:
+        for ids in sequences:
+            check_sequence(
+                ids, self._vocab_size, self._limits.max_length - 1, "rollout.sglang.context_length"
+            )
+        async with self._control:  # a commit may be under way
+            if self._stopped is not None:
+                raise UserError(f"SGLang scores nothing while paused {self._stopped.name}: resume it first")
+        answers = [
+            self._server.post("/generate", messages.score_body(ids, self._version)) for ids in sequences
+        ]
+        return [messages.parse_scores(answer) for answer in await asyncio.gather(*answers)]
+
+    def catalogs(self) -> tuple[Catalog, ...]:
+        return self._workers.catalogs()
+
+    async def receive(
+        self,
+        version: Version,
+        streams: Sequence[StreamManifest],
+        plan: Plan | None,
+        membership: Membership,
+    ) -> int:
+        return await self._workers.receive(version, streams, plan, membership)
+
+    async def commit(self, version: Version) -> float:
+        return await self._to_its_end(self._commit(version))
+
+    async def rollback(self, version: Version) -> None:
+        await self._workers.rollback(version)
+
+    async def checksums(self) -> tuple[Version, dict[str, int]]:
+        sums = await self._workers.checksums()  # after a commit that is under way
+        return self._version, sums
+
+    async def failed(self) -> None:
+        await asyncio.wait({self._server.exit})
+        raise self._server.death()
+
+    async def close(self) -> None:
+        await self._server.close()
+        await self._workers.close()
+
+    async def _to_its_end(self, change: Coroutine[Any, Any, T]) -> T:
+        """What has begun goes on though the caller leaves: half-way, SGLang stands still, or has weights that
+        nothing here knows of."""
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
+
+    async def _commit(self, version: Version) -> float:
+        if version == self._version:
+            return 0.0
+        async with self._control, self._workers.prepared(version):
+            started = time.perf_counter()
+            stopped = self._stopped
+            self._committing = True
+            try:
+                await self._stand(stopped or PauseMode.IN_PLACE)
+                await self._workers.commit(version, self._server.control)
+                self._version = version
+                if stopped is PauseMode.RETRACT:  # its sequences keep their keys of the prefix cache
+                    await self._server.control("/flush_cache", {})
+            except EngineDiedError:  # or its ranks have parted
+                await self._server.kill()
+                raise
+            finally:
+                self._committing = False
+                if not self._server.exit.done():
+                    await self._stand(stopped)
+                self._admit()
+            return time.perf_counter() - started
+
+    def _admit(self) -> None:
+        """Hands over what may go in."""
+        while (
+            self._queue
+            and self._pause is None
+            and not self._committing
+            and len(self._running) < self._limits.slots
+        ):
+            job = self._queue.popleft()
+            self._tries += 1
+            job.rid = f"{self._tries}:{job.id}"
+            self._running[job] = asyncio.create_task(self._run(job, self._version))
+
+    async def _run(self, job: _Job, version: Version) -> None:
+        """Generates one sample and delivers it; ends with SGLang's answer or the server's death."""
+        outcome: Completion | Exception | None
+        try:
+            outcome = await self._generate(job, version)
+        except Exception as error:
+            outcome = error
+        del self._running[job]
+        if outcome is None:
+            self._queue.appendleft(job)
+        else:
+            job.inbox.put_nowait(outcome)
+        self._admit()
+
+    async def _generate(self, job: _Job, version: Version) -> Completion | None:
+        """None: to be generated again. A request that reached SGLang's scheduler after other weights than
+        its key's came there may have met keys and values of the old ones."""
+        started = time.time()
+        body = messages.generate_body(
+            job.request, job.rid, version, self._limits.max_length, self._vocab_size
+        )
+        answer = await self._server.post("/generate", body)
+        completion = messages.parse_completion(answer, job.request, job.position, started)
+        self._tokens_generated += len(completion.token_ids)
+        if job.aborted:
+            return completion
+        if completion.finish_reason is FinishReason.ABORT:
+            raise SGLangError(f"SGLang gave up {job.id}: {answer['meta_info']['finish_reason']}")
+        return completion if completion.spans[0].version == version else None
+
+    def _end(self, jobs: Iterable[_Job]) -> int:
+        """Aborts those that have not ended; returns how many."""
+        alive = [job for job in jobs if not job.aborted]
+        waiting, running = set(self._queue).intersection(alive), self._running.keys() & set(alive)
+        for job in waiting | running:
+            job.aborted = True
+        self._queue = deque(job for job in self._queue if job not in waiting)
+        for job in waiting:
+            job.inbox.put_nowait(messages.unstarted(job.request, job.position))
+        if running:
+            task = asyncio.create_task(self._abort_running(running))
+            self._aborting.add(task)
+            task.add_done_callback(self._aborting.discard)
+        return len(waiting | running)
+
+    async def _abort_running(self, jobs: set[_Job]) -> None:
+        """Tells SGLang, and again those that have not ended soon after; ends when all have."""
+        while tasks := {job: self._running[job] for job in jobs if job in self._running}:
+            await asyncio.gather(
+                *(self._server.control("/abort_request", {"rid": job.rid}) for job in tasks),
+                return_exceptions=True,  # whoever waits for the sample hears of a server that is gone
+            )
+            await asyncio.wait(tasks.values(), timeout=ABORT_AGAIN_S)
+
+    async def _obey(self) -> None:
+        """SGLang stands as the last `pause` or `resume` wants it."""
+        async with self._control:
+            await self._stand(self._pause if self._pause in STOPPED_MODES else None)
+        self._admit()
+
+    async def _stand(self, mode: PauseMode | None) -> None:
+        """Tells SGLang to stop between two tokens, before whatever it is told next, or to go on; holds
+        `_control`. Ends a server that fails to answer: it may stand still for good."""
+        if mode is self._stopped:
+            return
+        try:
+            if mode is None:
+                await self._server.control("/continue_generation", {})
+            else:
+                await self._server.control("/pause_generation", {"mode": STOPPED_MODES[mode]})
+        except SGLangError:
+            await self._server.kill()
+            raise
+        self._stopped = mode
+
+    def _fail(self) -> None:
+        """The server is gone: every call ends with that."""
+        for inbox in self._inboxes:
+            inbox.put_nowait(self._server.death())
+
+
+def limits_of(state: messages.Json) -> Limits:
+    """Of a server's own account of itself."""
+    return Limits(
+        slots=state["internal_states"][0]["effective_max_running_requests_per_dp"],
+        max_length=state["max_req_input_len"],
+        max_candidates=state["sampling_mask_max_tokens"],
+    )
+
+
+def _completion(outcome: Completion | Exception) -> Completion:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome

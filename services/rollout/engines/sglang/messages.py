@@ -1,0 +1,152 @@
+"""What is said to SGLang's HTTP server, and what its answers mean. Pure.
+
+Ids and log-probabilities go by /generate, one sample a call. Letter in shapes: T tokens.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from services.rollout.engines.base import Completion
+from services.runtime.errors import AtollError, UserError
+from services.wire.types import (
+    FinishReason,
+    Float32,
+    GroupRequest,
+    Int32,
+    Sampling,
+    Version,
+    VersionSpan,
+)
+
+Json = dict[str, Any]
+
+
+class SGLangError(AtollError):
+    """SGLang refused a call, or answered what it should not."""
+
+
+def version_text(version: Version) -> str:
+    """How SGLang knows a version."""
+    return f"{version.lineage}/{version.number}"
+
+
+def generate_body(
+    request: GroupRequest, rid: str, version: Version, max_length: int, vocab_size: int
+) -> Json:
+    """Asks for one sample. `version` keys the prefix cache: samples of one prompt share its keys and values,
+    and none meets those of other weights."""
+    sampling = request.sampling
+    room = max_length - len(request.prompt_ids)
+    greedy = sampling.temperature == 0
+    return {
+        "rid": rid,
+        "input_ids": request.prompt_ids.tolist(),
+        "extra_key": version_text(version),
+        "return_logprob": True,
+        "return_sampling_mask": cuts_off(sampling),
+        "sampling_params": {
+            "max_new_tokens": min(sampling.max_new_tokens, room),
+            "temperature": sampling.temperature,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "top_k": _top_k(sampling, vocab_size),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "stop": list(sampling.stop),
+            "ignore_eos": not sampling.stop_token_ids,  # it turns these off, too
+        },
+    }
+
+
+def score_body(ids: Int32, version: Version) -> Json:
+    """Asks for the log-probabilities of a sequence that is there."""
+    return {
+        "input_ids": ids.tolist(),
+        "extra_key": version_text(version),
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "sampling_params": {"max_new_tokens": 0},
+    }
+
+
+def parse_completion(answer: Json, request: GroupRequest, position: int, started: float) -> Completion:
+    """`position` is the sample's in the request. Raises SGLangError where the answer is no sample."""
+    meta, sampling = answer["meta_info"], request.sampling
+    token_ids_T = np.array(answer["output_ids"], np.int32)
+    if cuts_off(sampling):  # SGLang's other log-probabilities are those before tokens are cut off
+        logprobs = meta.get("output_token_sampling_logprobs", [])
+    else:
+        logprobs = [logprob for logprob, *_ in meta.get("output_token_logprobs", [])]
+    if len(logprobs) != len(token_ids_T) or None in logprobs:  # JSON has no NaN: SGLang says null
+        raise SGLangError(
+            f"group {request.group}: SGLang gave {len(token_ids_T)} tokens and the log-probabilities "
+            f"{logprobs[:4]}...; expected a finite one for each: the weights may be damaged"
+        )
+    return Completion(
+        group=request.group,
+        index=request.indices[position],
+        attempt=request.attempts[position],
+        token_ids=token_ids_T,
+        logprobs=np.array(logprobs, np.float32),
+        spans=tuple(
+            VersionSpan(_parse_version(span["version"]), span["start"], span["end"])
+            for span in meta.get("weight_versions", [])
+            if span["end"] > span["start"]
+        ),
+        finish_reason=FinishReason(meta["finish_reason"]["type"]),
+        text=answer["text"],
+        started=started,
+        finished=time.time(),
+    )
+
+
+def unstarted(request: GroupRequest, position: int) -> Completion:
+    """A sample that was aborted before it reached SGLang."""
+    now = time.time()
+    return Completion(
+        group=request.group,
+        index=request.indices[position],
+        attempt=request.attempts[position],
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        spans=(),
+        finish_reason=FinishReason.ABORT,
+        text="",
+        started=now,
+        finished=now,
+    )
+
+
+def parse_scores(answer: Json) -> Float32:
+    """[T-1] log-probabilities of all tokens but the first."""
+    return np.array([logprob for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]], np.float32)
+
+
+def check_sampling(sampling: Sampling, vocab_size: int, max_candidates: int) -> None:
+    """Raises UserError where SGLang cannot report log-probabilities of what it samples from: it does so for
+    at most `max_candidates` tokens that are left to choose from."""
+    candidates = _top_k(sampling, vocab_size)
+    if cuts_off(sampling) and candidates > max_candidates:
+        raise UserError(
+            f"SGLang reports the log-probabilities of sampling with top_p = {sampling.top_p}, top_k = "
+            f"{sampling.top_k} among at most {max_candidates} tokens, got up to {candidates}: set "
+            f"rollout.sampling.top_k to 1 to {max_candidates}, or rollout.sglang.sampling_mask_max_tokens = "
+            f"{candidates}, which costs memory and time"
+        )
+
+
+def cuts_off(sampling: Sampling) -> bool:
+    """Are there tokens that cannot be drawn?"""
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+
+
+def _top_k(sampling: Sampling, vocab_size: int) -> int:
+    """As SGLang wants it: a number wherever a distribution is to be reported, else -1 for all."""
+    if not cuts_off(sampling):
+        return -1
+    return min(sampling.top_k or vocab_size, vocab_size)
+
+
+def _parse_version(text: str) -> Version:
+    lineage, _, number = text.rpartition("/")
+    return Version(lineage, int(number))

@@ -1,0 +1,150 @@
+"""SGLang's server as a child process, driven over loopback HTTP."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from tempfile import TemporaryDirectory
+from typing import Any, Final, Self
+
+import aiohttp
+
+from services.rollout.engines.sglang.messages import Json, SGLangError
+from services.runtime.errors import EngineDiedError, UserError
+from services.runtime.ports import reserved_port
+from services.runtime.tether import tethered
+
+_log = logging.getLogger(__name__)
+
+START_TIMEOUT_S: Final = 1800.0  # imports, weights, warm-up
+POLL_S: Final = 0.2  # between two looks at a server that starts
+CONTROL_TIMEOUT_S: Final = 60.0  # of what is no generation
+DEATH_S: Final = 15.0  # SGLang takes a second or two to end once one of its processes is gone
+
+
+class Server:
+    """One `sglang.launch_server` and its workers: a process group of its own that ends with this process."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, url: str, folder: TemporaryDirectory[str]
+    ) -> None:
+        self._process = process
+        self._folder = folder
+        # a connection each: SGLang closes idle ones after five seconds, perhaps just as one is used again
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._http = aiohttp.ClientSession(
+            url, connector=connector, timeout=aiohttp.ClientTimeout(total=None)
+        )
+        self.exit = asyncio.create_task(process.wait())  # its exit code
+
+    @classmethod
+    async def start(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> Self:
+        """Returns once it has answered its first request. Raises UserError where SGLang refuses its
+        arguments, EngineDiedError where it ends otherwise or takes longer than START_TIMEOUT_S."""
+        folder = TemporaryDirectory(prefix="atoll-sglang-")  # its sockets, which a SIGKILL would leave behind
+        with reserved_port() as port:
+            process = await asyncio.create_subprocess_exec(
+                *tethered(sys.executable, "-m", "sglang.launch_server", *arguments, "--port", str(port)),
+                env={**os.environ, **environment, "TMPDIR": folder.name},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr,
+                start_new_session=True,
+            )
+            server = cls(process, f"http://127.0.0.1:{port}", folder)
+            try:
+                await server._wait_until_ready()
+            except BaseException:
+                await server.close()
+                raise
+        _log.info("SGLang answers at port %d, process %d", port, process.pid)
+        return server
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The answer's JSON, where it is such. Raises SGLangError where SGLang refuses, EngineDiedError where
+        it is gone."""
+        try:
+            async with self._http.post(path, json=body) as reply:
+                return await _read(reply)
+        except aiohttp.ClientError as error:
+            raise await self._lost(path, error) from error
+
+    async def control(self, path: str, body: Mapping[str, Any]) -> Any:
+        """`post`, for what takes no longer than CONTROL_TIMEOUT_S."""
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                return await self.post(path, body)
+        except TimeoutError:
+            raise SGLangError(f"SGLang did not answer {path} within {CONTROL_TIMEOUT_S:g} s") from None
+
+    async def state(self) -> Json:
+        """Arguments and limits. Every scheduler process answers, after all that it was told before."""
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S), self._http.get("/server_info") as reply:
+                answer: Json = await _read(reply)
+                return answer
+        except aiohttp.ClientError as error:
+            raise await self._lost("/server_info", error) from error
+
+    def death(self) -> EngineDiedError:
+        code = self.exit.result()
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return EngineDiedError(
+            f"the SGLang server (process {self._process.pid}) ended {how}: see the log above"
+        )
+
+    async def close(self) -> None:
+        """It holds nothing that is worth a goodbye."""
+        await self.kill()
+        await self._http.close()
+        self._folder.cleanup()
+
+    async def kill(self) -> None:
+        """Ends all of its processes."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            _log.debug("the SGLang server has ended before")
+        await asyncio.wait({self.exit})
+
+    async def _wait_until_ready(self) -> None:
+        """Waits for the first good answer; the child's end and the deadline unblock it."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not await self._healthy():
+                    await asyncio.wait({self.exit}, timeout=POLL_S)
+                    if self.exit.done():
+                        if self.exit.result() == 2:  # argparse's
+                            raise UserError(
+                                "SGLang refuses an argument of [rollout.sglang]: see the log above"
+                            )
+                        raise self.death()
+        except TimeoutError:
+            raise EngineDiedError(
+                f"SGLang was not ready after {START_TIMEOUT_S:g} s: see the log above"
+            ) from None
+
+    async def _healthy(self) -> bool:
+        try:
+            async with self._http.get("/health") as reply:
+                ready: bool = reply.status == 200
+                return ready
+        except aiohttp.ClientError:  # it does not listen yet
+            return False
+
+    async def _lost(self, path: str, error: aiohttp.ClientError) -> EngineDiedError | SGLangError:
+        await asyncio.wait({self.exit}, timeout=DEATH_S)
+        if self.exit.done():
+            return self.death()
+        return SGLangError(f"SGLang's connection for {path} broke ({error!r}), but its process lives")
+
+
+async def _read(reply: aiohttp.ClientResponse) -> Any:
+    content = await reply.read()
+    if reply.status != 200:
+        raise SGLangError(
+            f"SGLang answered {reply.status} to {reply.url.path}: {content.decode(errors='replace')}"
+        )
+    return json.loads(content) if reply.content_type == "application/json" else None

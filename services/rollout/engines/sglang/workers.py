@@ -1,0 +1,216 @@
+"""The service's side of the receivers in a SGLang server's tensor-parallel workers."""
+
+import asyncio
+import pickle  # of an empty list, in SGLang's own loopback call: see _call_loaders
+import tempfile
+from base64 import b64encode
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from services.config.load import WORKER_SOCKETS
+from services.config.schema import LoraConfig
+from services.rollout.engines.sglang.messages import version_text
+from services.rollout.engines.sglang.worker import committed, outcome_path, refit, socket_path
+from services.runtime.clients import WorkerClient
+from services.runtime.errors import EngineDiedError, WeightPushError
+from services.runtime.memory import BYTES
+from services.wire.types import BOX, Catalog, Membership, Plan, StreamManifest, Version
+
+Post = Callable[[str, Mapping[str, Any]], Awaitable[object]]  # a call of the server's HTTP; raises unless 200
+
+Boxes = NDArray[np.void]  # of BOX
+LOADER = f"{refit.__module__}.{refit.__qualname__}"
+READ_BYTES = 16 << 20  # of one tensor at a time, from all ranks
+
+
+class Workers:
+    """All ranks of one server, from its start to its end. What changes weights comes one call at a time."""
+
+    def __init__(
+        self,
+        tp_size: int,
+        transport: str,
+        deadline_s: float,
+        version: Version,
+        lora: LoraConfig | None = None,
+    ) -> None:
+        """`version` names the weights that the server loads; `transport` and `deadline_s` as in [weights].
+        With `lora`, its adapters alone are pushed."""
+        self._transport, self._deadline_s = transport, deadline_s
+        self._version = version
+        self._lora = "" if lora is None else lora.model_dump_json()
+        self._folder = tempfile.TemporaryDirectory(prefix="atoll-")  # only this user may enter it
+        folder, ranks = Path(self._folder.name), range(tp_size)
+        self._outcomes = [outcome_path(folder, rank) for rank in ranks]
+        self._clients = [WorkerClient(f"unix:{socket_path(folder, rank)}", deadline_s) for rank in ranks]
+        self._catalogs: tuple[Catalog, ...] = ()
+        self._dtype = ""
+        self._lock = asyncio.Lock()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the server's process needs."""
+        return {WORKER_SOCKETS: self._folder.name}
+
+    @property
+    def arguments(self) -> list[str]:
+        """What its command line needs."""
+        return ["--custom-weight-loader", LOADER]
+
+    async def attach(self, post: Post) -> None:
+        """Starts the receivers, once the server answers. Raises UserError for a model, or options of the
+        server, whose parameters weights cannot be pushed to."""
+        await self._call_loaders(post, None)
+        answers = await asyncio.gather(
+            *(
+                client.attach(self._version, self._transport, self._deadline_s, self._lora)
+                for client in self._clients
+            )
+        )
+        self._catalogs = tuple(catalog for catalog, _ in answers)
+        self._dtype = answers[0][1]
+
+    def catalogs(self) -> tuple[Catalog, ...]:
+        return self._catalogs
+
+    async def receive(
+        self,
+        version: Version,
+        streams: Sequence[StreamManifest],
+        plan: Plan | None,
+        membership: Membership,
+    ) -> int:
+        """Every rank stages what is its own. Returns the bytes copied. Raises WeightPushError."""
+        async with self._lock:
+            calls = [client.receive(version, streams, plan, membership) for client in self._clients]
+            return sum(await asyncio.gather(*calls))
+
+    @asynccontextmanager
+    async def prepared(self, version: Version) -> AsyncIterator[None]:
+        """Inside, every rank has the staged version ready for `commit`, and keeps it. Raises WeightPushError,
+        with every rank as it was, where one has not got it whole."""
+        async with self._lock:
+            await asyncio.gather(*(client.prepare(version) for client in self._clients))
+            yield
+
+    async def commit(self, version: Version, post: Post) -> None:
+        """Makes the prepared version live on every rank; the caller has paused generation in place. Raises
+        EngineDiedError where the ranks may have parted: the server must be restarted then."""
+        try:
+            await self._call_loaders(post, version_text(version))
+            self._confirm(version)
+        except Exception as error:
+            raise EngineDiedError(
+                f"{version} may be live on some of the server's {len(self._clients)} ranks alone: {error}"
+            ) from error
+
+    def _confirm(self, version: Version) -> None:
+        """Raises WeightPushError where a rank has not written that it has the version live."""
+        for rank, path in enumerate(self._outcomes):
+            outcome = path.read_text() if path.exists() else "nothing"
+            if outcome != committed(version):
+                raise WeightPushError(f"rank {rank} should have committed {version}; it says: {outcome}")
+
+    async def rollback(self, version: Version) -> None:
+        async with self._lock:
+            await asyncio.gather(*(client.rollback(version) for client in self._clients))
+
+    async def checksums(self) -> dict[str, int]:
+        """xxh3-64 of each canonical tensor's bytes in the serving dtype, row-major, read from the ranks'
+        parameters now. Raises WeightPushError where ranks that hold the same box differ in it."""
+        async with self._lock:
+            names = dict.fromkeys(name for catalog in self._catalogs for name in catalog.tensors)
+            return {name: await self._checksum(name) for name in names}
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients))
+        self._folder.cleanup()
+
+    async def _call_loaders(self, post: Post, weight_version: str | None) -> None:
+        """`refit` runs on every rank's scheduler thread. The call carries no tensors, so nothing of SGLang's
+        is pickled but an empty list."""
+        await post("/begin_weight_update", {"selector": "target"})  # not a draft model, if there is one
+        try:
+            await post(
+                "/update_weights_from_tensor",
+                {
+                    "serialized_named_tensors": [b64encode(pickle.dumps([])).decode()] * len(self._clients),
+                    "load_format": LOADER,
+                    "selector": "target",
+                    "flush_cache": False,  # running requests would forbid it; prefixes are keyed by version
+                    "weight_version": weight_version,
+                },
+            )
+        finally:
+            await post("/end_weight_update", {})
+
+    async def _checksum(self, tensor: str) -> int:
+        held = [_boxes_of(catalog, tensor) for catalog in self._catalogs]
+        rows, columns = (
+            max(int((boxes[at] + boxes[size]).max(initial=0)) for boxes in held)
+            for at, size in (("row", "rows"), ("column", "columns"))
+        )
+        at_once = max(1, READ_BYTES // (columns * BYTES[self._dtype]))
+        hasher = xxhash.xxh3_64()
+        for first in range(0, rows, at_once):
+            end = min(rows, first + at_once)
+            cuts = [_cut(boxes, first, end) for boxes in held]
+            parts = await asyncio.gather(
+                *(
+                    client.read(Catalog((tensor,), boxes))
+                    for client, boxes in zip(self._clients, cuts, strict=True)
+                )
+            )
+            whole = _assembled(tensor, cuts, parts, (end - first, columns), BYTES[self._dtype])
+            hasher.update(whole.data)
+        return hasher.intdigest()
+
+
+def _boxes_of(catalog: Catalog, tensor: str) -> Boxes:
+    """The boxes of one tensor, as those of a catalog of that tensor alone."""
+    if tensor not in catalog.tensors:
+        return np.empty(0, BOX)
+    boxes: Boxes = catalog.boxes[catalog.boxes["tensor"] == catalog.tensors.index(tensor)].copy()
+    boxes["tensor"] = 0
+    return boxes
+
+
+def _cut(boxes: Boxes, first: int, end: int) -> Boxes:
+    """What lies in rows [first, end), which become rows [0, end - first)."""
+    cut = boxes.copy()
+    cut["row"] = np.maximum(boxes["row"], first)
+    cut["rows"] = np.minimum(boxes["row"] + boxes["rows"], end) - cut["row"]
+    cut["offset"] += (cut["row"] - boxes["row"]) * boxes["stride"]
+    cut["row"] -= first
+    some: Boxes = cut[cut["rows"] > 0]
+    return some
+
+
+def _assembled(
+    tensor: str,
+    cuts: Sequence[Boxes],
+    parts: Sequence[bytes],
+    shape: tuple[int, int],
+    item_bytes: int,
+) -> NDArray[np.uint8]:
+    """uint8 [R, C * item_bytes] out of each rank's boxes. Raises WeightPushError where copies differ."""
+    whole = np.zeros((shape[0], shape[1] * item_bytes), np.uint8)
+    holder: dict[tuple[int, ...], int] = {}  # by box
+    for rank, (boxes, part) in enumerate(zip(cuts, parts, strict=True)):
+        offset = 0
+        for row, rows, column, columns in boxes[["row", "rows", "column", "columns"]].tolist():
+            place = whole[row : row + rows, column * item_bytes : (column + columns) * item_bytes]
+            box = np.frombuffer(part, np.uint8, place.size, offset).reshape(place.shape)
+            offset += box.size
+            key = (row, rows, column, columns)
+            if key in holder and not np.array_equal(place, box):
+                raise WeightPushError(f"ranks {holder[key]} and {rank} hold different copies of {tensor!r}")
+            holder[key] = rank
+            place[:] = box
+    return whole
