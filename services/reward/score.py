@@ -1,57 +1,130 @@
-"""A response to a verdict: the weighted sum of its graders, or why there is none."""
+"""Graders, how each of them runs, and what their grades add up to."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
-from services.config.functions import load
-from services.config.schema import GraderConfig
+from services.reward.sources import data_source
+from services.reward.verifiers.choice import multiple_choice
+from services.reward.verifiers.code import code
 from services.reward.verifiers.exact_match import exact_match
+from services.reward.verifiers.formats import regex, think_format
 from services.reward.verifiers.gsm8k import gsm8k, gsm8k_format
-from services.reward.verifiers.length import length_cost, overlong
-from services.wire.types import Graded, GradingError, ScoreItem, Verdict
+from services.reward.verifiers.json_schema import json_schema
+from services.reward.verifiers.language import language_consistency
+from services.reward.verifiers.length import length_cost, length_target, overlong
+from services.reward.verifiers.maths import maths
+from services.reward.verifiers.maths import quick as quick_maths
+from services.reward.verifiers.repetition import repetition
+from services.reward.verifiers.text_match import edit_similarity, normalized_match, search_r1, token_f1
+from services.runtime.errors import SandboxError, ServiceUnavailableError
+from services.wire.types import Grade, Graded, GradingError, SampleId, ScoreItem, Verdict
 
-Grader = Callable[[ScoreItem], float]  # its own parameters are bound
+Grader = Callable[[ScoreItem], float | Grade]  # its own parameters are bound
 
-GRADERS: Mapping[str, Callable[..., float]] = {  # (item, *, parameters of its own)
+# (item, *, parameters of its own); of the sandboxed ones: async, (item, sandbox, *, parameters of its own)
+GRADERS: Mapping[str, Callable[..., Any]] = {
+    "data_source": data_source,
     "exact_match": exact_match,
+    "normalized_match": normalized_match,
+    "token_f1": token_f1,
+    "edit_similarity": edit_similarity,
+    "search_r1": search_r1,
+    "multiple_choice": multiple_choice,
+    "json_schema": json_schema,
+    "regex": regex,
+    "think_format": think_format,
+    "language_consistency": language_consistency,
+    "repetition": repetition,
+    "code": code,
     "gsm8k": gsm8k,
     "gsm8k_format": gsm8k_format,
+    "maths": maths,
     "overlong": overlong,
+    "length_target": length_target,
     "length_cost": length_cost,
 }
 
+# How each one runs, where not inline in the service: what is inline takes a time linear in the response.
+# Isolated: in worker processes, which can be killed; so are the user's own.
+ISOLATED = frozenset({"maths", "regex", "json_schema", "language_consistency"})
+SANDBOXED = frozenset({"code"})  # in the service, with programs in its sandbox
+ROUTED = frozenset({"data_source"})  # names one of the others for each item
+
+# What the grader of that name says where it takes no time; None: it has to be asked itself
+QUICK: Mapping[str, Callable[..., Grade | None]] = {"maths": quick_maths}
+
+# What the workers of that grader are forked with, since it takes a second to import
+PRELOADED: Mapping[str, str] = {"maths": "services.reward.verifiers.maths_symbolic"}
+
+MAX_KIND = 40  # characters of a reason's kind: it becomes part of a metric's name
+MAX_REASON = 300
+MAX_CAUSE = 1000
+
 
 @dataclass(frozen=True, slots=True)
-class WeightedGrader:
-    name: str
-    weight: float
-    grade: Grader
+class Failure:
+    """Why a grader says nothing of a response; `retryable` where it may the next time."""
+
+    cause: str
+    retryable: bool
 
 
-def load_graders(configs: Sequence[GraderConfig]) -> tuple[WeightedGrader, ...]:
-    """Raises ConfigError where a function of the user cannot be imported or does not fit."""
-    return tuple(WeightedGrader(config.name, config.weight, load(config, GRADERS)) for config in configs)
+Outcome = Grade | Failure
 
 
-def score(item: ScoreItem, graders: Sequence[WeightedGrader]) -> Verdict:
-    """Components keep each grader's own value, before its weight. Without graders the score is 0."""
-    components = {}
-    for grader in graders:
-        try:
-            components[grader.name] = _number(grader.grade(item))
-        except Exception as error:  # a user's grader may raise anything; it becomes a verdict with its cause
-            cause = f"{type(error).__name__}: {error}"
-            # what lies outside, such as a judge's server, may answer the next time; a bug stays
-            return GradingError(item.id, grader.name, cause, retryable=isinstance(error, OSError))
-    return Graded(item.id, sum(g.weight * components[g.name] for g in graders), components)
+def judge(grade: Grader, item: ScoreItem) -> Outcome:
+    try:
+        return checked(grade(item))
+    except (Exception, SystemExit) as error:  # a user's grader may raise anything; its cause is reported
+        return failure(error)
 
 
-def _number(value: object) -> float:
-    if not isinstance(value, Real):
-        raise TypeError(f"got {type(value).__name__} {value!r}, expected a number")
-    number = float(value)
+def judge_quickly(grade: Callable[[ScoreItem], Grade | None], item: ScoreItem) -> Outcome | None:
+    try:
+        return grade(item)
+    except Exception as error:
+        return failure(error)
+
+
+def checked(value: object) -> Grade:
+    """What a grader returned, as a finite number and a short reason. Raises where it is none."""
+    got: object = value.value if isinstance(value, Grade) else value
+    if not isinstance(got, Real):
+        raise TypeError(f"got {type(got).__name__} {got!r}, expected a number")
+    number = float(got)
     if not math.isfinite(number):
         raise ValueError(f"got {number}, expected a finite number")
-    return number
+    kind, colon, detail = value.reason.partition(":") if isinstance(value, Grade) else ("", "", "")
+    return Grade(number, _line(f"{kind[:MAX_KIND]}{colon}{detail}", MAX_REASON))
+
+
+def failure(error: BaseException) -> Failure:
+    """What lies outside, such as a judge's server or the sandbox, may answer the next time; a bug stays."""
+    outside = OSError | SandboxError | ServiceUnavailableError
+    return Failure(_line(f"{type(error).__name__}: {error}", MAX_CAUSE), isinstance(error, outside))
+
+
+def _line(text: str, most: int) -> str:
+    """Of what may quote a response: a lone surrogate fits no message, and a terminal obeys control codes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:most])[:most]
+
+
+def combine(sample: SampleId, weights: Mapping[str, float], outcomes: Mapping[str, Outcome]) -> Verdict:
+    """Components keep each grader's own value, before its weight. Without graders the score is 0."""
+    grades = {}
+    for name, outcome in outcomes.items():
+        if isinstance(outcome, Failure):
+            return GradingError(sample, name, outcome.cause, outcome.retryable)
+        grades[name] = outcome
+    score = sum([weights[name] * grade.value for name, grade in grades.items()])
+    if not math.isfinite(score):  # of finite grades: a weight is none, or the sum too large
+        return GradingError(sample, "", f"got a weighted sum of {score}, expected a finite number", False)
+    return Graded(
+        sample,
+        score,
+        {name: grade.value for name, grade in grades.items()},
+        {name: grade.reason for name, grade in grades.items() if grade.reason},
+    )

@@ -1,37 +1,61 @@
-"""The reward service's door: Score and Describe of package atoll.v1."""
+"""The reward service's door: Score, Execute, Describe and Reload of package atoll.v1."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import math
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, Self
 
 import grpc.aio
 
-from services.config.schema import GraderConfig
-from services.reward.grading import GradingProcess, GradingStoppedError
-from services.reward.score import WeightedGrader, score
+from services.config.schema import RewardSection, SandboxConfig
+from services.reward.graders import Panel, needs_sandbox, needs_workers, preloaded
+from services.reward.isolated import start_fork_server
+from services.reward.sandbox.base import Sandbox
+from services.reward.sandbox.host import start_sandbox
+from services.runtime.errors import OverloadedError, UserError
 from services.runtime.process import ServiceContext
 from services.wire import codec
+from services.wire.types import Limits
 from services.wire.v1 import reward_pb2, reward_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RewardService(reward_pb2_grpc.RewardServicer):
-    """Grades one request after the other, in a process of its own, so that this one always answers."""
+    """Holds `max_queued` responses and programs at most, over all calls."""
 
-    def __init__(self, graders: Sequence[GraderConfig], timeout_s: float) -> None:
-        """`timeout_s` bounds the grading of one request. Raises UserError where a grader cannot be loaded."""
-        self._names = [grader.name for grader in graders]
-        self._timeout_s = timeout_s
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
-        # started by the thread that asks it: the process dies with that thread
-        self._process = self._thread.submit(GradingProcess, graders, answer).result()
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __init__(
+        self, section: RewardSection, panel: Panel, sandbox: Sandbox | None, resources: AsyncExitStack
+    ) -> None:
+        """Closes `resources` in the end."""
+        self._settings = section.sandbox or SandboxConfig()
+        self._max_queued = section.max_queued
+        self._panel = panel
+        self._sandbox = sandbox
+        self._resources = resources
+        self._held = 0
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._reloading = asyncio.Lock()
 
     @classmethod
     async def build(cls, context: ServiceContext) -> Self:
-        return cls(context.config.reward.graders, context.config.reward.timeout_s)
+        return await cls.start(context.config.reward)
+
+    @classmethod
+    async def start(cls, section: RewardSection) -> Self:
+        """From the main thread. Raises UserError where a grader cannot be loaded, SandboxError where programs
+        cannot be kept apart from this machine."""
+        graders = [config for config in section.graders if config.server is None]
+        if any(needs_workers(config) for config in graders):
+            start_fork_server(preloaded(graders))
+        async with AsyncExitStack() as resources:
+            settings, sandbox = section.sandbox or SandboxConfig(), None
+            if section.sandbox is not None or any(needs_sandbox(config) for config in graders):
+                starting = start_sandbox(settings.programs, settings.namespaces == "auto")
+                sandbox = await resources.enter_async_context(starting)
+            panel = await Panel.start(graders, sandbox, settings.programs)
+            return cls(section, panel, sandbox, resources.pop_all())
 
     def add_to(self, server: grpc.aio.Server) -> None:
         reward_pb2_grpc.add_RewardServicer_to_server(self, server)
@@ -39,50 +63,77 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def Score(
         self, request: reward_pb2.ScoreRequest, context: Context
     ) -> AsyncIterator[reward_pb2.ScoreReply]:
-        """A response on which a grader hangs or crashes costs its own verdict, no other's."""
+        """A response on which a grader hangs or crashes costs its own verdict, no other's. Its place is free
+        once its verdict is there."""
+        left = self._take_places(len(request.items))
         try:
-            yield await self._grade(request)
-        except GradingStoppedError as stopped:
-            if len(request.items) == 1:
-                yield self._ungraded(request.items[0], stopped)
-            else:
-                for item in request.items:
-                    async for reply in self.Score(reward_pb2.ScoreRequest(items=[item]), context):
-                        yield reply
+            items = [codec.decode_score_item(item) for item in request.items]
+            async with aclosing(self._panel.verdicts(items)) as ready:
+                async for verdicts in ready:
+                    left -= len(verdicts)
+                    self._held -= len(verdicts)
+                    yield reward_pb2.ScoreReply(verdicts=map(codec.encode_verdict, verdicts))
+        finally:
+            self._held -= left
+
+    async def Execute(self, request: reward_pb2.ExecuteRequest, context: Context) -> reward_pb2.ExecuteReply:
+        """Limits above those of [reward.sandbox], or of the call's deadline, are those."""
+        if self._sandbox is None:
+            raise UserError(
+                "Execute: this reward service has no sandbox: add [reward.sandbox] to the run's TOML file"
+            )
+        source, stdin, limits = codec.decode_execute(request)
+        if not (limits.timeout_s > 0 and limits.memory_bytes > 0 and limits.output_bytes > 0):
+            raise UserError(f"Execute: got {limits}, expected limits above 0, or none for the default")
+        self._take_places(1)
+        try:
+            bounded = self._bounded(limits, context.time_remaining() or math.inf)
+            return codec.encode_execution(await self._sandbox.run(source, stdin, bounded))
+        finally:
+            self._held -= 1
 
     async def Describe(
         self, request: reward_pb2.DescribeRequest, context: Context
     ) -> reward_pb2.DescribeReply:
-        return reward_pb2.DescribeReply(graders=self._names)
+        tier = self._sandbox.tier if self._sandbox else ""
+        return reward_pb2.DescribeReply(graders=self._panel.names, sandbox=tier)
+
+    async def Reload(self, request: reward_pb2.ReloadRequest, context: Context) -> reward_pb2.ReloadReply:
+        """Where a file cannot be loaded, nothing changes."""
+        async with self._reloading:
+            old, self._panel = self._panel, await self._panel.reloaded()
+        retiring = asyncio.create_task(old.retire(self._panel))
+        self._retiring.add(retiring)
+        retiring.add_done_callback(self._retiring.discard)
+        return reward_pb2.ReloadReply()
 
     async def failed(self) -> None:
-        await self._failed
+        await asyncio.Event().wait()  # what breaks is replaced, or says so in each verdict
 
     async def close(self) -> None:
-        self._process.kill()  # a grader that hangs must not hold up the end
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._process.close)
-        self._thread.shutdown()
+        await asyncio.gather(*self._retiring)
+        await self._panel.retire()
+        await self._resources.aclose()
 
-    async def _grade(self, request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreReply:
-        try:
-            reply = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._process.ask, request.SerializeToString(), self._timeout_s
+    def _take_places(self, count: int) -> int:
+        if count > self._max_queued:
+            raise UserError(
+                f"Score: {count} responses in one call; this service holds {self._max_queued} at most "
+                "(reward.max_queued): send fewer, or raise it"
             )
-        except GradingStoppedError:
-            raise
-        except Exception as error:  # there is no grading process any more
-            if not self._failed.done():
-                self._failed.set_exception(error)
-            raise
-        return reward_pb2.ScoreReply.FromString(reply)
+        if self._held + count > self._max_queued:
+            raise OverloadedError(
+                f"{self._held} responses are being graded or wait for it, {count} more would be over "
+                f"reward.max_queued = {self._max_queued}: ask another service, or later"
+            )
+        self._held += count
+        return count
 
-    def _ungraded(self, item: reward_pb2.ScoreItem, stopped: GradingStoppedError) -> reward_pb2.ScoreReply:
-        error = reward_pb2.GradingError(grader=", ".join(self._names), cause=str(stopped), retryable=True)
-        return reward_pb2.ScoreReply(verdicts=[reward_pb2.Verdict(id=item.id, error=error)])
-
-
-def answer(request: bytes, graders: Sequence[WeightedGrader]) -> bytes:
-    """A serialized ScoreRequest to a serialized ScoreReply; runs in the grading process."""
-    items = [codec.decode_score_item(item) for item in reward_pb2.ScoreRequest.FromString(request).items]
-    verdicts = [codec.encode_verdict(score(item, graders)) for item in items]
-    return reward_pb2.ScoreReply(verdicts=verdicts).SerializeToString()
+    def _bounded(self, limits: Limits, remaining_s: float) -> Limits:
+        most = self._settings
+        return Limits(
+            timeout_s=min(limits.timeout_s, remaining_s),
+            memory_bytes=min(limits.memory_bytes, most.memory_mb << 20),
+            output_bytes=min(limits.output_bytes, most.output_kb << 10),
+            disk_bytes=min(limits.disk_bytes, most.disk_mb << 20),
+        )

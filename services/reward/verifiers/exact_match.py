@@ -1,7 +1,12 @@
-"""The response is the ground truth, surrounding white space apart."""
+"""The answer is the ground truth, surrounding white space apart."""
 
-from services.wire.types import ScoreItem
+from typing import Literal
+
+from services.reward.verifiers.answers import stated_answer
+from services.wire.types import Grade, ScoreItem
 
 
-def exact_match(item: ScoreItem) -> float:
-    return float(item.response.strip() == item.ground_truth.strip())
+def exact_match(item: ScoreItem, *, answer: Literal["response", "tag", "line"] = "response") -> float | Grade:
+    """`answer` is the whole response, what its last `<answer>` tag holds, or what its last "Answer:" says."""
+    stated = stated_answer(item.response, answer)
+    return Grade(0.0, "no answer") if stated is None else float(stated == item.ground_truth.strip())

@@ -1,0 +1,258 @@
+"""The graders of a service, each in its own way of running, and the verdicts of them all."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Protocol, Self
+
+from services.config.functions import load
+from services.config.schema import GraderConfig
+from services.reward.isolated import Isolated
+from services.reward.sandbox.base import Sandbox
+from services.reward.score import (
+    GRADERS,
+    ISOLATED,
+    PRELOADED,
+    ROUTED,
+    SANDBOXED,
+    Failure,
+    Grader,
+    Outcome,
+    checked,
+    combine,
+    failure,
+    judge,
+)
+from services.reward.sources import Route
+from services.runtime.errors import UserError
+from services.wire.types import ScoreItem, Verdict
+
+INLINE_BATCH = 64  # verdicts between two looks at other calls: a millisecond or less
+LINGER_S = 0.005  # that a verdict waits for others, unless it is the last: a message of its own costs more
+
+
+def needs_sandbox(config: GraderConfig) -> bool:
+    return config.name in SANDBOXED | ROUTED
+
+
+def needs_workers(config: GraderConfig) -> bool:
+    return config.is_users_own or config.name in ISOLATED | ROUTED
+
+
+def is_inline(config: GraderConfig) -> bool:
+    return not (needs_sandbox(config) or needs_workers(config))
+
+
+def preloaded(configs: Sequence[GraderConfig]) -> list[str]:
+    """The modules that workers of these graders are forked with."""
+    routed = any(config.name in ROUTED for config in configs)
+    names = {config.name for config in configs}
+    return [module for name, module in PRELOADED.items() if name in names or routed]
+
+
+class Running(Protocol):
+    """A grader that takes its time over a response."""
+
+    async def grade(self, item: ScoreItem) -> Outcome:
+        """Cancelling it frees what it holds."""
+        ...
+
+    async def close(self) -> None:
+        """Once nothing is being graded."""
+        ...
+
+
+class Inline:
+    """Where an item's route leads to a grader that takes no time."""
+
+    def __init__(self, config: GraderConfig) -> None:
+        self._grade: Grader = load(config, GRADERS)
+
+    async def grade(self, item: ScoreItem) -> Outcome:
+        return judge(self._grade, item)
+
+    async def close(self) -> None:
+        pass  # holds nothing
+
+
+class Sandboxed:
+    """In the service, with programs in its sandbox."""
+
+    def __init__(self, config: GraderConfig, sandbox: Sandbox, programs: int) -> None:
+        self._grade: Callable[..., Any] = load(config, GRADERS)
+        self._sandbox = sandbox
+        self._deadline_s = config.deadline_s
+        self._free = asyncio.Semaphore(config.concurrency or programs)
+
+    async def grade(self, item: ScoreItem) -> Outcome:
+        async with self._free:
+            try:
+                async with asyncio.timeout(self._deadline_s):
+                    return checked(await self._grade(item, self._sandbox))
+            except TimeoutError:  # programs have limits of their own: it is the machine that is slow
+                return Failure(f"no grade within {self._deadline_s:g} s (deadline_s)", retryable=True)
+            except Exception as error:
+                return failure(error)
+
+    async def close(self) -> None:
+        pass  # the sandbox is the service's
+
+
+class Routed:
+    """Each item is graded by the grader that the route names, which starts with the first such item."""
+
+    def __init__(self, config: GraderConfig, run: Callable[[GraderConfig], Running]) -> None:
+        self._route: Callable[[ScoreItem], Route] = load(config, GRADERS)
+        self._limits = {"deadline_s": config.deadline_s, "concurrency": config.concurrency}
+        self._run = run
+        self._running: dict[str, Running] = {}
+
+    async def grade(self, item: ScoreItem) -> Outcome:
+        try:
+            grader = self._grader(self._route(item))
+        except ValueError as error:  # no grader for it, or none that takes the route's parameters
+            return failure(error)
+        return await grader.grade(item)
+
+    async def close(self) -> None:
+        for grader in self._running.values():
+            await grader.close()
+
+    def _grader(self, route: Route) -> Running:
+        key = repr(route)
+        if key not in self._running:
+            settings = {"name": route.grader, **self._limits, **route.parameters}
+            self._running[key] = self._run(GraderConfig.model_validate(settings))
+        return self._running[key]
+
+
+def running(config: GraderConfig, sandbox: Sandbox | None, programs: int) -> Running:
+    """Raises UserError where a file of the user's cannot be read."""
+    if config.name in ROUTED:
+        return Routed(config, partial(running, sandbox=sandbox, programs=programs))
+    if config.name in SANDBOXED:
+        assert sandbox is not None  # the service starts one for them
+        return Sandboxed(config, sandbox, programs)
+    return Isolated(config) if needs_workers(config) else Inline(config)
+
+
+class Panel:
+    """What grades a response: all graders at the same time."""
+
+    def __init__(
+        self, configs: Sequence[GraderConfig], inline: Mapping[str, Grader], others: Mapping[str, Running]
+    ) -> None:
+        self._configs = configs
+        self._weights = {config.name: config.weight for config in configs}
+        self._inline = inline
+        self._others = others
+        self._calls = 0
+        self._idle = asyncio.Event()
+
+    @classmethod
+    async def start(cls, configs: Sequence[GraderConfig], sandbox: Sandbox | None, programs: int) -> Self:
+        """`programs`: how many the sandbox runs at once. Raises UserError where a grader of the user's own
+        cannot be loaded, or a setting has no effect."""
+        for config in filter(is_inline, configs):
+            if config.concurrency or config.deadline_s != GraderConfig.model_fields["deadline_s"].default:
+                raise UserError(
+                    f"reward.graders: {config.name} takes no time and runs in the service itself: deadline_s "
+                    "and concurrency have no effect on it, take them out"
+                )
+        inline = {config.name: load(config, GRADERS) for config in configs if is_inline(config)}
+        slow = [config for config in configs if not is_inline(config)]
+        others = {config.name: running(config, sandbox, programs) for config in slow}
+        panel = cls(configs, inline, others)
+        await panel._load(others)
+        return panel
+
+    @property
+    def names(self) -> list[str]:
+        return [config.name for config in self._configs]
+
+    async def reloaded(self) -> "Panel":
+        """The same with the user's own graders imported anew. Raises UserError where one cannot be loaded, or
+        there is none."""
+        fresh = {config.name: Isolated(config) for config in self._configs if config.is_users_own}
+        if not fresh:
+            raise UserError("reward.graders names no file.py:function: there is nothing to load anew")
+        panel = Panel(self._configs, self._inline, {**self._others, **fresh})
+        await panel._load(fresh)
+        return panel
+
+    async def verdicts(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Verdict], None]:
+        """One verdict per item, in lists of those that are ready. Leaving early ends what is under way."""
+        self._calls += 1
+        self._idle.clear()
+        try:
+            grade = self._as_they_come if self._others else self._in_turn
+            async with aclosing(grade(items)) as batches:
+                async for verdicts in batches:
+                    yield verdicts
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    async def retire(self, successor: "Panel | None" = None) -> None:
+        """Closes what `successor` has not taken over, once the calls under way have ended."""
+        if self._calls:
+            await self._idle.wait()
+        for name, grader in self._others.items():
+            if successor is None or successor._others[name] is not grader:
+                await grader.close()
+
+    async def _load(self, graders: Mapping[str, Running]) -> None:
+        try:
+            for config in self._configs:
+                grader = graders.get(config.name)
+                if config.is_users_own and isinstance(grader, Isolated):
+                    await grader.load()
+        except BaseException:
+            for grader in graders.values():
+                await grader.close()
+            raise
+
+    async def _in_turn(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Verdict], None]:
+        for start in range(0, len(items), INLINE_BATCH):
+            yield [
+                combine(item.id, self._weights, self._judge_inline(item))
+                for item in items[start : start + INLINE_BATCH]
+            ]
+
+    async def _as_they_come(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Verdict], None]:
+        """Waits for tasks, one per item, which end of themselves: every grader has a deadline."""
+        ready: list[asyncio.Task[Verdict]] = []
+        changed = asyncio.Event()
+
+        def note(task: asyncio.Task[Verdict]) -> None:
+            ready.append(task)
+            changed.set()
+
+        tasks = [asyncio.create_task(self._verdict(item)) for item in items]
+        try:
+            for task in tasks:
+                task.add_done_callback(note)
+            left = len(tasks)
+            while left:
+                await changed.wait()
+                if len(ready) < left:
+                    await asyncio.sleep(LINGER_S)
+                changed.clear()
+                verdicts = [task.result() for task in ready]
+                left -= len(verdicts)
+                ready.clear()
+                yield verdicts
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _verdict(self, item: ScoreItem) -> Verdict:
+        outcomes = self._judge_inline(item)
+        others = await asyncio.gather(*[grader.grade(item) for grader in self._others.values()])
+        return combine(item.id, self._weights, outcomes | dict(zip(self._others, others, strict=True)))
+
+    def _judge_inline(self, item: ScoreItem) -> dict[str, Outcome]:
+        return {name: judge(grade, item) for name, grade in self._inline.items()}

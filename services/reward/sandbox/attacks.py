@@ -1,0 +1,255 @@
+"""The attacks that a sandbox runs on itself when it starts; it serves only if none gets through.
+
+Each is a program. It tries one thing, several ways, and prints `stopped` if all of them were refused. The
+host's side is real: a listener, a file that anyone may read and write, this process. Judging fails closed: an
+attack that ends otherwise than expected counts as one that got through, so that a broken attack is noticed.
+The whole suite is in tests/sandbox/.
+"""
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from socket import create_server
+
+from services.reward.sandbox.base import Sandbox
+from services.runtime.errors import SandboxError
+from services.wire.types import Execution, Limits, Status
+
+_LIMITS = Limits(timeout_s=10.0, memory_bytes=512 << 20, output_bytes=1 << 16, disk_bytes=1 << 20)
+
+# `host` has pid, user, group, file, folder and port. `refused` is for what Python offers; `forbidden` for the
+# kernel's own calls, where another error than EPERM and ENOSYS means that the kernel looked at the arguments.
+_HEAD = """
+import ctypes, json, os, resource, socket, sys
+host = json.load(sys.stdin)
+libc = ctypes.CDLL(None, use_errno=True)
+arm = os.uname().machine == "aarch64"
+
+def refused(attempt, *arguments):
+    try:
+        attempt(*arguments)
+    except (OSError, MemoryError):
+        return True
+    return False
+
+def forbidden(call, *arguments):
+    ctypes.set_errno(0)
+    return call(*arguments) == -1 and ctypes.get_errno() in (1, 38)
+"""
+_TAIL = """
+print("stopped" if all(outcomes) else f"got through: {outcomes}")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    name: str
+    source: str
+    ends: Status | None = None  # how the sandbox ends it; None: it refuses what is tried, or kills for it
+    limits: Limits = _LIMITS
+
+    def got_through(self, execution: Execution) -> bool:
+        if self.ends is not None:
+            return execution.status is not self.ends
+        refused = execution.status is Status.OK and execution.stdout == b"stopped\n"
+        killed = execution.status is Status.SIGNAL and execution.detail == "SIGSYS"
+        return not refused and not killed
+
+
+def _attack(name: str, outcomes: str) -> Attack:
+    return Attack(name, f"{_HEAD}{outcomes.strip()}{_TAIL}")
+
+
+ATTACKS = (
+    _attack(
+        "fork",
+        """
+def fork(start, *arguments):
+    child = start(*arguments)
+    if child == 0:
+        os._exit(0)
+    if child == -1:
+        raise OSError
+
+clone, as_sibling, sigchld = 220 if arm else 56, 0x8000, 17
+outcomes = [refused(fork, os.fork), refused(fork, libc.syscall, clone, as_sibling | sigchld, 0, 0, 0, 0)]
+""",
+    ),
+    _attack("execute", "outcomes = [refused(os.execv, '/bin/sh', ['sh', '-c', 'echo got through'])]"),
+    _attack(
+        "read the host's files",
+        """
+process = f"/proc/{host['pid']}/"
+files = host["file"], "/etc/passwd", "/sys/kernel", process + "environ", process + "maps", process + "mem"
+outcomes = [refused(os.open, file, os.O_RDONLY) for file in files]
+""",
+    ),
+    _attack(
+        "write the host's files",
+        """
+flags = os.O_WRONLY | os.O_CREAT
+files = host["file"], host["folder"] + "/new", "/dev/shm/atoll-attack", "/proc/self/oom_score_adj"
+outcomes = [refused(os.open, file, flags) for file in files]
+outcomes += [refused(os.truncate, host["file"], 0), refused(os.unlink, host["file"])]
+outcomes += [refused(os.link, host["file"], "inside"), refused(os.rename, host["file"], "inside")]
+if not refused(os.symlink, host["file"], "link"):
+    outcomes += [refused(os.open, "link", flags)]
+""",
+    ),
+    _attack(
+        "sockets",
+        """
+families = socket.AF_INET, socket.AF_INET6, socket.AF_UNIX, 16, 17, 38, 40  # netlink, packet, alg, vsock
+def reach(family):
+    channel = socket.socket(family, socket.SOCK_DGRAM if family == 17 else socket.SOCK_STREAM)
+    if family == socket.AF_INET:
+        channel.connect(("127.0.0.1", host["port"]))
+
+outcomes = [refused(reach, family) for family in families]
+""",
+    ),
+    _attack(
+        "signals",
+        """
+outcomes = [refused(os.kill, pid, 0) for pid in (host["pid"], os.getppid() or host["pid"], -1)]
+outcomes += [forbidden(libc.syscall, 131 if arm else 234, host["pid"], host["pid"], 0)]  # tgkill
+""",
+    ),
+    _attack(
+        "another process's memory and descriptors",
+        """
+span = (ctypes.c_void_p * 2)()
+outcomes = [
+    forbidden(libc.ptrace, 0x4206, host["pid"], None, None),  # PTRACE_SEIZE
+    forbidden(libc.process_vm_readv, host["pid"], span, 0, span, 0, 0),
+    forbidden(libc.process_vm_writev, host["pid"], span, 0, span, 0, 0),
+    forbidden(libc.syscall, 434, host["pid"], 0),  # pidfd_open
+    forbidden(libc.syscall, 272 if arm else 312, os.getpid(), host["pid"], 0, 0, 0),  # kcmp
+]
+""",
+    ),
+    _attack(
+        "limits and priorities of others",
+        """
+outcomes = [
+    refused(resource.prlimit, host["pid"], resource.RLIMIT_NOFILE),
+    refused(os.sched_setaffinity, host["pid"], os.sched_getaffinity(0)),
+    refused(os.setpriority, os.PRIO_PROCESS, host["pid"], 0),
+]
+""",
+    ),
+    _attack(
+        "signals by a descriptor's owner",
+        """
+import fcntl
+reader, writer = os.pipe()
+owner = bytes((ctypes.c_int * 2)(1, host["pid"]))  # F_OWNER_PID
+setting = (8, host["pid"]), (10, 0), (15, owner)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+outcomes = [refused(fcntl.fcntl, reader, command, argument) for command, argument in setting]
+""",
+    ),
+    _attack(
+        "the kernel's doors",
+        """
+doors = {  # x86_64, aarch64
+    "io_uring_setup": (425, 425), "bpf": (321, 280), "keyctl": (250, 219), "add_key": (248, 217),
+    "memfd_create": (319, 279), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "mount": (165, 40),
+    "unshare": (272, 97), "setns": (308, 268), "chroot": (161, 51), "pivot_root": (155, 41),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "kexec_load": (246, 104),
+    "init_module": (175, 105), "finit_module": (313, 273), "open_tree": (428, 428), "fsopen": (430, 430),
+    "clone3": (435, 435), "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "shmget": (29, 194),
+    "msgget": (68, 186), "mq_open": (240, 180), "fanotify_init": (300, 262),
+}
+outcomes = [forbidden(libc.syscall, numbers[arm], 1, 0, 0, 0, 0, 0) for numbers in doors.values()]
+""",
+    ),
+    _attack(
+        "system calls of another architecture",
+        "outcomes = [forbidden(libc.syscall, 0x40000000 + 39)]  # getpid, as x32 counts",
+    ),
+    _attack(
+        "privileges",
+        """
+outcomes = [
+    # in a user namespace that maps nobody, everybody is nobody
+    {*os.getresuid(), *os.getresgid()} <= {host["user"], host["group"], 65534},
+    refused(os.setuid, 0), refused(os.setgid, 0), refused(os.setgroups, [0]),
+]
+""",
+    ),
+    _attack("inherited descriptors", "outcomes = [refused(os.fstat, fd) for fd in range(5, 4096)]"),
+    # mapped and never touched, so that it costs nothing where it gets through
+    _attack("memory", "import mmap\noutcomes = [refused(mmap.mmap, -1, 4 << 30)]"),
+    _attack(
+        "disk",
+        """
+def fill():
+    with open("fill", "wb", buffering=0) as file:
+        for _ in range(64):
+            if file.write(bytes(1 << 20)) < 1 << 20:
+                raise OSError("full")
+
+outcomes = [refused(fill)]
+""",
+    ),
+    Attack("output", "while True:\n    print('x' * 65536)", Status.OUTPUT_LIMIT),
+    Attack(
+        "outlive the deadline",
+        """
+import signal
+for number in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(number, signal.SIG_IGN)
+while True:
+    pass
+""",
+        Status.TIMEOUT,
+        Limits(timeout_s=0.3),
+    ),
+)
+
+
+async def run_attacks(sandbox: Sandbox, user: int | None) -> None:
+    """Raises SandboxError with the names of the attacks that got through. About a second.
+
+    `user` is who programs should run as, and the same group; None: who this process runs as.
+    """
+
+    async def one(attack: Attack, host: bytes) -> str | None:
+        execution = await sandbox.run(attack.source, host, attack.limits)
+        if not attack.got_through(execution):
+            return None
+        said = (execution.stdout + execution.stderr)[:300].decode(errors="replace").strip()
+        return f"{attack.name} ({execution.status.value} {execution.detail}: {said})"
+
+    with _host(user) as host:
+        found = await asyncio.gather(*(one(attack, host) for attack in ATTACKS))
+    through = [name for name in found if name is not None]
+    if through:
+        raise SandboxError(
+            f"The sandbox does not hold on this machine ({sandbox.tier}). Attacks that got through: "
+            f"{'; '.join(through)}. No program of a model is run: see docs/rewards.md, the threat model."
+        )
+
+
+@contextmanager
+def _host(user: int | None) -> Iterator[bytes]:
+    """What the attacks aim at, as JSON for their standard input."""
+    with tempfile.TemporaryDirectory() as folder, create_server(("127.0.0.1", 0)) as listener:
+        os.chmod(folder, 0o777)  # what only the file mode protects would not be the sandbox's merit
+        file = Path(folder, "secret")
+        file.write_text("secret")
+        file.chmod(0o666)
+        described = {
+            "pid": os.getpid(),
+            "user": os.getuid() if user is None else user,
+            "group": os.getgid() if user is None else user,
+            "file": str(file),
+            "folder": folder,
+            "port": listener.getsockname()[1],
+        }
+        yield json.dumps(described).encode()

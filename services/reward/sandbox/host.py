@@ -1,0 +1,184 @@
+"""The host's side of the sandbox: where it runs, and how many programs at once."""
+
+import asyncio
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from services.reward.sandbox import seccomp
+from services.reward.sandbox.attacks import run_attacks
+from services.reward.sandbox.base import Dialogue, Sandbox
+from services.reward.sandbox.places import Places
+from services.reward.sandbox.running import RunningProgram, RunningZygote, ZygoteSettings
+from services.runtime.errors import SandboxError, UserError
+from services.wire.types import Execution, Limits
+
+log = logging.getLogger(__name__)
+
+NOBODY = 65534
+_PROBE_S = 30.0
+
+
+@asynccontextmanager
+async def start_sandbox(
+    programs: int, namespaces: bool, interpreter: str | None = None
+) -> AsyncIterator[Sandbox]:
+    """A sandbox that has withstood its own list of attacks, for at most `programs` at once; more wait.
+
+    `namespaces`: where a probe shows that they work. `interpreter`: another one than is found. Raises
+    SandboxError where this machine cannot hold a program in, and UserError where there is no interpreter that
+    it may read.
+    """
+    calls = seccomp.program(platform.machine())
+    user = _user()
+    chosen = await asyncio.to_thread(_interpreter, user, interpreter)
+    settings = ZygoteSettings(chosen, user, namespaces, calls)
+    if namespaces and not await _probe(settings):
+        settings = replace(settings, namespaces=False)
+    sandbox = await ForkSandbox.start(programs, settings)
+    try:
+        await run_attacks(sandbox, user)
+        yield sandbox
+    finally:
+        await sandbox.close()
+
+
+class ForkSandbox:
+    """Implements Sandbox. A zygote per core; a program goes to the one that has fewest, and one that has died
+    is replaced when a program comes."""
+
+    def __init__(self, programs: int, settings: ZygoteSettings, zygotes: Sequence[RunningZygote]) -> None:
+        self.tier = "landlock, seccomp" + (", namespaces" if settings.namespaces else "")
+        self._settings = settings
+        self._zygotes = list(zygotes)
+        self._places = Places(programs)
+        self._replacing = asyncio.Lock()
+        self._is_open = True
+
+    @classmethod
+    async def start(cls, programs: int, settings: ZygoteSettings) -> "ForkSandbox":
+        """Runs no attacks."""
+        count = min(programs, len(os.sched_getaffinity(0)))
+        starting = [asyncio.create_task(RunningZygote.start(settings)) for _ in range(count)]
+        await asyncio.wait(starting)
+        if failed := [error for task in starting if (error := task.exception())]:
+            for task in starting:
+                if not task.exception():
+                    task.result().close()
+            raise failed[0]
+        return cls(programs, settings, [task.result() for task in starting])
+
+    async def run(self, source: str, stdin: bytes, limits: Limits) -> Execution:
+        async with (
+            self._places.one() as step_aside,
+            self._program(source, stdin, limits, talks=False, step_aside=step_aside) as program,
+        ):
+            return await program.ended()
+
+    @asynccontextmanager
+    async def open(
+        self, source: str, limits: Limits, *, beside: Dialogue | None = None
+    ) -> AsyncIterator[Dialogue]:
+        place = self._places.one() if beside is None else nullcontext(lambda: None)
+        async with (
+            place as step_aside,
+            self._program(source, b"", limits, talks=True, step_aside=step_aside) as program,
+        ):
+            await program.started()
+            yield program
+
+    async def close(self) -> None:
+        """Programs that run or wait end with a SandboxError."""
+        async with self._replacing:
+            self._is_open = False
+            for zygote in self._zygotes:
+                zygote.close()
+
+    @asynccontextmanager
+    async def _program(
+        self, source: str, stdin: bytes, limits: Limits, talks: bool, step_aside: Callable[[], None]
+    ) -> AsyncIterator[RunningProgram]:
+        program = RunningProgram(await self._least_busy(), source, stdin, limits, talks, step_aside)
+        try:
+            yield program
+        finally:
+            await program.gone()
+
+    async def _least_busy(self) -> RunningZygote:
+        async with self._replacing:
+            if not self._is_open:
+                raise SandboxError("the sandbox is closed")
+            for i, zygote in enumerate(self._zygotes):
+                if not zygote.is_alive:
+                    log.warning("A process that forks programs is gone; starting another one")
+                    self._zygotes[i] = await RunningZygote.start(self._settings)
+        return min(self._zygotes, key=lambda zygote: zygote.num_programs)
+
+
+async def _probe(settings: ZygoteSettings) -> bool:
+    """Whether a program can have namespaces and write to its directory here."""
+    try:
+        sandbox = await ForkSandbox.start(1, settings)
+    except SandboxError as error:
+        log.info("Programs run without namespaces: %s", error)
+        return False
+    try:
+        execution = await sandbox.run("print(open('file', 'w').write('x'))", b"", Limits())
+        return execution.stdout == b"1\n"
+    except SandboxError as error:
+        log.info("Programs run without namespaces: %s", error)
+        return False
+    finally:
+        await sandbox.close()
+
+
+def _user() -> int | None:
+    """Who programs run as, if not as the user of this process.
+
+    Root without the capability to become another user, as in a container that has dropped all of them, is no
+    more than an owner of files: what it could do with those, Landlock forbids.
+    """
+    if os.geteuid() != 0:
+        return None
+    status = Path("/proc/self/status").read_text().split()
+    capabilities = int(status[status.index("CapEff:") + 1], 16)
+    setgid_setuid = 0b11 << 6
+    return NOBODY if capabilities & setgid_setuid == setgid_setuid else None
+
+
+def _interpreter(user: int | None, chosen: str | None) -> str:
+    """The first that `user` can run: this process's own, or the system's of the same version."""
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    own: str = sys._base_executable  # type: ignore[attr-defined]  # what a virtual environment links to
+    candidates = [own, shutil.which(name, path="/usr/local/bin:/usr/bin")] if chosen is None else [chosen]
+    for candidate in candidates:
+        if candidate is None:
+            continue
+        command = [candidate, "-I", "-S", "-c", "import ctypes"]
+        try:
+            subprocess.run(
+                command,
+                user=user,
+                group=user,
+                env={},
+                cwd="/",
+                check=True,
+                capture_output=True,
+                timeout=_PROBE_S,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            log.info("Programs cannot run by %s: %s", candidate, error)
+        else:
+            return candidate
+    who = "nobody, the user that runs programs," if user else "this user"
+    raise UserError(
+        f"{who} cannot start {' or '.join(filter(None, candidates))}, the interpreter of the sandbox: let "
+        f"everybody pass through the folders above it (chmod o+x), or install {name} in /usr/bin"
+    )

@@ -1,0 +1,191 @@
+"""What a fork of the zygote does: locks itself in, then runs a program. Needs only the standard library.
+
+The host reads what it reports. What comes instead of STARTED is why it could not lock itself in; what follows
+STARTED, the program may have written itself, so that it says no more than an exit code would.
+"""
+
+import atexit
+import fcntl
+import io
+import linecache
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+
+from services.reward.sandbox import kernel, namespaces
+from services.reward.sandbox.landlock import Ruleset
+
+# as the program has them; an order names them in this order, and may leave out the channel
+STREAMS = REPORT, STDIN, STDOUT, STDERR, CHANNEL = 4, 0, 1, 2, 3
+STARTED = b"\0"
+_OPEN_FILES = 64
+_THREADS = 64
+# Without namespaces the kernel counts all that the user runs together. A program that needs no memory for its
+# threads would take all numbers of processes that the machine has.
+_THREADS_OF_USER = 4096
+_STACK_BYTES = 64 << 20
+_NICENESS = 5  # behind the service, which has to answer
+_DETAIL_BYTES = 1000
+_NAME = "<program>"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One program. Descriptors are the zygote's."""
+
+    source: int
+    streams: Sequence[int]  # to become those of STREAMS; the channel may be missing
+    memory_bytes: int
+    disk_bytes: int
+    cpu_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Walls:
+    ruleset: Ruleset
+    filter: bytes
+    namespaces: bool
+    zygote: int  # a descriptor of the process
+
+
+def run(order: Order, walls: Walls) -> None:
+    """Does not return."""
+    code = 1
+    try:
+        source = _lock_in(order, walls)
+        os.write(REPORT, STARTED)
+        code = _main(source)
+    except BaseException as error:
+        _say_why(error, order)
+    finally:  # whatever happens: the zygote's own code is above
+        os._exit(code)
+
+
+def _say_why(error: BaseException, order: Order) -> None:
+    """That the program was not started; ignored by the host if it was."""
+    text = f"{type(error).__name__}: {error}".encode()
+    try:
+        os.write(order.streams[0], text)
+    except OSError:  # taken already
+        os.write(REPORT, text)
+
+
+def _lock_in(order: Order, walls: Walls) -> bytes:
+    """Returns the source. What is inherited and not given away here is memory only."""
+    os.setsid()  # its priority is set as that of a group of processes, so that of all its threads
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if select.select([walls.zygote], [], [], 0)[0]:
+        raise OSError("the zygote is gone")
+    os.nice(_NICENESS)
+    if walls.namespaces:
+        namespaces.work_in(order.disk_bytes)
+    with open(order.source, "rb", closefd=False) as file:
+        source = file.read()
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    walls.ruleset.restrict_self()
+    _limit(order, walls)
+    _take_streams(order.streams)
+    kernel.drop_capabilities()
+    kernel.filter_system_calls(walls.filter)
+    return source
+
+
+def _limit(order: Order, walls: Walls) -> None:
+    for limit, value in (
+        (resource.RLIMIT_CPU, order.cpu_s),
+        (resource.RLIMIT_FSIZE, order.disk_bytes if walls.namespaces else 0),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_NPROC, _THREADS if walls.namespaces else _THREADS_OF_USER),
+        (resource.RLIMIT_AS, order.memory_bytes),
+    ):
+        value = _at_most(value, limit)
+        resource.setrlimit(limit, (value, value))
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (_at_most(_STACK_BYTES, resource.RLIMIT_STACK), hard))
+
+
+def _at_most(value: int, limit: int) -> int:
+    """`value`, or the hard limit if that is lower."""
+    hard = resource.getrlimit(limit)[1]
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+
+
+def _take_streams(streams: Sequence[int]) -> None:
+    """And no other descriptor."""
+    apart = [fcntl.fcntl(stream, fcntl.F_DUPFD, len(STREAMS)) for stream in streams]
+    for stream, number in zip(apart, STREAMS, strict=False):
+        os.dup2(stream, number)
+    if len(streams) < len(STREAMS):
+        os.closerange(CHANNEL, CHANNEL + 1)
+    os.closerange(len(STREAMS), 1 << 30)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(STDIN)), "utf-8", "surrogateescape")
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(STDOUT, "w")), "utf-8", "surrogateescape")
+    sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(io.FileIO(STDERR, "w")), "utf-8", "backslashreplace", line_buffering=True
+    )
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
+
+
+def _main(source: bytes) -> int:
+    """Runs the program as `python FILE` does, and returns its exit code."""
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        code = compile(source, _NAME, "exec")
+    except BaseException as error:  # SyntaxError, ValueError, RecursionError, MemoryError, OverflowError
+        return _failed("compile error", error, None)
+    status = 0
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as exit:
+        status = _exit_code(exit.code)
+    except BaseException as error:
+        # without the frame of this function
+        status = _failed("exception", error, error.__traceback__ and error.__traceback__.tb_next, source)
+    return _finish() or status
+
+
+def _finish() -> int:
+    """What the interpreter does at its end, but for freeing memory, which the kernel does faster."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for those that are no daemons
+        atexit._run_exitfuncs()
+        for stream in sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__:
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except BaseException:  # what is left of a program that has broken its interpreter
+        return 120  # as the interpreter does where it cannot flush
+    return 0
+
+
+def _failed(how: str, error: BaseException, trace: TracebackType | None, source: bytes = b"") -> int:
+    try:
+        lines = source.decode(errors="replace").splitlines(keepends=True)
+        linecache.cache[_NAME] = len(source), None, lines, _NAME
+        traceback.print_exception(type(error), error, trace)
+        detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    except BaseException:  # its text is the program's own code, too
+        detail = type(error).__name__
+    try:
+        os.write(REPORT, f"{how}\n{detail}".encode(errors="replace")[:_DETAIL_BYTES])
+    except OSError:  # it has closed the descriptor: its end is an exit code, then
+        return 1
+    return 1
+
+
+def _exit_code(value: object) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, int):
+        return value & 0xFF
+    print(value, file=sys.stderr)
+    return 1

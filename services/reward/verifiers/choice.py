@@ -1,0 +1,95 @@
+"""Multiple choice: the letter, or the text, that the response states last."""
+
+import json
+import re
+from collections.abc import Sequence
+from string import ascii_uppercase
+
+from services.reward.verifiers.text_match import normalized
+from services.wire.types import Grade, ScoreItem
+
+TAIL_CHARACTERS = 4000  # where a statement is looked for
+
+# what announces an answer: a box, "Answer:", "the correct option is", and the same in Chinese
+_MARKER = re.compile(
+    r"\\boxed|\b(?:answer|option|choice)[ \t*_]*(?:is\b|[:：])|答案[ \t]*(?:是|为|:|：)", re.IGNORECASE
+)
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_NEGATION = re.compile(r"\b(?:not|neither|none|except)\b|n['’]t\b", re.IGNORECASE)
+_ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
+_BEGINS = re.compile(r"[\W_]*[A-Z][\W_]*[).:]")
+_AND = r"(?:[\W_]|\b(?:and|or|option|choice|maybe|perhaps|possibly|also)\b)*"  # joins the letters of a list
+
+
+def multiple_choice(item: ScoreItem, *, choices: int = 4) -> float | Grade:
+    """1 where the response states the right choice, and no other with it.
+
+    A statement follows "answer is", "Answer:" or a box, to the end of its line. The last one counts, of those
+    in the last TAIL_CHARACTERS; without any it is the last line, if that is a letter alone, begins as "(B)
+    Paris" does, or is a choice's text. The first capital letter of a statement counts; of a list ("A or B")
+    none.
+
+    The ground truth is a letter or a choice's text; texts are the row's `extra_info.choices`, a list. Without
+    it there are `choices` letters.
+    Source: the forms that simple-evals asks for in MMLU and GPQA ("Answer: $LETTER"), and boxes.
+    Raises ValueError where the ground truth is no choice.
+    """
+    texts = [normalized(str(text)) for text in json.loads(item.extra.get("choices", "[]"))]
+    letters = ascii_uppercase[: len(texts) or choices]
+    right = _named(item.ground_truth, letters, texts)
+    if len(right) != 1:
+        raise ValueError(
+            f"ground truth: got {item.ground_truth!r}, expected one letter of {letters}, or a text of "
+            "extra_info.choices"
+        )
+    *before, last = _MARKER.split(item.response[-TAIL_CHARACTERS:])
+    if before:
+        named = _named(_first_line(last), letters, texts)
+        if len(before) > 1:  # as in "\\boxed{A} or \\boxed{B}"
+            named |= _listed(before[-1], letters)
+    else:
+        line = last.rstrip().rpartition("\n")[2]
+        named = _named(line, letters, texts, begins=True)
+    if len(named) == 1:
+        return float(named == right)
+    return Grade(0.0, "several" if named else "no answer")
+
+
+def _first_line(statement: str) -> str:
+    return _COMMAND.sub("", statement).strip(" \t\r\n*_:").partition("\n")[0]
+
+
+def _named(statement: str, letters: str, texts: Sequence[str], *, begins: bool = False) -> set[str]:
+    """The choices that a statement names; with `begins`, its letter must stand at its beginning."""
+    if alone := _ALONE.fullmatch(statement):
+        return {alone[1].upper()} & set(letters)
+    said = normalized(statement)
+    if said in texts:
+        return {letters[texts.index(said)]}
+    first = _first(letters).match(statement) or _later(letters).search(statement)
+    if first is None or _NEGATION.search(statement, 0, first.start(1)):
+        return set()
+    if begins and not _BEGINS.match(statement):
+        return set()
+    named = {first[1]}
+    if also := re.compile(_AND + _later(letters).pattern).match(statement, first.end()):
+        named.add(also[1])
+    said = normalized(statement[first.end() :])
+    if said in texts:  # of another choice, perhaps
+        named.add(letters[texts.index(said)])
+    return named
+
+
+def _listed(statement: str, letters: str) -> set[str]:
+    """The letter of a statement that says nothing else."""
+    match = re.fullmatch(f"{_AND}{_later(letters).pattern}{_AND}", _COMMAND.sub("", statement))
+    return {match[1]} if match else set()
+
+
+def _first(letters: str) -> re.Pattern[str]:
+    return re.compile(rf"[\W_]*(?:(?:[Oo]ption|[Cc]hoice)[\W_]*)?([{letters}])(?![A-Za-z0-9'’])")
+
+
+def _later(letters: str) -> re.Pattern[str]:
+    """A letter that stands alone; the first words of "A prime" and "I think" do not."""
+    return re.compile(rf"(?<![A-Za-z0-9])(?![AI] (?!and\b|or\b)[a-z])([{letters}])(?![A-Za-z0-9'’])")

@@ -1,0 +1,58 @@
+"""The program that a response is: found in its text, and completed with what its data set provides."""
+
+import re
+
+from services.reward.verifiers.code_tests import AssertTests, CallTests, OutputTests, Tests, is_python
+
+# Solutions in the APPS family of data sets are written for a judge that has imported all this; so it is in
+# APPS, LiveCodeBench and verl's prime_code.
+_MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json"),
+)
+_PRELUDE = "; ".join(
+    [f"from {name} import *" for name in [*_MODULES, "builtins", "typing"]]
+    + [f"import {', '.join(_MODULES)}", "sys.setrecursionlimit(50_000)"]
+)
+_FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n]*\n?", re.MULTILINE)
+_GLUED = re.compile(r"^([^`\n]*[^`\s])```[ \t]*$", re.MULTILINE)  # a fence at the end of the code's last line
+_PYTHON = ("python", "py", "python3")
+
+
+def program(response: str, tests: Tests) -> str | None:
+    """None: there is no code in the response."""
+    code = extract_code(response)
+    if code is None:
+        return None
+    match tests:
+        case OutputTests() | CallTests():  # __future__ stays first
+            return "\n".join([*_FUTURE.findall(code), _PRELUDE, _FUTURE.sub("", code)])
+        case AssertTests(prompt=prompt, functions=functions):
+            return _after(prompt, code, functions)
+
+
+def extract_code(response: str) -> str | None:
+    """The last fenced block that is marked as Python, else the last without a mark, else, where nothing is
+    fenced, all of it; of what follows a chain of thought. A block that does not end is one."""
+    answer = response.rpartition("</think>")[2]
+    parts = _FENCE.split(
+        _GLUED.sub(r"\1\n```", answer)
+    )  # text, mark, text, ...: every other fence opens a block
+    blocks = [(mark.lower(), text) for mark, text in zip(parts[1::4], parts[2::4], strict=True)]
+    if not blocks:
+        return answer if answer.strip() else None
+    for marks in (_PYTHON, ("",)):
+        texts = [text for mark, text in blocks if mark in marks and text.strip()]
+        if texts:
+            return texts[-1]
+    return None
+
+
+def _after(prompt: str, code: str, functions: tuple[str, ...]) -> str:
+    """HumanEval's prompt is the beginning of a function: `code` continues it, or defines the function again.
+    Then the prompt goes before it, for its imports and helpers, if it stands alone."""
+    again = any(re.search(rf"^(async\s+)?def\s+{name}\b", code, re.MULTILINE) for name in functions)
+    if not again:
+        return prompt + code
+    return f"{prompt}\n{code}" if prompt and is_python(prompt) else code

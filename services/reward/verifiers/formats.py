@@ -1,0 +1,46 @@
+"""The form of a response, right or wrong."""
+
+import re
+from typing import Literal
+
+from services.wire.types import Grade, ScoreItem
+
+
+def regex(item: ScoreItem, *, pattern: str, match: Literal["search", "fullmatch"] = "search") -> float:
+    """1 where the regular expression (Python's `re`) occurs in the response, or matches all of it.
+
+    A pattern may take a time exponential in the response: so this runs where it can be ended.
+    """
+    search = re.search if match == "search" else re.fullmatch
+    return float(search(pattern, item.response) is not None)
+
+
+def think_format(item: ScoreItem, *, answer: bool = True) -> float | Grade:
+    """1 for `<think>...</think><answer>...</answer>`: each tag once, neither part empty, white space alone
+    around them. Without `answer` any text follows `</think>`, and no tag.
+
+    A chat template may end the prompt with `<think>`; the response must not repeat it then.
+    Source: DeepSeek-R1's template and format reward (2025, https://arxiv.org/abs/2501.12948), table 1.
+    """
+    response = item.response
+    if item.prompt.rstrip().endswith("<think>"):
+        response = "<think>" + response
+    tags = ["<think>", "</think>", *(["<answer>", "</answer>"] if answer else [])]
+    counts = [response.count(tag) for tag in tags]
+    if min(counts) == 0:
+        return Grade(0.0, "missing tag")
+    if max(counts) > 1:
+        return Grade(0.0, "repeated tag")
+    places = [response.index(tag) for tag in tags]
+    if places != sorted(places):
+        return Grade(0.0, "order")
+    before, _, rest = response.partition("<think>")
+    thought, _, rest = rest.partition("</think>")
+    if answer:
+        between, _, rest = rest.partition("<answer>")
+        final, _, after = rest.partition("</answer>")
+    else:
+        between, final, after = "", rest, ""
+    if (before + between + after).strip():
+        return Grade(0.0, "text outside")
+    return 1.0 if thought.strip() and final.strip() else Grade(0.0, "empty part")

@@ -1,0 +1,234 @@
+"""Mathematics: the final answer of a response against the ground truth, compared exactly.
+
+`maths` finds the answer, brings both into one spelling, and compares numbers, sets, tuples, intervals and
+matrices by exact rationals; only expressions and relations are asked of math-verify. Nothing is rounded:
+0.333 is not 1/3. What is in doubt is wrong.
+"""
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Literal
+
+from services.reward.verifiers.maths_latex import canonical
+from services.reward.verifiers.maths_numbers import TooLargeError
+from services.reward.verifiers.maths_values import (
+    NotAValueError,
+    Symbolic,
+    UnreadableError,
+    Words,
+    choice,
+    equal,
+    read,
+    without_choice,
+    words,
+)
+from services.wire.types import Grade, ScoreItem
+
+MAX_ANSWER_CHARACTERS = 1000
+MAX_BARE_CHARACTERS = 100  # of a response that is nothing but its answer
+MAX_BOXES = 4  # looked at, from the end
+TAIL_CHARACTERS = 4000  # where an answer without a box is looked for
+CACHED = 65_536  # pairs of answer and ground truth
+
+Place = Literal["any", "boxed", "line", "hash"]
+Verdict = tuple[bool, str]  # equal or not, and the reason
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_ANSWER_LINE = re.compile(r"answer\s{0,4}(?:\*\*)?\s{0,4}[:：][ \t]*\n?([^\n]*)", re.IGNORECASE)
+_ANSWER_IS = re.compile(
+    r"answer(?:\s+is\s{0,4}:?|\s{0,4}(?:\*\*)?\s{0,4}[:：])[ \t]*\n?([^\n]*)", re.IGNORECASE
+)
+_STATEMENT_END = re.compile(r"[.!](?=\s|$)|[。；]|,?\s(?:because|since|as|so|which)\b", re.IGNORECASE)
+_FORMULA = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+# what may stand before a formula without making another statement of it
+_THEREFORE = re.compile(
+    r"\W*(?:\b(?:therefore|thus|hence|so|finally|consequently|we|get|have|find|obtain|it|this|gives|is)\b\W*)*",
+    re.IGNORECASE,
+)
+
+
+class NoAnswerError(ValueError):
+    """A response without an answer at its place; the message is the verdict's reason."""
+
+
+class _NeedsSymbolicError(Exception):
+    """Only math-verify can tell."""
+
+
+def maths(
+    item: ScoreItem,
+    *,
+    answer: Literal["any", "boxed", "line", "hash"] = "any",
+    right: float = 1.0,
+    wrong: float = 0.0,
+) -> Grade:
+    r"""`right` where the response's final answer equals the ground truth, else `wrong`; always with a reason.
+
+    `answer` says where it stands. "boxed": in the last balanced \boxed or \fbox (MATH). "line": after the
+    last "Answer:" (DAPO, with wrong = -1). "hash": after the last #### (GSM8K). "any": the first of box and
+    #### that there is, else after the last "answer is" or "Answer:", else it is the only formula of a
+    concluding last line, or the whole of a short response.
+
+    May take as long as SymPy does: for processes that can be killed. Raises ValueError for an empty truth.
+    """
+    return _grade(item, answer, right, wrong, _verdict)
+
+
+def quick(
+    item: ScoreItem,
+    *,
+    answer: Literal["any", "boxed", "line", "hash"] = "any",
+    right: float = 1.0,
+    wrong: float = 0.0,
+) -> Grade | None:
+    """The verdict of `maths` where it takes no math-verify, in time linear in the response; else None."""
+    try:
+        return _grade(item, answer, right, wrong, _quick_verdict)
+    except _NeedsSymbolicError:
+        return None
+
+
+def find_answer(response: str, place: Place) -> str:
+    """Raises NoAnswerError."""
+    match place:
+        case "boxed":
+            return _boxed(response)
+        case "line":
+            line = _last(_ANSWER_LINE, response)
+            return _boxed(line) if _BOX.search(line) else line.strip(" *")
+        case "hash":
+            return _hashed(response)
+        case "any" if _BOX.search(response):
+            return _boxed(response)
+        case "any" if "####" in response:
+            return _hashed(response)
+    try:
+        line = _last(_ANSWER_IS, response)[: MAX_ANSWER_CHARACTERS + 1]
+    except NoAnswerError:
+        return _alone(response.strip())
+    while inner := _ANSWER_IS.search(line):  # "Final Answer: The final answer is"
+        line = inner[1]
+    end = _STATEMENT_END.search(line)
+    return line[: end.start() if end else None].strip(" *")
+
+
+def _grade(
+    item: ScoreItem, place: Place, right: float, wrong: float, verdict: Callable[[str, str], Verdict]
+) -> Grade:
+    gold = _canonical_truth(item.ground_truth)
+    try:
+        found = find_answer(item.response, place)
+    except NoAnswerError as error:
+        return Grade(wrong, str(error))
+    if len(found) > MAX_ANSWER_CHARACTERS:
+        return Grade(wrong, f"too long: an answer of {len(found)} characters")
+    is_equal, reason = verdict(found, gold)
+    return Grade(right if is_equal else wrong, reason)
+
+
+@lru_cache(CACHED)
+def _verdict(found: str, gold: str) -> Verdict:
+    return _compare(found, gold, _ask_math_verify)
+
+
+@lru_cache(CACHED)
+def _quick_verdict(found: str, gold: str) -> Verdict:
+    return _compare(found, gold, _ask_nobody)
+
+
+def _ask_math_verify(answer: str, gold: str) -> bool:
+    # imported here: it takes a second, and who asks only for `quick` has no need of SymPy
+    from services.reward.verifiers.maths_symbolic import symbolically_equal
+
+    return symbolically_equal(answer, gold)
+
+
+def _ask_nobody(answer: str, gold: str) -> bool:
+    raise _NeedsSymbolicError
+
+
+def _compare(found: str, gold: str, symbolic: Symbolic) -> Verdict:
+    answer = canonical(found)
+    if not answer:
+        return False, "no answer: it is empty"
+    if answer == gold:
+        return True, "equal"
+    if letter := choice(gold):
+        return (True, "equal") if choice(answer) == letter else (False, "different")
+    try:
+        if isinstance(value := read(gold), Words):
+            is_equal = words(answer) == value.key
+        else:
+            is_equal = equal(read(without_choice(answer)), value, symbolic)
+    except NotAValueError as error:
+        return False, f"not a value: {error}"
+    except (TooLargeError, UnreadableError) as error:
+        return False, f"unreadable: {error}"
+    return (True, "equal") if is_equal else (False, "different")
+
+
+@lru_cache(CACHED)
+def _canonical_truth(truth: str) -> str:
+    """Datasets give the answer alone, or a solution that has it in a box or after ####."""
+    try:
+        answer = _boxed(truth) if _BOX.search(truth) else _hashed(truth) if "####" in truth else truth
+    except NoAnswerError as error:
+        raise ValueError(f"ground truth {truth!r}: {error}") from error
+    if not (text := canonical(answer)):
+        raise ValueError(f"ground truth {truth!r}: expected an answer")
+    return text
+
+
+def _boxed(response: str) -> str:
+    """The content of the last balanced box; of its outermost one, where boxes are nested."""
+    boxes = list(_BOX.finditer(response))[-MAX_BOXES:]
+    if not boxes:
+        raise NoAnswerError("no answer: no box")
+    start, stop = 0, -1
+    for box in reversed(boxes):
+        closing = _closing_brace(response, box.end())
+        if closing > stop:
+            start, stop = box.end() + 1, closing
+    if stop < 0:
+        raise NoAnswerError("unbalanced box")
+    return _BOX.sub("", response[start:stop])
+
+
+def _closing_brace(text: str, opening: int) -> int:
+    """-1: there is none."""
+    depth = 0
+    for brace in _BRACE.finditer(text, opening):
+        depth += (brace[0] == "{") - (brace[0] == "}")
+        if depth == 0:
+            return brace.start()
+    return -1
+
+
+def _hashed(response: str) -> str:
+    _, mark, after = response.rpartition("####")
+    if not mark:
+        raise NoAnswerError("no answer: no ####")
+    return after.strip().split("\n", 1)[0]
+
+
+def _last(pattern: re.Pattern[str], response: str) -> str:
+    found = pattern.findall(response[-TAIL_CHARACTERS:])
+    if not found:
+        raise NoAnswerError("no answer")
+    return str(found[-1])
+
+
+def _alone(response: str) -> str:
+    """The only formula of a last line that says nothing else, or a short response as it is."""
+    last_line = response[-TAIL_CHARACTERS:].rsplit("\n", 1)[-1]
+    formulas = list(_FORMULA.finditer(last_line))
+    if len(formulas) == 1:
+        (formula,) = formulas
+        before, after = last_line[: formula.start()], last_line[formula.end() :]
+        if _THEREFORE.fullmatch(before) and not after.strip(" .*"):
+            return next(group for group in formula.groups() if group)
+    if "\n" not in response and 0 < len(response) <= MAX_BARE_CHARACTERS:
+        return response
+    raise NoAnswerError("no answer")

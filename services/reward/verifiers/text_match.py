@@ -1,0 +1,90 @@
+"""Answers in words, compared as the field's question-answering benchmarks do.
+
+Source of normal form and F1: SQuAD's evaluation (Rajpurkar et al. 2016, arXiv:1606.05250); of the rule for
+tags: Search-R1 (Jin et al. 2025, arXiv:2503.09516) as verl has it.
+"""
+
+import re
+import string
+from collections import Counter
+from typing import Literal
+
+from rapidfuzz.distance import Levenshtein
+
+from services.reward.verifiers.answers import right_answers, stated_answer, tagged
+from services.wire.types import Grade, ScoreItem
+
+MAX_CHARACTERS = 10_000  # of an answer whose edits are counted: the time grows with the square
+MAX_TAGS = 10
+
+_NO_ANSWER = Grade(0.0, "no answer")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalized(text: str) -> str:
+    """In lower case, without ASCII punctuation, articles and white space beyond single spaces. Of a text
+    without anything else, such as "A", only the case is changed."""
+    text = text.lower().strip()
+    words = _ARTICLES.sub(" ", text.translate(_NO_PUNCTUATION)).split()
+    return " ".join(words) or text
+
+
+def normalized_match(
+    item: ScoreItem, *, answer: Literal["response", "tag", "line"] = "response"
+) -> float | Grade:
+    """1 where the answer is one of the right ones in normal form."""
+    stated = stated_answer(item.response, answer)
+    if stated is None:
+        return _NO_ANSWER
+    return float(normalized(stated) in map(normalized, right_answers(item)))
+
+
+def token_f1(item: ScoreItem, *, answer: Literal["response", "tag", "line"] = "response") -> float | Grade:
+    """The harmonic mean of precision and recall of the answer's words in normal form, with the right answer
+    for which it is highest."""
+    stated = stated_answer(item.response, answer)
+    if stated is None:
+        return _NO_ANSWER
+    words = normalized(stated).split()
+    return max(_f1(words, normalized(right).split()) for right in right_answers(item))
+
+
+def _f1(words: list[str], right: list[str]) -> float:
+    common = (Counter(words) & Counter(right)).total()
+    # 2 P R / (P + R) with P = common / words and R = common / right
+    return 2 * common / (len(words) + len(right)) if common else 0.0
+
+
+def edit_similarity(
+    item: ScoreItem, *, minimum: float = 0.0, answer: Literal["response", "tag", "line"] = "response"
+) -> float | Grade:
+    """1 - edits / length of the longer text: insertions, deletions and substitutions of characters that turn
+    the answer into a right one (Levenshtein 1966), both in normal form; 0 below `minimum`."""
+    stated = stated_answer(item.response, answer)
+    if stated is None:
+        return _NO_ANSWER
+    if len(stated) > MAX_CHARACTERS:
+        return Grade(0.0, "too long")
+    stated = normalized(stated)
+    return max(
+        Levenshtein.normalized_similarity(stated, normalized(right), score_cutoff=minimum)
+        for right in right_answers(item)
+    )
+
+
+def search_r1(item: ScoreItem, *, substring: bool = False, format_score: float = 0.0) -> float | Grade:
+    """Search-R1's rule: 1 where the last `<answer>` is a right one in normal form, `format_score` where it is
+    another; a quarter of the 1 where there are more than 10 opening or closing tags.
+
+    `substring`: it need only contain one. As that takes all answers at once for right, it is for validation.
+    """
+    answers = tagged(item.response, "answer")
+    if not answers:
+        return _NO_ANSWER
+    stated = normalized(answers[-1])
+    rights = [normalized(right) for right in right_answers(item)]
+    if not (any(right in stated for right in rights) if substring else stated in rights):
+        return format_score
+    tags = max(item.response.count("<answer>"), item.response.count("</answer>"))
+    return 1.0 if substring or tags <= MAX_TAGS else Grade(0.25, "many tags")
