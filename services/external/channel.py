@@ -1,0 +1,205 @@
+"""HTTP as it is spoken with other people's servers: bounded in time, in size and in calls at once."""
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import cache
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import TypeVar
+
+import httpx2
+from pydantic import TypeAdapter
+
+from services.external.answers import RefusedError, hidden, read_answer, shown
+from services.external.base import MAX_ANSWER_BYTES, Json
+from services.runtime.errors import (
+    AtollError,
+    BadAnswerError,
+    OverloadedError,
+    ServiceUnavailableError,
+    UserError,
+)
+from services.wire.types import ExternalServer
+
+T = TypeVar("T")
+
+
+class Channel:
+    """The connections to one server, and the slots for calls at once."""
+
+    def __init__(self, server: ExternalServer, token: str | None) -> None:
+        """Raises UserError where the URL is not one of HTTP, or carries what belongs elsewhere."""
+        self.server = server
+        self.where = str(server)
+        self.token = token
+        self._url = _checked(server)
+        self.http = httpx2.AsyncClient(
+            transport=_Guard(server, token),
+            headers={"accept-encoding": "identity"} | bearer(token),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # sessions are by item, not by client
+            timeout=None,  # `call` bounds it as a whole: a trickle of bytes does not prolong it
+        )
+        self.slots = asyncio.Semaphore(server.concurrency)
+
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[None]:
+        """Waits for one of `server.concurrency` slots; what is done inside has `server.timeout_s`."""
+        async with self.slots, self.deadline():
+            yield
+
+    @asynccontextmanager
+    async def deadline(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self.server.timeout_s):
+                yield
+        except TimeoutError:
+            raise ServiceUnavailableError(
+                f"{self.where}: no answer within {self.server.timeout_s:g} s"
+            ) from None
+        except httpx2.HTTPError as error:
+            reason = hidden(str(error), self.token) or type(error).__name__
+            raise ServiceUnavailableError(f"{self.where}: the connection failed: {reason}") from None
+
+    def address(self, path: str) -> str:
+        """Of what the server has at `path`; without one, the URL exactly as it was registered."""
+        return self._url.rstrip("/") + path if path else self._url
+
+    async def post(
+        self, path: str, body: Json, answer: TypeAdapter[T], cookies: httpx2.Cookies | None = None
+    ) -> T:
+        """The validated answer to one POST, which takes a slot. `cookies` are sent, and take up those that
+        the server sets."""
+        headers = {"content-type": "application/json"}
+        if cookies:
+            headers["cookie"] = "; ".join(f"{cookie.name}={cookie.value}" for cookie in cookies.jar)
+        return await self._ask("POST", path, json.dumps(body), headers, answer, cookies)
+
+    async def get(self, path: str, answer: TypeAdapter[T]) -> T:
+        return await self._ask("GET", path, None, {}, answer, None)
+
+    async def status(self, path: str, content: str) -> int:
+        """Of the answer to a POST of just that, JSON or not."""
+        async with self.call():
+            headers = {"content-type": "application/json"}
+            return (await self.http.post(self.address(path), content=content, headers=headers)).status_code
+
+    async def close(self) -> None:
+        await self.http.aclose()
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        content: str | None,
+        headers: dict[str, str],
+        answer: TypeAdapter[T],
+        cookies: httpx2.Cookies | None,
+    ) -> T:
+        async with self.call():
+            response = await self.http.request(method, self.address(path), content=content, headers=headers)
+        where = f"{self.where}: {method} {path}".rstrip()
+        if not response.is_success:
+            understood = response.status_code in (400, 422)
+            raise (RefusedError if understood else BadAnswerError)(
+                f"{where}: got status {response.status_code} and {shown(response.content, self.token)}, "
+                "expected 200"
+            )
+        kind = response.headers.get("content-type", "none").partition(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise BadAnswerError(
+                f"{where}: got content type {shown(kind, self.token)}, expected application/json; the answer "
+                f"was {shown(response.content, self.token)}"
+            )
+        if cookies is not None:
+            cookies.extract_cookies(response)
+        return read_answer(where, response.content, answer, self.token)
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    return {} if token is None else {"authorization": f"Bearer {token}"}
+
+
+def refusal(where: str, status: int, headers: Mapping[str, str], token: str | None) -> AtollError | None:
+    """What a status that is no answer to the question means, in any protocol over HTTP."""
+    got = f"{where}: got status {status}"
+    if 300 <= status < 400:
+        target = shown(headers.get("location", "").partition("?")[0], token)
+        return BadAnswerError(f"{got}, a redirect to {target}, which is not followed: register that address")
+    if status in (401, 403):
+        had = "the token of `auth` is not the server's" if token else "it wants a token: give `auth`"
+        return UserError(f"{got}: {had}")
+    if status == 429 or (status == 503 and "retry-after" in headers):
+        wait = shown(headers.get("retry-after", "a while"), token)
+        return OverloadedError(f"{got}: the server is busy, and asks to come back after {wait}")
+    if status >= 500:
+        return ServiceUnavailableError(f"{got}: the server failed; see its log")
+    return None
+
+
+class _Guard(httpx2.AsyncBaseTransport):
+    """Between httpx2 and the network: raises what no protocol here can use."""
+
+    def __init__(self, server: ExternalServer, token: str | None) -> None:
+        self._where = str(server)
+        self._token = token
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=server.concurrency)
+        self._transport = httpx2.AsyncHTTPTransport(verify=_authorities(), limits=limits, trust_env=False)
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await self._transport.handle_async_request(request)
+        failed = refusal(self._where, response.status_code, response.headers, self._token)
+        packing = response.headers.get("content-encoding", "identity")
+        if not failed and packing != "identity":
+            failed = BadAnswerError(
+                f"{self._where}: got an answer packed with {packing!r}, expected one as it is"
+            )
+        if failed:
+            await response.aclose()
+            raise failed
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _Bounded(response.stream, self._where)
+        return response
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+
+
+@cache
+def _authorities() -> ssl.SSLContext:
+    """Reading them takes longer than a call. What the environment names instead is not ours to read."""
+    return httpx2.create_ssl_context(trust_env=False)
+
+
+class _Bounded(httpx2.AsyncByteStream):
+    def __init__(self, stream: httpx2.AsyncByteStream, where: str) -> None:
+        self._stream = stream
+        self._where = where
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for chunk in self._stream:
+            size += len(chunk)
+            if size > MAX_ANSWER_BYTES:
+                raise BadAnswerError(
+                    f"{self._where}: got an answer of more than {MAX_ANSWER_BYTES:,} bytes, expected less"
+                )
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+def _checked(server: ExternalServer) -> str:
+    """The URL is shown in logs: nothing secret may stand in it."""
+    try:
+        url = httpx2.URL(server.url)
+    except httpx2.InvalidURL as error:
+        raise UserError(f"{server.kind} server {server.name}: the url is none: {error}") from None
+    if url.scheme not in ("http", "https") or not url.host or url.userinfo or url.query or url.fragment:
+        raise UserError(
+            f'{server.kind} server {server.name}: expected url = "http(s)://HOST[:PORT][/PATH]" without '
+            "user, query or fragment; a token belongs into `auth`"
+        )
+    return str(url)

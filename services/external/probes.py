@@ -1,0 +1,26 @@
+"""What a reward server is asked when it registers."""
+
+from services.external.base import RewardServer
+from services.runtime.errors import BadAnswerError
+from services.wire.types import FinishReason, Graded, GroupId, SampleId, ScoreItem
+
+PROBE = ScoreItem(
+    id=SampleId(GroupId("probe", 0, 0), 0),
+    prompt="What is 17 + 29?",
+    response="46",
+    ground_truth="46",
+    data_source="probe",
+    finish_reason=FinishReason.STOP,
+    response_length=1,
+)
+
+
+async def probe_reward(server: RewardServer) -> str:
+    """A verdict on one plain item; that the server cannot grade this very item is no fault."""
+    verdicts = await server.score([PROBE])
+    if [verdict.id for verdict in verdicts] != [PROBE.id]:
+        raise BadAnswerError(f"{server.server.url}: got {len(verdicts)} verdicts for the probe, expected 1")
+    verdict = verdicts[0]
+    if isinstance(verdict, Graded):
+        return f"graded the probe {verdict.value:g}"
+    return f"could not grade the probe ({verdict.cause}), and said so properly"
