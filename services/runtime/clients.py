@@ -8,7 +8,7 @@ long because every RPC has its typed method here.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,19 +23,27 @@ from services.wire import codec
 from services.wire.types import (
     Batch,
     Catalog,
+    Execution,
+    ExternalServer,
     Float32,
     GroupRequest,
+    Int32,
+    Limits,
+    Membership,
     PauseMode,
     Plan,
     Published,
     Sample,
     ScoreItem,
     Segments,
+    ServerHealth,
+    ServerKind,
     ServiceEntry,
     StepKey,
     StreamManifest,
     Verdict,
     Version,
+    Written,
 )
 from services.wire.v1 import (
     coordinator_pb2,
@@ -46,6 +54,8 @@ from services.wire.v1 import (
     rollout_pb2_grpc,
     trainer_pb2,
     trainer_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
 )
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -57,6 +67,9 @@ _ERRORS = {
     for cls in vars(errors).values()
     if isinstance(cls, type) and issubclass(cls, errors.AtollError)
 }
+
+# grpc.aio's own words, with status INTERNAL, where a peer dies while a stream of requests is on its way
+_SEND_FAILED = "Internal error from Core"
 
 # Generate joins what runs or has finished, and every trainer call is keyed, so all may be repeated.
 _RETRY = json.dumps(
@@ -134,6 +147,8 @@ class _Client:
             grpc.StatusCode.DEADLINE_EXCEEDED: f"no answer within {self._timeout_s:g} s",
             grpc.StatusCode.CANCELLED: "the service ends, and calls in progress with it",
         }.get(error.code())
+        if error.details() == _SEND_FAILED:
+            reason = "the connection failed during the request; the service may have died: see its log"
         if reason:
             return errors.ServiceUnavailableError(f"{where}: {reason} ({error.details()})")
         return errors.AtollError(f"{where}: {error.code().name}: {error.details()}")
@@ -148,7 +163,7 @@ class RolloutInfo:
     max_length: int
     slots: int
     dtype: str
-    catalog: Catalog
+    catalogs: tuple[Catalog, ...]  # per tensor-parallel rank
     running: int
     queued: int
     tokens_generated: int
@@ -167,7 +182,7 @@ class RolloutClient(_Client):
         super().__init__(address, caller, timeout_s)
         self._stub: rollout_pb2_grpc.RolloutAsyncStub = rollout_pb2_grpc.RolloutStub(self._channel)
 
-    async def generate(self, model: str, groups: Sequence[GroupRequest]) -> AsyncIterator[Arrival]:
+    async def generate(self, model: str, groups: Sequence[GroupRequest]) -> AsyncGenerator[Arrival, None]:
         """Samples of any of the groups as they finish, those of one message together."""
         request = rollout_pb2.GenerateRequest(
             model=model,
@@ -208,14 +223,14 @@ class RolloutClient(_Client):
             )
 
     async def receive_weights(
-        self, version: Version, streams: Sequence[StreamManifest], plan: Plan | None
+        self,
+        version: Version,
+        streams: Sequence[StreamManifest],
+        plan: Plan | None,
+        membership: Membership,
     ) -> int:
         """Stages a part of `version`, or all of it; `plan` goes with the first push. Returns bytes copied."""
-        request = rollout_pb2.ReceiveWeightsRequest(
-            version=codec.encode_version(version),
-            streams=[codec.encode_stream(stream) for stream in streams],
-            plan=None if plan is None else codec.encode_plan(plan),
-        )
+        request = _receive_request(version, streams, plan, membership)
         with self._translate("ReceiveWeights"):
             reply = await self._stub.ReceiveWeights(request, timeout=self._timeout_s, metadata=self._metadata)
         return reply.num_bytes
@@ -236,6 +251,16 @@ class RolloutClient(_Client):
         request = rollout_pb2.RollbackWeightsRequest(version=codec.encode_version(version))
         with self._translate("RollbackWeights"):
             await self._stub.RollbackWeights(request, timeout=self._timeout_s, metadata=self._metadata)
+
+    async def score_tokens(self, sequences: Sequence[Int32]) -> list[Float32]:
+        """Of each sequence [T], float32 [T-1]: log-probability of each token but the first, untempered."""
+        request = rollout_pb2.ScoreTokensRequest(
+            sequences=[ids.astype("<i4", copy=False).tobytes() for ids in sequences]
+        )
+        with self._translate("ScoreTokens"):
+            reply = await self._stub.ScoreTokens(request, timeout=self._timeout_s, metadata=self._metadata)
+        logprobs = codec.decode_tensor(reply.logprobs).astype(np.float32, copy=False)
+        return np.split(logprobs, np.cumsum([len(ids) - 1 for ids in sequences])[:-1])
 
     async def checksums(self) -> tuple[Version, dict[str, int]]:
         """The live version, and xxh3-64 of each canonical tensor's bytes in the serving dtype."""
@@ -259,11 +284,73 @@ class RolloutClient(_Client):
             max_length=reply.max_length,
             slots=reply.slots,
             dtype=reply.dtype,
-            catalog=codec.decode_catalog(reply.boxes),
+            catalogs=tuple(codec.decode_catalog(boxes) for boxes in reply.boxes),
             running=reply.running,
             queued=reply.queued,
             tokens_generated=reply.tokens_generated,
         )
+
+
+def _receive_request(
+    version: Version, streams: Sequence[StreamManifest], plan: Plan | None, membership: Membership
+) -> rollout_pb2.ReceiveWeightsRequest:
+    return rollout_pb2.ReceiveWeightsRequest(
+        version=codec.encode_version(version),
+        streams=[codec.encode_stream(stream) for stream in streams],
+        plan=None if plan is None else codec.encode_plan(plan),
+        membership=codec.encode_membership(membership),
+    )
+
+
+class WorkerClient(_Client):
+    """The receiver inside one tensor-parallel rank of an SGLang server."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        super().__init__(address, Caller(), timeout_s)
+        self._stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(self._channel)
+
+    async def attach(
+        self, version: Version, transport: str, deadline_s: float, lora: str
+    ) -> tuple[Catalog, str]:
+        """`version` names the weights that it has loaded; `lora` is trainer.lora as JSON where adapters alone
+        are pushed, "" else. Returns the rank's catalog and its dtype."""
+        request = worker_pb2.AttachRequest(
+            version=codec.encode_version(version), transport=transport, deadline_s=deadline_s, lora=lora
+        )
+        with self._translate("Attach"):
+            reply = await self._stub.Attach(request, timeout=self._timeout_s)
+        return codec.decode_catalog(reply.boxes), reply.dtype
+
+    async def receive(
+        self,
+        version: Version,
+        streams: Sequence[StreamManifest],
+        plan: Plan | None,
+        membership: Membership,
+    ) -> int:
+        """As RolloutClient.receive_weights, for one rank. Each stream may take the client's deadline."""
+        request = _receive_request(version, streams, plan, membership)
+        with self._translate("Receive"):
+            reply = await self._stub.Receive(request, timeout=self._timeout_s * (len(streams) + 1))
+        return reply.num_bytes
+
+    async def rollback(self, version: Version) -> None:
+        request = rollout_pb2.RollbackWeightsRequest(version=codec.encode_version(version))
+        with self._translate("Rollback"):
+            await self._stub.Rollback(request, timeout=self._timeout_s)
+
+    async def prepare(self, version: Version) -> None:
+        """The next call on SGLang's scheduler thread commits it. Raises where it is not staged whole."""
+        request = worker_pb2.PrepareRequest(version=codec.encode_version(version))
+        with self._translate("Prepare"):
+            await self._stub.Prepare(request, timeout=self._timeout_s)
+
+    async def read(self, boxes: Catalog) -> bytes:
+        """The live bytes, box after box, each row-major and dense."""
+        request = worker_pb2.ReadRequest(boxes=codec.encode_catalog(boxes))
+        with self._translate("Read"):
+            reply = await self._stub.Read(request, timeout=self._timeout_s)
+        return reply.data
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -271,11 +358,14 @@ class TrainerInfo:
     model: str
     world_size: int
     tensor_parallel: int
+    pipeline_parallel: int
+    context_parallel: int
+    expert_parallel: int
     data_parallel: int
     num_parameters: int
     vocab_size: int
     tokenizer_digest: str
-    shards: tuple[Catalog, ...]  # per rank
+    shards: tuple[Catalog, ...]  # per rank; those that several keep alike are the same object
     roles: tuple[str, ...]  # that the service holds
 
 
@@ -294,22 +384,31 @@ class TrainerClient(_Client):
                 timeout=self._timeout_s,
                 metadata=self._metadata,
             )
+        shards = [codec.decode_catalog(boxes) for boxes in reply.shards]
         return TrainerInfo(
             model=reply.model,
             world_size=reply.world_size,
             tensor_parallel=reply.tensor_parallel,
+            pipeline_parallel=reply.pipeline_parallel,
+            context_parallel=reply.context_parallel,
+            expert_parallel=reply.expert_parallel,
             data_parallel=reply.data_parallel,
             num_parameters=reply.num_parameters,
             vocab_size=reply.vocab_size,
             tokenizer_digest=reply.tokenizer_digest,
-            shards=tuple(codec.decode_catalog(boxes) for boxes in reply.shards),
+            shards=tuple(shards[i] for i in reply.shard_of_rank),
             roles=tuple(reply.roles),
         )
 
-    async def compute_logprobs(self, segments: Segments) -> Float32:
-        """float32 [T]: log-probability of each token given those before it; 0 for a root's first."""
+    async def compute_logprobs(self, segments: Segments, temperature: float | None = None) -> Float32:
+        """float32 [T]: log-probability of each token given those before it; 0 for a root's first.
+
+        `temperature` is that of the distribution; None: that of the run's samples.
+        """
         requests = [
-            trainer_pb2.ComputeLogprobsRequest(role=self._role, segments=codec.encode_segments(part))
+            trainer_pb2.ComputeLogprobsRequest(
+                role=self._role, segments=codec.encode_segments(part), temperature=temperature
+            )
             for part, _ in codec.split_by_groups(segments, codec.MAX_CHUNK_BYTES // 4)
         ]
         with self._translate("ComputeLogprobs"):
@@ -346,14 +445,23 @@ class TrainerClient(_Client):
         return dict(reply.metrics)
 
     async def publish_weights(
-        self, version: Version, dtype: str, plan_ids: Sequence[str], new_plans: Sequence[Plan], part: int
+        self,
+        version: Version,
+        dtype: str,
+        members: Mapping[str, Membership],
+        new_plans: Sequence[Plan],
+        part: int,
     ) -> Published:
-        """Writes part `part` of the current weights, cast to `dtype`, for each plan."""
+        """Sends round `part` of the current weights, cast to `dtype`, to the members of each plan, by its id.
+
+        Returns once readers may read; a transport that both ends enter goes on in the background.
+        """
         request = trainer_pb2.PublishWeightsRequest(
             role=self._role,
             version=codec.encode_version(version),
             dtype=dtype,
-            plan_ids=plan_ids,
+            plan_ids=list(members),
+            members=[codec.encode_membership(membership) for membership in members.values()],
             plans=[codec.encode_plan(plan) for plan in new_plans],
             part=part,
         )
@@ -361,15 +469,22 @@ class TrainerClient(_Client):
             reply = await self._stub.PublishWeights(request, timeout=self._timeout_s, metadata=self._metadata)
         return codec.decode_published(reply)
 
-    async def save_checkpoint(self, path: Path) -> int:
-        """Writes a folder that must not exist yet; returns its bytes."""
+    async def save_checkpoint(self, path: Path) -> None:
+        """Begins to write a folder, in place of one of that name; the state is that of now."""
         request = trainer_pb2.SaveCheckpointRequest(role=self._role, path=str(path))
         with self._translate("SaveCheckpoint"):
-            reply = await self._stub.SaveCheckpoint(request, timeout=self._timeout_s, metadata=self._metadata)
-        return reply.num_bytes
+            await self._stub.SaveCheckpoint(request, timeout=self._timeout_s, metadata=self._metadata)
 
-    async def load_checkpoint(self, path: Path) -> None:
-        request = trainer_pb2.LoadCheckpointRequest(role=self._role, path=str(path))
+    async def wait_checkpoint(self, path: Path) -> Written:
+        """Returns once the folder is written. Raises CheckpointError where it cannot be."""
+        request = trainer_pb2.WaitCheckpointRequest(role=self._role, path=str(path))
+        with self._translate("WaitCheckpoint"):
+            reply = await self._stub.WaitCheckpoint(request, timeout=self._timeout_s, metadata=self._metadata)
+        return Written(reply.num_bytes, reply.seconds)
+
+    async def load_checkpoint(self, path: Path | None) -> None:
+        """None: goes back to what the model was when the service started."""
+        request = trainer_pb2.LoadCheckpointRequest(role=self._role, path=str(path or ""))
         with self._translate("LoadCheckpoint"):
             await self._stub.LoadCheckpoint(request, timeout=self._timeout_s, metadata=self._metadata)
 
@@ -385,6 +500,13 @@ class TrainerClient(_Client):
         with self._translate("LoadHF"):
             await self._stub.LoadHF(request, timeout=self._timeout_s, metadata=self._metadata)
 
+    async def offload(self) -> int:
+        """Moves the model to host memory until a call needs it; returns the bytes freed on all ranks."""
+        request = trainer_pb2.OffloadRequest(role=self._role)
+        with self._translate("Offload"):
+            reply = await self._stub.Offload(request, timeout=self._timeout_s, metadata=self._metadata)
+        return reply.num_bytes
+
 
 class RewardClient(_Client):
     def __init__(self, address: str, caller: Caller, timeout_s: float = 600.0) -> None:
@@ -392,17 +514,36 @@ class RewardClient(_Client):
         self._stub: reward_pb2_grpc.RewardAsyncStub = reward_pb2_grpc.RewardStub(self._channel)
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        """Verdicts in the order of their completion; on other items than these, none."""
+        """Verdicts in the order of their completion; on other items than these, none. Raises BadAnswerError
+        where the service goes on sending beyond MAX_MESSAGE_BYTES."""
         samples = {str(item.id): item.id for item in items}
+        verdicts: list[Verdict] = []
+        size = 0
         request = reward_pb2.ScoreRequest(items=[codec.encode_score_item(item) for item in items])
         with self._translate("Score"):
             call = self._stub.Score(request, timeout=self._timeout_s, metadata=self._metadata)
-            return [
-                codec.decode_verdict(verdict, samples[verdict.id])
-                async for reply in call
-                for verdict in reply.verdicts
-                if verdict.id in samples
-            ]
+            async for reply in call:
+                size += reply.ByteSize()
+                if size > MAX_MESSAGE_BYTES:
+                    call.cancel()
+                    raise errors.BadAnswerError(
+                        f"Score at {self.address}: got more than {MAX_MESSAGE_BYTES:,} bytes of verdicts on "
+                        f"{len(items)} items, expected less"
+                    )
+                verdicts += [
+                    codec.decode_verdict(verdict, samples[verdict.id])
+                    for verdict in reply.verdicts
+                    if verdict.id in samples
+                ]
+        return verdicts
+
+    async def execute(self, source: str, stdin: bytes, limits: Limits) -> Execution:
+        """Runs a Python program in a sandbox. Raises UserError where the service has none, SandboxError where
+        it cannot be set up."""
+        request = codec.encode_execute(source, stdin, limits)
+        with self._translate("Execute"):
+            reply = await self._stub.Execute(request, timeout=self._timeout_s, metadata=self._metadata)
+        return codec.decode_execution(reply)
 
     async def describe(self) -> tuple[str, ...]:
         """Names of the graders that it runs."""
@@ -411,6 +552,13 @@ class RewardClient(_Client):
                 reward_pb2.DescribeRequest(), timeout=self._timeout_s, metadata=self._metadata
             )
         return tuple(reply.graders)
+
+    async def reload(self) -> None:
+        """Raises UserError where a grader of the user's cannot be loaded; the old ones then stay."""
+        with self._translate("Reload"):
+            await self._stub.Reload(
+                reward_pb2.ReloadRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +571,8 @@ class RunStatus:
     error: str
     services: tuple[ServiceEntry, ...]
     metrics: Mapping[str, float]
-    revision: int  # changes with state, step and services
+    revision: int  # changes with state, step, services and servers
+    servers: tuple[ServerHealth, ...]
 
 
 class CoordinatorClient(_Client):
@@ -467,7 +616,24 @@ class CoordinatorClient(_Client):
             services=tuple(codec.decode_service(service) for service in reply.services),
             metrics=dict(reply.metrics),
             revision=reply.revision,
+            servers=tuple(codec.decode_server_health(server) for server in reply.servers),
         )
+
+    async def add_server(self, server: ExternalServer) -> str:
+        """What the probe found. Raises UserError or BadAnswerError where it does not answer properly."""
+        request = coordinator_pb2.AddServerRequest(server=codec.encode_server(server))
+        with self._translate("AddServer"):
+            reply = await self._stub.AddServer(
+                request, timeout=server.timeout_s + self._timeout_s, metadata=self._metadata
+            )
+        return reply.description
+
+    async def remove_server(self, kind: ServerKind, name: str, url: str = "") -> int:
+        """How many there were; without `url` all of that name go."""
+        request = coordinator_pb2.RemoveServerRequest(kind=kind, name=name, url=url)
+        with self._translate("RemoveServer"):
+            reply = await self._stub.RemoveServer(request, timeout=self._timeout_s, metadata=self._metadata)
+        return reply.removed
 
     async def pause_run(self) -> None:
         """The run stops between two steps."""

@@ -33,6 +33,30 @@ class ServiceUnavailableError(AtollError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
+class OverloadedError(ServiceUnavailableError):
+    """The service has as much to do as it takes on: ask another one, or this one later."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED  # not sent again by gRPC itself
+
+
+class BadAnswerError(AtollError):
+    """Someone else's server answered otherwise than its protocol says."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class SandboxError(AtollError):
+    """A sandbox could not be set up or is broken: says nothing about the program. Never a reward."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+class EngineDiedError(ServiceUnavailableError):
+    """A replica's engine is gone; the replica builds another one, which has not got the weights yet."""
+
+    code = grpc.StatusCode.ABORTED  # gRPC itself sends what is UNAVAILABLE again, to the same address
+
+
 class ReplacedError(AtollError):
     """A newer process has registered under the same name: this one has no work left."""
 
@@ -55,6 +79,11 @@ class LostStateError(AtollError):
     """The service restarted and no longer holds what the call builds on: restore a checkpoint."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class MemoryExhaustedError(Exception):
+    """A rank asked for memory that is not there. It may hold half an update, and its peers wait for the other
+    half: not an AtollError, after which a service goes on, but the end of its process."""
 
 
 class CheckpointError(AtollError):

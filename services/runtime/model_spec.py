@@ -2,24 +2,67 @@
 
 import json
 from dataclasses import dataclass, replace
+from math import pi
 from pathlib import Path
 from typing import Any, Literal
 
+from services.config.schema import ParallelConfig
 from services.runtime.errors import UserError
 
-Family = Literal["qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 Head = Literal["language", "value"]  # on top of the last hidden state: logits, or one number
 ARCHITECTURES: dict[str, tuple[Family, Head]] = {
+    "LlamaForCausalLM": ("llama", "language"),
     "Qwen2ForCausalLM": ("qwen2", "language"),
     "Qwen3ForCausalLM": ("qwen3", "language"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "language"),
+    "LlamaForSequenceClassification": ("llama", "value"),
     "Qwen2ForSequenceClassification": ("qwen2", "value"),
     "Qwen3ForSequenceClassification": ("qwen3", "value"),
+    "Qwen3MoeForSequenceClassification": ("qwen3_moe", "value"),
+}
+# what we compute, by the config's key
+COMPUTED: dict[str, object] = {
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+    "partial_rotary_factor": 1.0,
+    "mlp_bias": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 
 
 @dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3.1's stretched positions (arXiv:2407.21783, section 3.4.2)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+    def stretch(self, frequencies: Any) -> Any:
+        """Turns that take more than original_positions / low_freq_factor positions are slowed by `factor`,
+        those of less than original_positions / high_freq_factor stay; in between, a mean of both."""
+        turns = self.original_positions / (2 * pi / frequencies)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clip(0, 1)
+        return (1 - kept) * frequencies / self.factor + kept * frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """In every layer's place of the MLP: a router sends each token to some of them."""
+
+    num: int
+    per_token: int
+    intermediate_size: int
+    norm_topk_prob: bool  # the chosen ones' probabilities are scaled to sum 1
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A dense Qwen2 or Qwen3."""
+    """A Llama, Qwen2, Qwen3 or Qwen3-MoE."""
 
     vocab_size: int
     hidden_size: int
@@ -35,6 +78,14 @@ class ModelSpec:
     tied: bool  # the output layer is the embedding; False for a value head
     qkv_bias: bool  # Qwen2
     qk_norm: bool  # Qwen3
+    rope_scaling: RopeScaling | None = None
+    experts: Experts | None = None  # None: a dense MLP of intermediate_size
+
+    def rotary_frequencies(self, even: Any) -> Any:
+        """Radians per position of each pair of a head's dimensions. `even` is 0, 2 .. head_dim - 2 in fp32,
+        a NumPy array or a tensor, and so is the result."""
+        frequencies = 1.0 / self.rope_theta ** (even / self.head_dim)
+        return frequencies if self.rope_scaling is None else self.rope_scaling.stretch(frequencies)
 
 
 def read_spec(folder: Path, heads: tuple[Head, ...] = ("language",)) -> ModelSpec:
@@ -43,7 +94,9 @@ def read_spec(folder: Path, heads: tuple[Head, ...] = ("language",)) -> ModelSpe
 
     def need(key: str) -> Any:
         if key not in config:
-            raise UserError(f"{folder}/config.json: no {key!r}; expected a Qwen2 or Qwen3 configuration")
+            raise UserError(
+                f"{folder}/config.json: no {key!r}; expected a Llama, Qwen2, Qwen3 or Qwen3-MoE configuration"
+            )
         return config[key]
 
     def refuse(key: str, got: object, expected: str) -> None:
@@ -65,15 +118,14 @@ def read_spec(folder: Path, heads: tuple[Head, ...] = ("language",)) -> ModelSpe
         **(config.get("rope_scaling") or {}),
     }
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        refuse("rope_type", rope_type, "'default'")
+    if rope_type not in ("default", "llama3"):
+        refuse("rope_type", rope_type, "'default' or 'llama3'")
     if not rope.get("rope_theta"):
         refuse("rope_theta", rope.get("rope_theta"), "a positive number")
-    for key, expected in (("hidden_act", "silu"), ("use_sliding_window", False), ("attention_dropout", 0.0)):
-        if config.get(key, expected) != expected:
+    computed = COMPUTED | ({} if family == "qwen2" else {"attention_bias": False})
+    for key, expected in computed.items():
+        if config.get(key) not in (None, expected):
             refuse(key, config[key], repr(expected))
-    if family == "qwen3" and config.get("attention_bias", False):
-        refuse("attention_bias", True, "False")
 
     return ModelSpec(
         vocab_size=need("vocab_size"),
@@ -89,8 +141,29 @@ def read_spec(folder: Path, heads: tuple[Head, ...] = ("language",)) -> ModelSpe
         head=head,
         tied=head == "language" and config.get("tie_word_embeddings", False),
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        rope_scaling=_rope_scaling(rope, folder) if rope_type == "llama3" else None,
+        experts=_experts(config, folder) if family == "qwen3_moe" else None,
     )
+
+
+def _rope_scaling(rope: dict[str, Any], folder: Path) -> RopeScaling:
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if missing := [key for key in keys if not rope.get(key)]:
+        raise UserError(f"{folder}/config.json: rope_type 'llama3' lacks {missing[0]}: copy the file again")
+    return RopeScaling(*(rope[key] for key in keys))
+
+
+def _experts(config: dict[str, Any], folder: Path) -> Experts:
+    num = config.get("num_experts", config.get("num_local_experts"))  # transformers 5 writes the second
+    per_token, size = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
+    if not num or not size or not per_token or per_token > num:
+        raise UserError(
+            f"{folder}/config.json: num_experts is {num}, num_experts_per_tok {per_token}, "
+            f"moe_intermediate_size {size}; expected positive numbers, the second at most the first: "
+            "copy the file again"
+        )
+    return Experts(num, per_token, size, config.get("norm_topk_prob", False))
 
 
 def with_value_head(spec: ModelSpec) -> ModelSpec:
@@ -114,16 +187,33 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_tensor_parallel(spec: ModelSpec, size: int, section: str) -> None:
-    """Raises UserError where `size` ranks, as `section` of the config asks, cannot share the model evenly."""
-    for name, value in (
-        ("num_key_value_heads", spec.num_kv_heads),
-        ("num_attention_heads", spec.num_heads),
-        ("intermediate_size", spec.intermediate_size),
-        ("vocab_size", spec.vocab_size),
-    ):
+def check_layout(spec: ModelSpec, parallel: ParallelConfig, section: str) -> None:
+    """Raises UserError where the ranks that `section` of the config asks for cannot share the model."""
+    divisions = [
+        ("tensor", parallel.tensor, "num_key_value_heads", spec.num_kv_heads),
+        ("tensor", parallel.tensor, "num_attention_heads", spec.num_heads),
+        ("tensor", parallel.tensor, "vocab_size", spec.vocab_size),
+        ("pipeline", parallel.pipeline, "num_hidden_layers", spec.num_layers),
+    ]
+    if parallel.virtual_pipeline > 1:
+        name, size = "pipeline x virtual_pipeline", parallel.pipeline * parallel.virtual_pipeline
+        divisions.append((name, size, "num_hidden_layers", spec.num_layers))
+    if spec.experts is None:
+        divisions.append(("tensor", parallel.tensor, "intermediate_size", spec.intermediate_size))
+        if parallel.expert > 1:
+            raise UserError(
+                f"{section}.parallel.expert = {parallel.expert}: the model has no experts: take it out"
+            )
+    else:
+        divisions.append(("expert", parallel.expert, "num_experts", spec.experts.num))
+        if parallel.tensor > 1 and not parallel.sequence:
+            raise UserError(
+                f"{section}.parallel.tensor = {parallel.tensor}: every rank would send the same tokens to "
+                f"the model's experts: set {section}.parallel.sequence = true"
+            )
+    for setting, size, name, value in divisions:
         if value % size:
             raise UserError(
-                f"{section}.parallel.tensor = {size} does not divide the model's {name} = {value}: "
-                "choose a tensor size that divides it"
+                f"{section}.parallel.{setting} = {size} does not divide the model's {name} = {value}: "
+                "choose a size that divides it"
             )

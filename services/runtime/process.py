@@ -10,19 +10,28 @@ import signal
 import sys
 import time
 import typing
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Final, Protocol
 
 import grpc.aio
 
 from services.config.errors import ConfigError
-from services.config.load import access_token, read_resolved
+from services.config.load import access_token, read_resolved, trainer_rank
 from services.config.schema import Role, RunConfig
 from services.runtime.clients import Caller, CoordinatorClient
-from services.runtime.errors import AtollError, ReplacedError, UnauthenticatedError, UserError
+from services.runtime.errors import (
+    AtollError,
+    EngineDiedError,
+    MemoryExhaustedError,
+    ReplacedError,
+    SandboxError,
+    UnauthenticatedError,
+    UserError,
+)
 from services.runtime.server import Server
 from services.runtime.telemetry import configure_logging
 from services.wire.types import ServiceEntry
@@ -32,6 +41,8 @@ _log = logging.getLogger(__name__)
 STOP_GRACE_S: Final = 5.0  # for calls in progress
 COORDINATOR_TIMEOUT_S: Final = 3.0
 AWAY_PAUSE_S: Final = 1.0  # between two tries to reach a coordinator that is away
+EXIT_RANK_LOST: Final = 3  # of a trainer rank that ends because another one died: that one is to blame
+EXIT_GAVE_UP: Final = 4  # of a service that has built itself anew as often as it may: it is not started again
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,7 @@ class ServiceContext:
     role: str  # as it is registered: of a trainer, its model's; of others, the service's name
     name: str  # "rollout-0"
     incarnation: str
+    host: str  # that it serves on
 
 
 class Service(Protocol):
@@ -50,7 +62,8 @@ class Service(Protocol):
         ...
 
     async def failed(self) -> None:
-        """Waits for as long as the service works; raises what it cannot survive."""
+        """Waits for as long as the service works; raises what it cannot survive: EngineDiedError where one
+        built anew can go on."""
         ...
 
     async def close(self) -> None:
@@ -67,8 +80,18 @@ def run_service(service: str, build: Callable[[ServiceContext], Awaitable[Servic
     configure_logging(arguments.name)
     try:
         asyncio.run(_serve(service, build, arguments))
-    except (UserError, ReplacedError, UnauthenticatedError, ConfigError) as error:
+    except (
+        UserError,
+        ReplacedError,
+        UnauthenticatedError,
+        ConfigError,
+        MemoryExhaustedError,
+        SandboxError,
+    ) as error:
         sys.exit(f"{arguments.name}: {error}")
+    except EngineDiedError:
+        _log.exception("gives up")
+        sys.exit(EXIT_GAVE_UP)
     except KeyboardInterrupt:
         sys.exit(130)  # before the service was built; afterwards SIGINT stops it in order
 
@@ -92,72 +115,120 @@ def parse_arguments(service: str) -> argparse.Namespace:
     else:
         parser.set_defaults(role=service)
     parser.add_argument("--config", type=Path, required=True, help="the run's resolved config.json")
-    parser.add_argument("--name", required=True, help=f"unique in the run, such as {service}-0")
+    ranked = service == "trainer"
+    parser.add_argument(
+        "--name",
+        required=not ranked,
+        help=f"unique in the run, such as {service}-0" + ("; default: ROLE-RANK" if ranked else ""),
+    )
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where to register; none: serve alone")
     parser.add_argument("--ready-fd", type=int, help="a pipe that gets a line once the service answers")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.name = arguments.name or f"{arguments.role}-{trainer_rank()}"
+    return arguments
 
 
 async def _serve(
-    name: str, build: Callable[[ServiceContext], Awaitable[Service]], arguments: argparse.Namespace
+    service: str, build: Callable[[ServiceContext], Awaitable[Service]], arguments: argparse.Namespace
 ) -> None:
+    """Serves until it is told to stop. Where the engine dies, another service takes the place of the one that
+    lost it, `rollout.max_restarts` times: a new incarnation, which joins the run as a new process would."""
     config, token = read_resolved(arguments.config), access_token()
-    context = ServiceContext(config, arguments.role, arguments.name, new_incarnation())
-    service = await build(context)
-    failed = asyncio.create_task(service.failed())
-    try:
-        server = await Server.start(
-            f"atoll.v1.{name.capitalize()}",
-            service.add_to,
-            host=arguments.host,
-            port=arguments.port,
-            token=token,
-            setting="--port",
-        )
+    started = False
+    for life in count(1):
+        context = ServiceContext(config, arguments.role, arguments.name, new_incarnation(), arguments.host)
         try:
-            stop = asyncio.Event()
-            failed.add_done_callback(lambda _: stop.set())
-            for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, stop.set)
-            if arguments.ready_fd is not None:
-                announce(arguments.ready_fd, server.address)
-            _log.info("serves %s at %s", context.role, server.address)
-            entry = ServiceEntry(context.role, context.name, context.incarnation, server.address)
-            await _hold_lease(entry, arguments.coordinator, token, stop)
-            if failed.done():
-                await failed
-            _log.info("stops")
+            built = await build(context)
+            started = True
+            await _serve_one(service, built, context, arguments, token, first=life == 1)
+            return
+        except EngineDiedError as death:
+            if life > config.rollout.max_restarts or not started:
+                raise
+            where = f"engine restart {life} of {config.rollout.max_restarts}"
+            _log.warning("%s: %s", where, death, exc_info=death.__cause__)
+
+
+async def _serve_one(
+    service: str,
+    built: Service,
+    context: ServiceContext,
+    arguments: argparse.Namespace,
+    token: str | None,
+    *,
+    first: bool,
+) -> None:
+    failed = asyncio.create_task(built.failed())
+    with _stop_signal() as asked:
+        try:
+            server = await Server.start(
+                f"atoll.v1.{service.capitalize()}",
+                built.add_to,
+                host=arguments.host,
+                port=arguments.port,
+                token=token,
+                setting="--port",
+            )
+            try:
+                if first and arguments.ready_fd is not None:
+                    announce(arguments.ready_fd, server.address)
+                _log.info("serves %s at %s", context.role, server.address)
+                entry = ServiceEntry(context.role, context.name, context.incarnation, server.address)
+                await _hold_lease(entry, arguments.coordinator, token, asked, failed)
+                if not asked.done():  # a signal to the process group ends an engine's processes, too
+                    await failed
+                _log.info("stops")
+            finally:
+                await server.stop(STOP_GRACE_S)
         finally:
-            await server.stop(STOP_GRACE_S)
+            failed.cancel()
+            await built.close()
+
+
+@contextmanager
+def _stop_signal() -> Iterator[asyncio.Future[None]]:
+    """Done at SIGTERM or SIGINT, which end the process at once before and afterwards."""
+    loop, signals = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+    asked = loop.create_future()
+
+    def ask() -> None:
+        if not asked.done():
+            asked.set_result(None)
+
+    for number in signals:
+        loop.add_signal_handler(number, ask)
+    try:
+        yield asked
     finally:
-        failed.cancel()
-        await service.close()
+        for number in signals:
+            loop.remove_signal_handler(number)
 
 
 async def _hold_lease(
-    entry: ServiceEntry, coordinator: str | None, token: str | None, stop: asyncio.Event
+    entry: ServiceEntry, coordinator: str | None, token: str | None, *ends: asyncio.Future[None]
 ) -> None:
-    """Keeps `entry` registered until `stop` is set, however long the coordinator is away; then removes it.
+    """Keeps `entry` registered until the first of `ends` is done, however long the coordinator is away; then
+    removes it.
 
     Raises ReplacedError where a newer process took the name, UnauthenticatedError for a wrong token.
     """
     if coordinator is None:
-        await stop.wait()
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return
     client = CoordinatorClient(coordinator, Caller(token=token), COORDINATOR_TIMEOUT_S)
     lease = asyncio.create_task(_renew(entry, client))
-    stopped = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait((lease, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((lease, *ends), return_when=asyncio.FIRST_COMPLETED)
         if lease.done():
             await lease
+        lease.cancel()  # else its next heartbeat, unknown by then, would register again
+        await asyncio.wait((lease,))
         with suppress(AtollError):  # a coordinator that is gone needs no goodbye
             await client.deregister(entry)
     finally:
         lease.cancel()
-        stopped.cancel()
         await client.close()
 
 

@@ -4,7 +4,8 @@ import hmac
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
 import grpc
@@ -21,7 +22,7 @@ _HEALTH: Final = "/grpc.health.v1."
 _REFLECTION: Final = "/grpc.reflection."
 # What any client may ask of a trainer or a rollout replica; the rest belongs to the coordinator.
 _FENCED_SERVICES: Final = ("/atoll.v1.Trainer/", "/atoll.v1.Rollout/")
-_READ_ONLY_METHODS: Final = ("Info", "Checksums", "ComputeLogprobs")
+_READ_ONLY_METHODS: Final = ("Info", "Checksums", "ComputeLogprobs", "ComputeValues")
 _NO_DEADLINE_S: Final = 1e9  # some servers report a missing deadline as a huge one
 _MAX_DETAILS: Final = 4000  # characters; a message travels in the trailers, which hold 8 KiB
 
@@ -60,14 +61,7 @@ class Server:
                 f"{setting.rpartition('.')[0] or service}: {host} is reachable from other machines, "
                 "so the services need a shared secret: set the environment variable ATOLL_TOKEN"
             )
-        server = grpc.aio.server(
-            interceptors=[_Gate(token)],
-            options=[
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.so_reuseport", 0),  # else two servers share a port without a word
-            ],
-        )
+        server = _gated(token)
         add_to(server)
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -84,10 +78,34 @@ class Server:
             await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
         return cls(server, health_servicer, f"{_advertised(host)}:{bound}")
 
+    @classmethod
+    async def start_local(
+        cls, service: str, add_to: Callable[[grpc.aio.Server], None], *, socket_path: Path
+    ) -> Self:
+        """Serves `service` on a unix socket: who may open it is a matter of the folder's permissions."""
+        server, health_servicer, address = _gated(None), health.aio.HealthServicer(), f"unix:{socket_path}"
+        add_to(server)
+        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+        server.add_insecure_port(address)
+        await server.start()
+        await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
+        return cls(server, health_servicer, address)
+
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls at once, and cancels those in progress after `grace_s` seconds."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+
+
+def _gated(token: str | None) -> grpc.aio.Server:
+    return grpc.aio.server(
+        interceptors=[_Gate(token)],
+        options=[
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),  # else two servers share a port without a word
+        ],
+    )
 
 
 def _is_loopback(host: str) -> bool:
@@ -149,20 +167,28 @@ class _Gate(grpc.aio.ServerInterceptor):
 def _wrapped(handler: Handler, method: str, check: Check) -> Handler:
     """The same handler behind `check`, with its exceptions translated."""
 
+    def admitted(request: Any, context: Context) -> Any:
+        check(method, context)
+        return to_its_end(request, context) if handler.request_streaming else request
+
+    async def to_its_end(requests: AsyncIterable[Any], context: Context) -> AsyncIterator[Any]:
+        """What a stream asks for is done at its end: another epoch may have called by then."""
+        async for request in requests:
+            yield request
+        check(method, context)
+
     async def unary(request: Any, context: Context) -> Any:
         try:
-            check(method, context)
-            return await answer(request, context)
+            return await answer(admitted(request, context), context)
         except Exception as error:
-            await _abort(method, context, error)
+            await _abort(method, request, context, error)
 
     async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            check(method, context)
-            async for reply in answer(request, context):
+            async for reply in answer(admitted(request, context), context):
                 yield reply
         except Exception as error:
-            await _abort(method, context, error)
+            await _abort(method, request, context, error)
 
     kinds: dict[tuple[bool, bool], tuple[Any, Any, Any]] = {
         (False, False): (handler.unary_unary, unary, grpc.unary_unary_rpc_method_handler),
@@ -175,11 +201,14 @@ def _wrapped(handler: Handler, method: str, check: Check) -> Handler:
     return wrapped
 
 
-async def _abort(method: str, context: Context, error: Exception) -> None:
+async def _abort(method: str, request: Any, context: Context, error: Exception) -> None:
     """Ends the call with the error's code and class, so that the caller raises the same class."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(request, AsyncIterable) and not isinstance(error, UnauthenticatedError):
+        async for _ in request:  # a caller that still sends when the answer comes may lose it: INTERNAL
+            pass
     match error:
-        case grpc.aio.AbortError():
-            raise error
         case AtollError():
             name = ((ERROR_KEY, type(error).__name__),)
             await context.abort(error.code, str(error)[:_MAX_DETAILS], name)

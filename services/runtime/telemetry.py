@@ -23,6 +23,8 @@ def configure_logging(service: str, level: int = logging.INFO) -> None:
         datefmt="%Y-%m-%dT%H:%M:%S",
         force=True,
     )
+    for library in ("httpx2", "mcp"):  # a line for each request, with its URL
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 class StepTimer:
@@ -48,16 +50,15 @@ class MetricsFile:
     """A JSON object per step and line, on disk when `write` returns, so that a reader can follow.
 
     Rows after `last_step`, the step that a run resumes from, belong to steps that it repeats: they go.
-    A run that starts at its beginning (0) starts with an empty file.
+    A run that starts at its beginning (None) starts with an empty file. What cannot be cut so stays whole.
     """
 
-    def __init__(self, path: Path, last_step: int = 0) -> None:
-        rows = path.read_text().splitlines(keepends=True) if last_step and path.exists() else []
-        self._file = path.open("w")
-        self._file.writelines(
-            row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= last_step
-        )
-        self._file.flush()
+    def __init__(self, path: Path, last_step: int | None = None) -> None:
+        rows = path.read_text().splitlines(keepends=True) if path.exists() and last_step is not None else []
+        cut = path.with_name(path.name + ".partial")
+        cut.write_text("".join(r for r in rows if r.endswith("\n") and json.loads(r)["step"] <= last_step))
+        cut.replace(path)
+        self._file = path.open("a")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers that JSON lacks (NaN, infinities) become null, with a warning."""
