@@ -9,10 +9,12 @@ from pathlib import Path
 from services.config.errors import ConfigError
 from services.config.load import access_token, read_resolved
 from services.config.schema import RunConfig
-from services.coordinator.assembly import Assembly
+from services.coordinator.assembly import Assembly, first_cause
 from services.coordinator.control import Control, State
 from services.coordinator.registry import Registry
+from services.coordinator.servers import Servers
 from services.coordinator.service import CoordinatorService
+from services.external.protocols import connect
 from services.runtime.clients import Caller
 from services.runtime.errors import AtollError, UserError
 from services.runtime.process import announce
@@ -50,9 +52,17 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
     caller = Caller(await store.take_epoch(), access_token())
     registry = Registry(store, config.coordinator.lease_s)
     control = Control(trains=config.run.mode != "rollout_only")
+    servers = Servers(
+        store,
+        asked=config.reward.servers,
+        patience_s=config.coordinator.request_timeout_s,
+        changed=control.report,
+        connect=connect,
+    )
+    await servers.restore(resume=resume)
     server = await Server.start(
         "atoll.v1.Coordinator",
-        CoordinatorService(config.run.name, registry, control).add_to,
+        CoordinatorService(config.run.name, registry, servers, control).add_to,
         host=config.coordinator.host,
         port=config.coordinator.port,
         token=caller.token,
@@ -61,21 +71,15 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
     try:
         if ready_fd is not None:
             announce(ready_fd, server.address)
-        await Assembly(config, store, registry, control, caller).run(resume)
+        await Assembly(config, store, registry, servers, control, caller).run(resume)
     except BaseException as error:
-        cause = _first_cause(error)
+        cause = first_cause(error)
         await control.report(state=State.FAILED, error=str(cause))
         raise cause from error
     finally:
         await server.stop(STOP_GRACE_S)
+        await servers.close()
         await store.close()
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Of tasks that ended together, the one that failed first."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 if __name__ == "__main__":

@@ -73,6 +73,8 @@ class Algorithm:
         algorithm = config.algorithm
         self._config = algorithm
         self._models = models
+        # what it does not train, it asks once a step
+        self._rests = {r for r, s in config.roles.items() if s.offload and r not in config.trained}
         self._graders = config.reward.graders
         self._reward_weight = config.reward_model.weight if config.reward_model else 0.0
         self._max_length = config.rollout.sampling.max_new_tokens
@@ -134,7 +136,10 @@ class Algorithm:
             if role not in self._models or not needed:
                 return None
             with timer.phase(phase):
-                return await question(self._models[role])
+                answer = await question(self._models[role])
+                if role in self._rests:
+                    await self._models[role].offload()
+                return answer
 
         return _Answers(
             *await asyncio.gather(

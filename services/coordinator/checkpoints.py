@@ -5,24 +5,26 @@ checkpoints/step-000100/actor/            model and optimizer; likewise critic/ 
                         journal.bin       enough to rebuild the store
 """
 
+import asyncio
 import json
 import logging
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from services.config.schema import Role
 from services.coordinator.algorithm import AlgorithmState
 from services.coordinator.data import Cursor
-from services.runtime.errors import AtollError
-from services.wire.types import Version
+from services.runtime.errors import AtollError, ServiceUnavailableError
+from services.wire.types import Version, Written
 
 log = logging.getLogger(__name__)
 
-Save = Callable[[Path], Awaitable[object]]
+Committed = Callable[[Path], Awaitable[None]]
 
 ACTOR: Role = "actor"
 STATE, JOURNAL = "coordinator.json", "journal.bin"
@@ -56,10 +58,21 @@ class CoordinatorState:
         )
 
 
+class Model(Protocol):
+    """A model that learns."""
+
+    async def save_checkpoint(self, path: Path) -> None: ...
+    async def wait_checkpoint(self, path: Path) -> Written: ...
+
+
 class Checkpoints:
+    """Those of one run; at most one of them is being written."""
+
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
+        self._write: asyncio.Task[list[Written]] | None = None
+        self._metrics: dict[str, float] = {}
 
     def path(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}"
@@ -68,32 +81,89 @@ class Checkpoints:
         """Of the complete checkpoints, ascending."""
         return sorted(int(path.name.removeprefix("step-")) for path in self._folder.glob("step-*"))
 
-    async def save(self, state: CoordinatorState, journal: bytes, models: Mapping[Role, Save]) -> Path:
-        """`models`: how each model that learns writes its folder.
-
-        Raises AtollError where the disk does not take it; checkpoints that were there stay valid.
-        """
+    async def begin(
+        self, state: CoordinatorState, journal: bytes, models: Mapping[Role, Model], committed: Committed
+    ) -> None:
+        """Returns once every model has a copy of its state. The rest goes on beside training: the models
+        write, the folder becomes valid, then `committed` is called with it. Of two checkpoints, the second
+        waits for the first."""
+        await self.finish()
         partial = self._folder / f".partial-{state.step:06d}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            for role, save in models.items():
-                await save(partial / role)
-            _write(partial / JOURNAL, journal)
-            _write(partial / STATE, json.dumps(asdict(state), indent=2).encode())
-            path = self.path(state.step)
-            shutil.rmtree(path, ignore_errors=True)  # of a lineage that was left behind
-            partial.rename(path)
-        except (OSError, AtollError) as error:
+        with self._explained(state.step):
             shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            await asyncio.gather(*(model.save_checkpoint(partial / role) for role, model in models.items()))
+        self._write = asyncio.create_task(self._commit(partial, state, journal, models, committed))
+
+    async def finish(self) -> None:
+        """Waits for the write in progress. Raises AtollError where the disk did not take it; checkpoints
+        that were there stay valid."""
+        write, self._write = self._write, None
+        if write is not None:
+            written = await write
+            self._metrics = {
+                "checkpoint/write_s": max(part.seconds for part in written),
+                "checkpoint/num_bytes": float(sum(part.num_bytes for part in written)),
+            }
+
+    async def take_metrics(self) -> dict[str, float]:
+        """Of the last write that has ended since the last call. Raises AtollError where it failed."""
+        if self._write is not None and self._write.done():
+            await self.finish()
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    async def abandon(self) -> None:
+        """A write in progress makes no checkpoint any more, but for one that is just becoming valid: that one
+        does. Nothing of it goes on afterwards."""
+        write, self._write = self._write, None
+        if write is not None:
+            write.cancel()
+            await asyncio.wait([write])
+
+    async def _commit(
+        self,
+        partial: Path,
+        state: CoordinatorState,
+        journal: bytes,
+        models: Mapping[Role, Model],
+        committed: Committed,
+    ) -> list[Written]:
+        """Waits for the models' writes; what it does to the disk itself, it does in a thread."""
+        with self._explained(state.step):
+            written = await asyncio.gather(
+                *(model.wait_checkpoint(partial / role) for role, model in models.items())
+            )
+            publishing = asyncio.create_task(asyncio.to_thread(self._publish, partial, state, journal))
+            try:
+                await asyncio.shield(publishing)
+            finally:
+                await asyncio.wait([publishing])  # a thread goes on though its caller is cancelled
+        await committed(self.path(state.step))
+        return written
+
+    def _publish(self, partial: Path, state: CoordinatorState, journal: bytes) -> None:
+        _write(partial / JOURNAL, journal)
+        _write(partial / STATE, json.dumps(asdict(state), indent=2).encode())
+        path = self.path(state.step)
+        shutil.rmtree(path, ignore_errors=True)  # of a lineage that was left behind
+        partial.rename(path)
+        self._remove_old(state)
+
+    @contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except ServiceUnavailableError:
+            raise  # a trainer was lost, not a checkpoint
+        except (OSError, AtollError) as error:
+            shutil.rmtree(self._folder / f".partial-{step:06d}", ignore_errors=True)
             valid = self.steps()
             raise AtollError(
-                f"checkpoint of step {state.step} in {self._folder}: {error}; "
+                f"checkpoint of step {step} in {self._folder}: {error}; "
                 + (f"the last valid one is step {valid[-1]}" if valid else "there is no earlier one")
                 + "; once that is mended, continue with --resume"
             ) from error
-        self._remove_old(state)
-        return path
 
     def load(self, step: int) -> tuple[CoordinatorState, bytes, Path]:
         """State, journal snapshot, and the folder in which each model that learns has its own."""

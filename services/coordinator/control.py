@@ -18,6 +18,7 @@ class State(Enum):
     TRAINING = "training"
     VALIDATING = "validating"
     PAUSED = "paused"
+    RECOVERING = "recovering"  # a trainer died: waits for its next life, then restores the last checkpoint
     FINISHED = "finished"
     FAILED = "failed"
 
@@ -40,7 +41,8 @@ class Control:
         self._stop = asyncio.Event()
         self._paused = False
         self._changed = asyncio.Condition()
-        self._checkpoints: list[asyncio.Future[str]] = []
+        self._checkpoints: list[asyncio.Future[str]] = []  # asked for
+        self._begun: list[asyncio.Future[str]] = []  # asked for before the one that is being written began
 
     async def report(self, **changes: object) -> None:
         """The loop says where it is; whoever follows wakes up."""
@@ -107,11 +109,19 @@ class Control:
     def checkpoint_requested(self) -> bool:
         return bool(self._checkpoints)
 
+    def checkpoint_begun(self) -> None:
+        """Those who have asked until now get the one that is begun."""
+        self._begun, self._checkpoints = self._begun + self._checkpoints, []
+
     def checkpoint_saved(self, path: str) -> None:
-        for future in self._checkpoints:
+        for future in self._begun:
             if not future.done():
                 future.set_result(path)
-        self._checkpoints.clear()
+        self._begun = []
+
+    def checkpoint_abandoned(self) -> None:
+        """Those who waited for it get the next one."""
+        self._checkpoints, self._begun = self._begun + self._checkpoints, []
 
     async def _wake(self) -> None:
         async with self._changed:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jinja2
 import numpy as np
@@ -16,6 +16,9 @@ from services.runtime.errors import UserError
 from services.wire.types import GroupId, Int32, Int64, Prompt
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Pair = tuple[Int32, Int32]  # prompt ids [T], response ids [T] with the end-of-sequence token
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,18 @@ class PromptSource:
         for source in sources:
             prompts = read_prompts(source.path, renderer, run, first)
             first += len(prompts)
-            self._sources.append(_short_enough(source.path, prompts, max_prompt_tokens, overlong))
+            lengths = [len(prompt.token_ids) for prompt in prompts]
+            self._sources.append(
+                short_enough(
+                    source.path,
+                    prompts,
+                    lengths,
+                    max_prompt_tokens,
+                    overlong,
+                    what="field prompt",
+                    expected=f"data.max_prompt_tokens = {max_prompt_tokens}; raise it",
+                )
+            )
         self._by_number = {prompt.id.prompt: prompt for prompts in self._sources for prompt in prompts}
         self._mixture = Mixture(
             [len(prompts) for prompts in self._sources], [source.weight for source in sources], seed, shuffle
@@ -133,19 +147,25 @@ class PromptSource:
 
 
 class SupervisedSource:
-    """Warm-up rows as token ids, shuffled per epoch."""
+    """Rows with their answers. Everything is rendered, tokenized and checked once, here."""
 
-    def __init__(self, source: SourceConfig, renderer: Renderer, seed: int) -> None:
-        """Raises UserError that names file, row and field of the first bad row."""
-        rows = read_supervised_rows(source.path)
-        _, prompts = _encode(source.path, [row.messages for row in rows], renderer)
-        responses = renderer.encode_responses([row.response for row in rows])
-        self._pairs = list(zip(prompts, responses, strict=True))
-        self._mixture = Mixture([len(rows)], [1.0], seed, shuffle=True)
+    def __init__(
+        self, rows: Sequence[Sequence[Pair]], weights: Sequence[float], seed: int, shuffle: bool
+    ) -> None:
+        """`rows` and `weights`: of each source."""
+        self._rows = rows
+        self._mixture = Mixture([len(pairs) for pairs in rows], weights, seed, shuffle)
 
-    def draw(self, n: int) -> list[tuple[Int32, Int32]]:
-        """The next n as (prompt ids [T], response ids [T], the end-of-sequence token included)."""
-        return [self._pairs[row] for _, _, row in self._mixture.draw(n)]
+    @property
+    def cursor(self) -> Cursor:
+        return self._mixture.cursor
+
+    def load(self, cursor: Cursor) -> None:
+        """The next draw is the one that followed when `cursor` was taken."""
+        self._mixture.load(cursor)
+
+    def draw(self, n: int) -> list[Pair]:
+        return [self._rows[source][row] for source, _, row in self._mixture.draw(n)]
 
 
 def read_prompts(path: Path, renderer: Renderer, run: str, first: int = 0) -> list[Prompt]:
@@ -168,6 +188,14 @@ def read_prompts(path: Path, renderer: Renderer, run: str, first: int = 0) -> li
     ]
 
 
+def read_pairs(path: Path, renderer: Renderer) -> list[Pair]:
+    """All rows of a dataset with their answers. Raises UserError that names file, row and field."""
+    rows = read_supervised_rows(path)
+    _, prompts = _encode(path, [row.messages for row in rows], renderer)
+    responses = renderer.encode_responses([row.response for row in rows])
+    return list(zip(prompts, responses, strict=True))
+
+
 def _encode(path: Path, rows: Sequence[Messages], renderer: Renderer) -> tuple[list[str], list[Int32]]:
     texts = []
     for number, messages in enumerate(rows):
@@ -182,23 +210,28 @@ def _encode(path: Path, rows: Sequence[Messages], renderer: Renderer) -> tuple[l
     return texts, ids
 
 
-def _short_enough(
-    path: Path, prompts: list[Prompt], limit: int, overlong: Literal["filter", "refuse"]
-) -> list[Prompt]:
-    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
-    dropped = len(prompts) - len(kept)
+def short_enough(
+    path: Path,
+    rows: Sequence[T],
+    lengths: Sequence[int],
+    limit: int,
+    overlong: Literal["filter", "refuse"],
+    *,
+    what: str,
+    expected: str,
+) -> list[T]:
+    """The rows whose `what` has at most `limit` tokens. Raises UserError with the longest of the others and
+    with what is `expected`, where none may be left out or none would be left."""
+    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
+    dropped = len(rows) - len(kept)
     if dropped and (overlong == "refuse" or not kept):
-        number, longest = max(
-            enumerate(len(prompt.token_ids) for prompt in prompts), key=lambda item: item[1]
-        )
+        number, longest = max(enumerate(lengths), key=lambda item: item[1])
         raise row_error(
             path,
             number,
-            f"field prompt: got {longest} tokens (the longest of {dropped} over-long prompts), expected at "
-            f'most data.max_prompt_tokens = {limit}; raise it, or set data.overlong_prompts = "filter"',
+            f"{what}: got {longest} tokens (the longest of {dropped} over-long rows), expected at most "
+            f'{expected}, or set data.overlong_prompts = "filter"',
         )
     if dropped:
-        log.warning(
-            "%s: left out %d of %d prompts of more than %d tokens", path, dropped, len(prompts), limit
-        )
+        log.warning("%s: left out %d of %d rows of more than %d tokens", path, dropped, len(rows), limit)
     return kept

@@ -188,15 +188,17 @@ def _slice(bounds: Int64, i: int) -> slice:
 
 
 def supervised(rows: Sequence[tuple[Int32, Int32]]) -> tuple[Segments, Float32]:
-    """Rows of (prompt ids, response ids) as segments and loss weights [T]: the mean over response tokens."""
-    tokens = [part for row in rows for part in row]
-    lengths_S = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    is_response_S = np.arange(len(tokens)) % 2 == 1
+    """Rows of (prompt ids, response ids) as segments and loss weights [T]: the mean over response tokens.
+
+    Nothing shares a prompt here, so a row is one segment, which needs no mask of its ancestors.
+    """
+    lengths_S = np.array([len(prompt) + len(response) for prompt, response in rows], np.int64)
     segments = Segments(
-        token_ids=np.concatenate(tokens).astype(np.int32, copy=False),
+        token_ids=np.concatenate([part for row in rows for part in row]).astype(np.int32, copy=False),
         offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths_S)]),
-        parents=np.where(is_response_S, np.arange(len(tokens)) - 1, -1).astype(np.int32),
-        groups=(np.arange(len(tokens)) // 2).astype(np.int32),
+        parents=np.full(len(rows), -1, np.int32),
+        groups=np.arange(len(rows), dtype=np.int32),
     )
-    loss_mask_T = np.repeat(is_response_S, lengths_S)
+    starts_T = np.repeat([len(prompt) for prompt, _ in rows], lengths_S)  # of each token's response
+    loss_mask_T = segments.positions >= starts_T
     return segments, (loss_mask_T / loss_mask_T.sum()).astype(np.float32)

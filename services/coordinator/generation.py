@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import aclosing
 from typing import Generic, Protocol, TypeVar
 
 from services.coordinator.groups import PendingGroup
 from services.coordinator.replicas import Replica, Replicas
 from services.coordinator.rewards import Rewards
 from services.runtime.clients import Arrival
-from services.runtime.errors import AtollError
+from services.runtime.errors import AtollError, StaleFenceError, StoreError
 from services.wire.types import (
     FinishReason,
     Graded,
@@ -23,7 +25,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NUM_GRADERS = 4  # Score calls at once: what arrives while all are out goes into the next call
+NUM_GRADERS = 4  # batches in grading at once: what arrives while all are out goes into the next one
+NUM_WITH_SERVERS = 64  # where a batch may wait for a slow external server, while others have room
 
 
 class Sink(Protocol):
@@ -50,7 +53,8 @@ class Generation:
         self._max_attempts = max_attempts
         self._timeout_s = timeout_s
         self._groups: dict[GroupId, tuple[PendingGroup, Sink]] = {}
-        self._to_send = _Inbox[PendingGroup]()
+        self._waiting: OrderedDict[GroupId, PendingGroup] = OrderedDict()  # for a replica with room
+        self._filled = asyncio.Event()
         self._to_grade = _Inbox[Sample]()
 
     def submit(self, groups: Sequence[PendingGroup], sink: Sink) -> None:
@@ -62,52 +66,67 @@ class Generation:
                 for sample, graded in zip(group.samples, group.graded, strict=True)
                 if sample is not None and not graded
             )
-        self._to_send.put(group for group in groups if group.missing)
+        self._waiting.update((group.prompt.id, group) for group in groups if group.missing)
+        self._filled.set()
 
     async def cancel(self, id_prefix: str) -> None:
         """Forgets every group whose id starts with the prefix and frees its slots on the replicas."""
-        self._groups = {id: value for id, value in self._groups.items() if not f"{id}/".startswith(id_prefix)}
+        for id in [id for id in self._groups if f"{id}/".startswith(id_prefix)]:
+            del self._groups[id]
+            self._waiting.pop(id, None)
         for replica in self._replicas:
             try:
                 await replica.client.abort(id_prefix)
             except AtollError as error:
-                self._replicas.lose(replica, error)
+                self._replicas.suspend(replica, error)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the replicas, since the last call."""
+        return self._replicas.take_metrics()
 
     async def run(self) -> None:
         """Runs until cancelled; an error of any part ends all of it."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._send(tasks))
-            for _ in range(NUM_GRADERS):
+            for _ in range(NUM_WITH_SERVERS if self._rewards.has_servers else NUM_GRADERS):
                 tasks.create_task(self._grade())
 
     async def _send(self, tasks: asyncio.TaskGroup) -> None:
-        """Consumes groups to send; waits for a routable replica; unblocked by `submit` and by joins."""
+        """Consumes groups to send, oldest first; waits for one, and for a replica with room; unblocked by
+        `submit`, by what is lost, by finished samples and by joins."""
         while True:
-            groups = await self._to_send.take_all()
-            await self._replicas.wait_for(1, self._timeout_s)
-            for replica, share in self._replicas.share(groups).items():
-                tasks.create_task(self._follow(replica, share))
+            await self._filled.wait()
+            await self._replicas.wait_for_room(self._timeout_s)
+            for replica, groups in self._replicas.share(self._waiting).items():
+                for group in groups:
+                    del self._waiting[group.prompt.id]
+                tasks.create_task(self._follow(replica, groups))
+            if not self._waiting:
+                self._filled.clear()
 
     async def _follow(self, replica: Replica, groups: Sequence[PendingGroup]) -> None:
         """Consumes one Generate stream; what it did not deliver is sent again."""
         requests = [request for group in groups for request in group.requests()]
         attempts = [{index: group.attempts[index] for index in group.missing} for group in groups]
-        for group in groups:
-            for index in group.missing:
+        for group, asked in zip(groups, attempts, strict=True):
+            for index in asked:
                 group.oldest[index] = replica.version.number
         expected = sum(map(len, attempts))
+        prompt_tokens = sum(len(group.prompt.token_ids) for group in groups) / expected  # a sample's part
         reason = "the replica ended the stream without it"
         try:
-            async for arrival in replica.client.generate(self._model, requests):
-                expected -= len(arrival.samples)
-                replica.outstanding -= len(arrival.samples)
-                await self._receive(arrival)
+            async with aclosing(replica.client.generate(self._model, requests)) as stream:
+                while arrival := await replica.next(stream):
+                    expected -= len(arrival.samples)
+                    self._replicas.finished(replica, arrival, len(arrival.samples) * prompt_tokens)
+                    await self._receive(arrival)
         except AtollError as error:
-            if isinstance(error, ValueError):
-                raise  # the request itself is at fault: no replica would take it
+            if isinstance(error, ValueError | StoreError | StaleFenceError):
+                raise  # no replica would take the request, or what has arrived is not in the journal
             reason = f"lost with {replica.entry.name}: {error}"
-            self._replicas.lose(replica, error)
-        replica.outstanding -= expected
+            self._replicas.suspend(replica, error)
+        finally:
+            self._replicas.released(replica, expected, expected * prompt_tokens)
         for group, asked in zip(groups, attempts, strict=True):
             lost = [
                 index
@@ -120,9 +139,9 @@ class Generation:
         """Accepts the first finished attempt of each sample and queues it for grading."""
         accepted: dict[Sink, list[Sample]] = {}
         for sample in arrival.samples:
-            group, sink = self._groups.get(sample.id.group, (None, None))
-            if group is None or sink is None:
+            if not (known := self._groups.get(sample.id.group)):
                 continue  # cancelled or dropped in the meantime
+            group, sink = known
             if sample.finish_reason is not FinishReason.ABORT and group.accept(sample):
                 accepted.setdefault(sink, []).append(sample)
         for sink, finished in accepted.items():
@@ -140,17 +159,17 @@ class Generation:
             await self._drop(group, sink, f"{self._max_attempts} attempts failed, the last: {reason}")
             return
         await sink.retried([SampleId(group.prompt.id, index) for index in indices], reason)
-        self._to_send.put([group])
+        if group.prompt.id not in self._groups:
+            return  # dropped meanwhile
+        self._waiting[group.prompt.id] = group
+        self._waiting.move_to_end(group.prompt.id, last=False)  # it was issued before what waits
+        self._filled.set()
 
     async def _grade(self) -> None:
-        """Consumes finished samples; waits for the reward service; unblocked by `_receive`."""
+        """Consumes finished samples; waits for them, then for their verdicts; unblocked by `_receive`."""
         while True:
             samples = await self._to_grade.take_all()
-            pending = [
-                (sample, *self._groups[sample.id.group])
-                for sample in samples
-                if sample.id.group in self._groups
-            ]
+            pending = [(sample, *known) for sample in samples if (known := self._groups.get(sample.id.group))]
             verdicts = await self._rewards.score([_score_item(sample, group) for sample, group, _ in pending])
             for (_, group, sink), verdict in zip(pending, verdicts, strict=True):
                 if group.prompt.id not in self._groups:

@@ -62,23 +62,20 @@ class PendingGroup:
 
     def requests(self) -> list[GroupRequest]:
         """For what is missing: one request for the samples, one for the greedy baseline."""
-        indices: dict[Sampling, list[int]] = {}
-        for index in self.missing:
-            indices.setdefault(self._sampling(index), []).append(index)
-        return [
-            GroupRequest(
-                group=self.prompt.id,
-                prompt_ids=self.prompt.token_ids,
-                indices=tuple(alike),
-                attempts=tuple(self.attempts[index] for index in alike),
-                sampling=sampling,
-            )
-            for sampling, alike in indices.items()
-        ]
+        missing = self.missing
+        if self.has_baseline and missing and missing[-1] == len(self.samples) - 1:
+            greedy = [self._request(missing[-1:], replace(self.sampling, temperature=0.0))]
+            return [self._request(missing[:-1], self.sampling), *greedy] if missing[:-1] else greedy
+        return [self._request(missing, self.sampling)]
 
-    def _sampling(self, index: int) -> Sampling:
-        is_baseline = self.has_baseline and index == len(self.samples) - 1
-        return replace(self.sampling, temperature=0.0) if is_baseline else self.sampling
+    def _request(self, indices: tuple[int, ...], sampling: Sampling) -> GroupRequest:
+        return GroupRequest(
+            group=self.prompt.id,
+            prompt_ids=self.prompt.token_ids,
+            indices=indices,
+            attempts=tuple(self.attempts[index] for index in indices),
+            sampling=sampling,
+        )
 
     @property
     def complete(self) -> bool:
@@ -101,7 +98,7 @@ class PendingGroup:
         sample = self.samples[index]
         if sample is None:
             return  # replaced while it was being graded
-        reward = TurnReward(len(sample.nodes) - 1, verdict.value, verdict.components)
+        reward = TurnReward(len(sample.nodes) - 1, verdict.value, verdict.components, verdict.reasons)
         self.samples[index] = sample.with_rewards((reward,))
         self.graded[index] = True
 

@@ -101,9 +101,10 @@ class Journal:
         """A checkpoint covers all steps up to `step`: forgets what they consumed."""
         await self._write(scripts.COMMIT, step)
 
-    async def snapshot(self) -> bytes:
-        """All that a checkpoint of now needs of the journal: what was issued and not yet consumed."""
-        return codec.encode_journal(await self._read())
+    async def snapshot(self, step: int) -> bytes:
+        """All that a checkpoint of `step` needs of the journal: what was issued and not consumed up to it.
+        The step after it may be consuming its batch, which a stop then gives up."""
+        return codec.encode_journal(await self._read(step))
 
     async def restore(self, checkpoint: Checkpoint | None) -> Restored:
         """Opens a new lineage that goes on from a checkpoint (None: from scratch).
@@ -123,13 +124,13 @@ class Journal:
         await self.commit(checkpoint.step)
         await self._write(scripts.BRANCH, f"{name} {checkpoint.version.lineage} {checkpoint.version.number}")
 
-        tables = await self._read()
+        tables = await self._read(checkpoint.step)
         lineage = _lineages(tables.lineages)[name]
         samples = self._finished(tables)
         kept = {id: s for id, s in samples.items() if all(map(lineage.contains, s.versions()))}
         await self.retry([id for id in samples if id not in kept], "lineage")
         await self.retry([self._id(sample) for sample in tables.issued], "restart")
-        return Restored(name, self._groups(await self._read(), kept))
+        return Restored(name, self._groups(await self._read(checkpoint.step), kept))
 
     async def counts(self) -> dict[str, int]:
         """How many samples were "refused", "retried: REASON" and "dropped: REASON" so far."""
@@ -139,9 +140,9 @@ class Journal:
     async def _write(self, script: Script, *args: str | bytes | int) -> Any:
         return await self._store.write(script, scripts.TABLES, *args)
 
-    async def _read(self) -> JournalSnapshot:
-        """What is issued or finished and not consumed."""
-        issued, finished, payloads, consumed, lineages = await self._write(scripts.READ)
+    async def _read(self, step: int) -> JournalSnapshot:
+        """What is issued or finished and not consumed up to `step`."""
+        issued, finished, payloads, consumed, lineages = await self._write(scripts.READ, step)
         trained = {name.decode() for name in consumed}
         rest = {name: value for name, value in _table(finished).items() if name not in trained}
         numbers = {value.split()[1].encode() for value in rest.values()}

@@ -187,12 +187,13 @@ redis.call('DEL', consumed)
 redis.call('RPUSH', lineages, ARGV[1])
 """)
 
+# step; of what was consumed, only up to it
 READ: Final = _script("""
 return {
   redis.call('HGETALL', issued),
   redis.call('HGETALL', finished),
   redis.call('HGETALL', payloads),
-  redis.call('ZRANGE', consumed, 0, -1),
+  redis.call('ZRANGEBYSCORE', consumed, '-inf', ARGV[1]),
   redis.call('LRANGE', lineages, 0, -1),
 }
 """)

@@ -11,9 +11,10 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from services.config.schema import Role, RunConfig, TrainerSection
-from services.coordinator.algorithm import Algorithm, Models
+from services.coordinator.algorithm import Algorithm, Models, Prepared
 from services.coordinator.checkpoints import Best, Checkpoints, CoordinatorState
 from services.coordinator.control import Control, State
 from services.coordinator.data import PromptSource, SupervisedSource
@@ -22,9 +23,11 @@ from services.coordinator.experience import supervised
 from services.coordinator.generation import Generation
 from services.coordinator.guards import Limits, trip
 from services.coordinator.journal import Journal
-from services.coordinator.metrics import mean_of, step_metrics
+from services.coordinator.metrics import Reasons, mean_of, step_metrics
 from services.coordinator.rewards import Rewards
+from services.coordinator.schedule import learning_rate
 from services.coordinator.source import Source
+from services.coordinator.supervised import Supervised
 from services.coordinator.sync import WeightSync
 from services.coordinator.validation import ValidationSet, evaluate
 from services.runtime.errors import AtollError
@@ -40,43 +43,61 @@ WARM = "warm"  # folder in the run's: the policy after the warm-up, where refere
 class Parts:
     """What a run is made of; a mode leaves out what it does not need."""
 
-    source: Source
+    source: Source | None  # not in supervised
     control: Control
     metrics: MetricsFile
     journal: Journal
     checkpoints: Checkpoints
-    prompts: PromptSource | None  # not in a replay
+    prompts: PromptSource | SupervisedSource | None  # whose cursor a checkpoint has; not in a replay
     rewards: Rewards
     generation: Generation
-    sync: WeightSync | None  # not in rollout_only and train_only
+    sync: WeightSync | None  # in train only
     models: Models  # none in rollout_only
     algorithm: Algorithm | None  # not in rollout_only
-    supervised: SupervisedSource | None
+    warmup: SupervisedSource | None
+    supervised: Supervised | None  # in that mode only
     validation_sets: tuple[ValidationSet, ...]
     sampling: Sampling  # of training
 
 
 class Loop:
     def __init__(
-        self, config: RunConfig, parts: Parts, version: Version, step: int, best: Best | None
+        self,
+        config: RunConfig,
+        parts: Parts,
+        version: Version,
+        step: int,
+        best: Best | None,
+        rows: Sequence[Mapping[str, float]],
+        resumed: bool,
     ) -> None:
+        """`rows`: metrics of the steps up to `step`."""
         self._config = config
         self._parts = parts
         self._version = version
         self._step = step  # the last finished one
         self._best = best
-        self._scores: list[float] = []
-        self._rows: list[Mapping[str, float]] = []
+        self._resumed = resumed  # from a checkpoint; that of step 0 is one
+        self._scores = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
+        self._rows = list(rows)
+        self._reasons = Reasons()
         self._begun = time.time()
 
     async def run(self) -> None:
         """Runs to the last step, the target reward, or a request to stop; then writes summary.json."""
+        try:
+            await self._run()
+        finally:
+            await self._parts.checkpoints.abandon()  # where the run failed meanwhile
+            self._parts.control.checkpoint_abandoned()
+
+    async def _run(self) -> None:
         parts, config = self._parts, self._config
-        start = await self._warm_up() if self._step == 0 else {}
+        start = {} if self._resumed else await self._warm_up()
         await self._begin_alike()
         await self._publish()
         await parts.control.report(state=State.TRAINING, step=self._step, num_steps=config.run.steps)
-        if self._step == 0:
+        if not self._resumed:
             if config.validation.at_start:
                 start |= await self._validate()
             await self._record(start)
@@ -85,30 +106,26 @@ class Loop:
         while not self._ends():
             await parts.control.gate()
             await self._one_step()
+        await parts.checkpoints.finish()
         if config.checkpoint.at_end and self._step not in parts.checkpoints.steps():
             await self._checkpoint()  # stopped between two steps
+            await parts.checkpoints.finish()
         self._summarise()
         await parts.control.report(state=State.FINISHED)
 
     async def _one_step(self) -> None:
-        """Consumes prompts_per_step groups; waits for the source; unblocked by finished generation."""
+        """Consumes one step's batches; what they wait for, `_prepare` says."""
         step, timer = self._step + 1, StepTimer()
         with timer.phase("step"):
-            with timer.phase("gen"):
-                groups = await self._parts.control.unless_stopped(
-                    self._parts.source.take(step, self._config.coordinator.prompts_per_step, self._version)
-                )
-            if groups is None:
+            prepared = await self._prepare(step, timer)
+            if prepared is None:
                 return
-            if self._config.coordinator.dump:
-                write_dump(self._config.folder / "dumps", step, groups)
-            metrics = step_metrics(groups, self._version) | dict(self._parts.source.take_metrics())
-            if self._parts.algorithm:
-                prepared = await self._parts.algorithm.prepare(groups, timer)
-                metrics |= prepared.metrics
+            metrics = dict(prepared.metrics)
+            if prepared.batches:
                 metrics |= await self._update(step, prepared.batches, timer)
             self._step = step
-            self._scores.append(metrics["critic/score/mean"])
+            if "critic/score/mean" in metrics:
+                self._scores.append(metrics["critic/score/mean"])
             await self._guard(metrics)
             with timer.phase("sync_weights"):
                 metrics |= await self._publish()
@@ -118,7 +135,32 @@ class Loop:
             if self._due(self._config.checkpoint.every, self._config.checkpoint.at_end) or self._must_save():
                 with timer.phase("save_checkpoint"):
                     await self._checkpoint()
-        await self._record(metrics | self._timings(timer, metrics["perf/total_num_tokens"]))
+            metrics |= await self._parts.checkpoints.take_metrics()
+        await self._record(metrics | self._timings(timer, metrics))
+
+    async def _prepare(self, step: int, timer: StepTimer) -> Prepared | None:
+        """What the step trains on, nothing in rollout_only; None where the run is to stop before.
+
+        Supervised rows are there. Else it consumes prompts_per_step groups; waits for the source; unblocked
+        by finished generation.
+        """
+        source, algorithm = self._parts.source, self._parts.algorithm
+        if source is None:
+            assert self._parts.supervised is not None
+            return self._parts.supervised.prepare()
+        with timer.phase("gen"):
+            groups = await self._parts.control.unless_stopped(
+                source.take(step, self._config.coordinator.prompts_per_step, self._version)
+            )
+        if groups is None:
+            return None
+        if self._config.coordinator.dump:
+            write_dump(self._config.folder / "dumps", step, groups)
+        metrics = step_metrics(groups, self._version) | dict(source.take_metrics())
+        metrics |= self._reasons.shares(groups) | self._parts.rewards.take_metrics()
+        metrics |= self._parts.generation.take_metrics()
+        prepared = await algorithm.prepare(groups, timer) if algorithm else Prepared({}, {})
+        return replace(prepared, metrics={**metrics, **prepared.metrics})
 
     async def _update(
         self, step: int, batches: Mapping[Role, Sequence[Batch]], timer: StepTimer
@@ -139,15 +181,22 @@ class Loop:
         """One optimizer step per minibatch and epoch."""
         model, section = self._parts.models[role], self._config.roles[role]
         assert isinstance(section, TrainerSection)
-        optimizer = section.optimizer
-        learning_rate = optimizer.learning_rate * min(1.0, step / max(optimizer.warmup_steps, 1))
+        rate = learning_rate(section.optimizer, step, self._config.run.steps)
         rows: list[Mapping[str, float]] = []
         with timer.phase(f"update_{role}"):
             for number, batch in enumerate(list(batches) * self._config.algorithm.num_epochs):
                 key = StepKey(self._version.lineage, step, number, role)
                 row = dict(await model.forward_backward(key, batch))
-                rows.append(row | dict(await model.optim_step(key, learning_rate)))
+                rows.append(row | dict(await model.optim_step(key, rate)))
+            if role != "actor":  # which is published next
+                await self._offload(role)
         return mean_of(rows)
+
+    async def _offload(self, *roles: Role) -> None:
+        """Models whose part of the step is over make room for others, where their `offload` is set."""
+        models = self._parts.models
+        chosen = [models[role] for role in roles if role in models and self._config.roles[role].offload]
+        await asyncio.gather(*(model.offload() for model in chosen))
 
     async def _guard(self, metrics: Mapping[str, float]) -> None:
         """Stops or pauses a run that diverges, before its weights are published or saved."""
@@ -156,6 +205,7 @@ class Loop:
         reason = trip(metrics, self._scores, limits)
         if reason is None:
             return
+        await self._parts.checkpoints.finish()
         saved = self._parts.checkpoints.steps()
         good = f"step {saved[-1]} in {self._parts.checkpoints.path(saved[-1])}" if saved else "none was saved"
         reason = f"step {self._step}: {reason}; the last good checkpoint: {good}"
@@ -169,27 +219,25 @@ class Loop:
     async def _publish(self) -> dict[str, float]:
         """Pushes the current version to every replica, then lets the source go on."""
         metrics = await self._push()
-        await self._parts.source.published(self._version)
+        await self._offload("actor", "reference")  # the reference in the actor's processes, after its loss
+        if self._parts.source:
+            await self._parts.source.published(self._version)
         return metrics
 
     async def _push(self) -> dict[str, float]:
         if not self._parts.sync:
             return {}
-        report = await self._parts.sync.push(self._version)
-        return {
-            "weights/push_s": report.seconds,
-            "weights/num_bytes": float(report.num_bytes),
-            "weights/stall_s": report.stall_s,
-        }
+        return (await self._parts.sync.push(self._version)).metrics()
 
     async def _warm_up(self) -> dict[str, float]:
         """Supervised steps with the same step code, every response token with equal weight."""
-        warmup, rows = self._config.warmup, self._parts.supervised
+        warmup, rows = self._config.warmup, self._parts.warmup
         if not rows:
             return {}
         actor = self._parts.models["actor"]
         await self._parts.control.report(state=State.WARMING_UP)
         metrics: dict[str, float] = {}
+        looked_at = 0  # the step that replicas were last given
         for number in range(1, warmup.steps + 1):
             batch = SupervisedBatch(*supervised(rows.draw(warmup.rows_per_step)))
             # warm-up steps count up to 0, so that their keys never meet those of training
@@ -199,11 +247,13 @@ class Loop:
             metrics["warmup/steps"] = float(number)
             reached = False
             if warmup.target_reward is not None and number % warmup.check_every == 0:
-                metrics["warmup/score/mean"] = await self._warmup_score()
+                metrics["warmup/score/mean"], looked_at = await self._warmup_score(), number
                 reached = metrics["warmup/score/mean"] >= warmup.target_reward
             await self._parts.control.report(step=number, num_steps=warmup.steps, metrics=metrics)
             if reached or self._parts.control.stopping:
                 break
+        if 0 < looked_at < metrics["warmup/steps"]:  # a version is one state of the weights
+            self._version = replace(self._version, number=self._version.number + 1)
         if self._config.followers:
             warm = self._config.folder.absolute() / WARM
             shutil.rmtree(warm, ignore_errors=True)  # of a start that got no further than this
@@ -217,7 +267,7 @@ class Loop:
         """
         warm = self._config.folder.absolute() / WARM
         if warm.exists():
-            begin = self._config.followers & ({"reference"} if self._step else self._parts.models.keys())
+            begin = self._config.followers & ({"reference"} if self._resumed else self._parts.models.keys())
             await asyncio.gather(*(self._parts.models[role].load_hf(warm) for role in begin))
 
     async def _warmup_score(self) -> float:
@@ -232,30 +282,43 @@ class Loop:
 
     async def _validate(self) -> dict[str, float]:
         """Metrics of every validation set; remembers the best one."""
-        if not self._parts.validation_sets:
+        if not self._config.validation.sets:
             return {}
         control, before = self._parts.control, self._parts.control.progress.state
         await control.report(state=State.VALIDATING)
-        metrics = await evaluate(
-            self._parts.validation_sets, self._parts.generation, self._config.run.name, self._version.number
-        )
+        if self._parts.supervised:
+            metrics = await self._parts.supervised.validate()
+        else:
+            sets, run = self._parts.validation_sets, self._config.run.name
+            metrics = await evaluate(sets, self._parts.generation, run, self._version.number)
         await control.report(state=before)
         value = metrics.get(f"val/{self._config.validation.best}")
-        if value is not None and (self._best is None or value > self._best.value):
+        if value is not None and (self._best is None or self._is_better(value, self._best.value)):
             self._best = Best(self._step, value)
         return metrics
 
+    def _is_better(self, value: float, best: float) -> bool:
+        """A loss is better where it is lower."""
+        return value < best if self._parts.supervised else value > best
+
     async def _checkpoint(self) -> None:
+        """Waits until the models have copied their state; the run goes on while they write it."""
         algorithm = self._parts.algorithm
         if not algorithm:
             return
         cursor = self._parts.prompts.cursor if self._parts.prompts else None
         state = CoordinatorState(self._step, self._version, cursor, self._best, algorithm.state)
-        snapshot = await self._parts.journal.snapshot()
-        trained = {role: self._parts.models[role].save_checkpoint for role in self._config.trained}
-        path = await self._parts.checkpoints.save(state, snapshot, trained)
-        await self._parts.journal.commit(self._step)
-        self._parts.control.checkpoint_saved(str(path))
+        snapshot = await self._parts.journal.snapshot(self._step)
+        models = {role: self._parts.models[role] for role in self._config.trained}
+        control = self._parts.control
+
+        async def committed(path: Path) -> None:
+            await self._parts.journal.commit(state.step)
+            control.checkpoint_saved(str(path))
+
+        await self._parts.checkpoints.begin(state, snapshot, models, committed)
+        control.checkpoint_begun()
+        await self._offload(*self._config.trained)
 
     def _must_save(self) -> bool:
         new_best = self._best is not None and self._best.step == self._step
@@ -270,9 +333,12 @@ class Loop:
         reached = target is not None and len(last) == window and sum(last) / window > target
         return reached or self._step >= self._config.run.steps or self._parts.control.stopping
 
-    def _timings(self, timer: StepTimer, num_tokens: float) -> dict[str, float]:
+    def _timings(self, timer: StepTimer, step: Mapping[str, float]) -> dict[str, float]:
         metrics = timer.metrics() | {"timing_s/reward": self._parts.rewards.take_seconds()}
-        return metrics | {"perf/throughput": num_tokens / metrics["timing_s/step"]}
+        step_s = metrics["timing_s/step"]
+        if "weights/stall_s" in step:
+            metrics["weights/stall_share"] = step["weights/stall_s"] / step_s
+        return metrics | {"perf/throughput": step["perf/total_num_tokens"] / step_s}
 
     async def _record(self, metrics: Mapping[str, float]) -> None:
         if not metrics:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
+from services.coordinator.health import Health
 from services.coordinator.registry import Joined, Registry
 from services.coordinator.replicas import Replica, Replicas
 from services.coordinator.rewards import Rewards
@@ -13,9 +14,15 @@ from services.wire.types import ServiceEntry
 
 log = logging.getLogger(__name__)
 
+Trainer = dict[str, TrainerClient]  # by role: a service may hold several
+
+
+class TrainerLostError(ServiceUnavailableError):
+    """A trainer is gone, and with it what its models learned since the last checkpoint."""
+
 
 class Membership:
-    """`admit` brings a replica that joined up to the current weights before it gets work."""
+    """`admit` brings a replica up to the current weights and routes to it, once it is seen to generate."""
 
     def __init__(
         self,
@@ -25,6 +32,7 @@ class Membership:
         caller: Caller,
         request_timeout_s: float,
         admit: Callable[[Replica], Awaitable[None]],
+        model: str,
     ) -> None:
         self._registry = registry
         self._replicas = replicas
@@ -32,9 +40,24 @@ class Membership:
         self._caller = caller
         self._timeout_s = request_timeout_s
         self._admit = admit
-        self._clients: dict[ServiceEntry, RewardClient | TrainerClient | Replica] = {}
-        self.models: dict[str, TrainerClient] = {}  # one service may hold several roles
+        self._health = Health(replicas, model, self._bring_in)
+        self._unseen: set[ServiceEntry] = set()  # replicas that have not generated yet
+        self._clients: dict[ServiceEntry, RewardClient | Replica] = {}
+        self._trainers: dict[ServiceEntry, Trainer] = {}
         self._changed = asyncio.Condition()
+        self._lost = ""  # the last trainer that left since `reconnect`
+
+    @property
+    def models(self) -> Trainer:
+        """The trainers' clients by role."""
+        return {role: client for trainer in self._trainers.values() for role, client in trainer.items()}
+
+    def model(self, role: str) -> TrainerClient:
+        """Raises TrainerLostError where it is not there, as before its next life joins."""
+        models = self.models
+        if role not in models:
+            raise TrainerLostError(f"the {role} is gone")
+        return models[role]
 
     async def follow(self) -> None:
         """Consumes joins and leaves; waits for the registry; ends by an error only."""
@@ -49,8 +72,7 @@ class Membership:
         """Returns once that many services of each role are connected. Raises ServiceUnavailableError."""
 
         def missing() -> str:
-            others = [entry.role for entry in self._clients if entry.role not in self.models]
-            there = [*others, *self.models]
+            there = [*(entry.role for entry in self._clients.keys() - self._unseen), *self.models]
             counts = {role: number - there.count(role) for role, number in expected.items()}
             return ", ".join(f"{number} x {role}" for role, number in counts.items() if number > 0)
 
@@ -62,51 +84,96 @@ class Membership:
                 f"after {timeout_s:g} s still missing: {missing()}; see logs/*.log of the run"
             ) from None
 
+    async def watch_trainers(self) -> None:
+        """Raises TrainerLostError once a trainer leaves, or has left since `reconnect`."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._lost)
+        raise TrainerLostError(f"{self._lost} is gone")
+
+    async def reconnect(self) -> None:
+        """Gives every trainer that is there new clients.
+
+        The old ones are closed: whatever still runs of a step that was given up reaches no trainer with
+        them, and of what a trainer has begun it answers nobody.
+        """
+        self._lost, old = "", list(self._trainers.values())
+        for entry, trainer in self._trainers.items():
+            self._trainers[entry] = {role: self._client(entry, role) for role in trainer}
+        for trainer in old:
+            await _close(trainer)
+
     async def _join(self, entry: ServiceEntry) -> None:
-        """Connects to a service that answers; a lease may outlive its process."""
+        """Connects to a service that answers; a lease may outlive its process. Watches a replica's health
+        for as long as it is there."""
         try:
-            client = await self._connect(entry)
+            await self._connect(entry)
         except UserError:
             raise  # it serves another model: the config is wrong, not the service
         except AtollError as error:
             log.warning("%s is registered at %s and cannot be used: %s", entry.name, entry.address, error)
             return
         log.info("%s joins at %s", entry.name, entry.address)
-        self._clients[entry] = client
+        await self._notify()
+        if isinstance(replica := self._clients.get(entry), Replica):
+            await self._health.watch(replica)
+
+    async def _bring_in(self, replica: Replica) -> None:
+        await self._admit(replica)
+        self._unseen.discard(replica.entry)
+        await self._notify()
+
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _connect(self, entry: ServiceEntry) -> RewardClient | TrainerClient | Replica:
+    async def _connect(self, entry: ServiceEntry) -> None:
         match entry.role:
             case "reward":
                 reward = RewardClient(entry.address, self._caller)
                 await reward.describe()
+                self._check_is_there(entry)
                 self._rewards.add(reward)
-                return reward
+                self._clients[entry] = reward
             case "rollout":
                 replica = await self._replicas.connect(entry)
-                await self._admit(replica)
-                return replica
+                self._check_is_there(entry)
+                self._replicas.suspend(replica, replica.why)
+                self._clients[entry] = replica
+                self._unseen.add(entry)
             case "actor" | "critic" | "cost_critic" | "reference" | "reward_model" | "cost_model":
-                model = TrainerClient(entry.address, self._caller, self._timeout_s, entry.role)
-                for role in (await model.info()).roles:  # one, or the actor with its reference
-                    if role == entry.role:
-                        self.models[role] = model
-                    else:
-                        self.models[role] = TrainerClient(entry.address, self._caller, self._timeout_s, role)
-                return model
+                client = self._client(entry, entry.role)
+                roles = (await client.info()).roles  # one, or the actor with its reference
+                self._check_is_there(entry)
+                others = {role: self._client(entry, role) for role in roles if role != entry.role}
+                self._trainers[entry] = {entry.role: client, **others}
             case role:
                 raise AtollError(f"no part of a run has the role {role!r}")
 
+    def _check_is_there(self, entry: ServiceEntry) -> None:
+        """Raises ServiceUnavailableError where it has left while it was asked: nobody would see it leave
+        again, and its successor may be here."""
+        if entry not in self._registry.services():
+            raise ServiceUnavailableError("it has left before it answered")
+
+    def _client(self, entry: ServiceEntry, role: str) -> TrainerClient:
+        return TrainerClient(entry.address, self._caller, self._timeout_s, role)
+
     async def _leave(self, entry: ServiceEntry) -> None:
         log.info("%s leaves", entry.name)
-        client = self._clients.pop(entry, None)
-        match client:
-            case Replica():
-                self._replicas.lose(client, "its lease ended")
-                await client.client.close()
-            case RewardClient():
-                self._rewards.remove(client)
-                await client.close()
-            case TrainerClient():
-                raise ServiceUnavailableError(f"{entry.name} is gone; see its log")
+        if entry in self._trainers:
+            await _close(self._trainers.pop(entry))
+            self._lost = entry.name
+            await self._notify()
+        match self._clients.pop(entry, None):
+            case Replica() as replica:
+                self._unseen.discard(entry)
+                self._replicas.lose(replica, "its lease ended")
+                await replica.client.close()
+            case RewardClient() as reward:
+                self._rewards.remove(reward)
+                await reward.close()
+
+
+async def _close(trainer: Trainer) -> None:
+    for client in trainer.values():
+        await client.close()

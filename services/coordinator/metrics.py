@@ -1,5 +1,6 @@
 """A step's metrics in the field's names. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -7,6 +8,9 @@ import numpy as np
 from services.coordinator.advantage import Float64
 from services.coordinator.groups import staleness
 from services.wire.types import FinishReason, Group, Int64, Version
+
+MAX_KINDS = 16  # of reasons of one grader that are metrics of their own
+MAX_KIND_CHARACTERS = 40
 
 
 def step_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
@@ -33,6 +37,36 @@ def step_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
             for name, value in reward.components.items():
                 totals[name] = totals.get(name, 0.0) + value
     return metrics | {f"reward/{name}/mean": totals[name] / len(samples) for name in sorted(totals)}
+
+
+class Reasons:
+    """Why graders gave what they gave: shares of a step's samples by kind, what a reason has before ":".
+
+    A run has MAX_KINDS kinds of each grader at most, the first ones that come up, the most frequent of a step
+    first; what comes later counts as "other": a server may say anything.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[str]] = {}  # by grader
+
+    def shares(self, groups: Sequence[Group]) -> dict[str, float]:
+        """reward/NAME/KIND; of kinds that came up before and have not in this step: 0."""
+        samples = [sample for group in groups for sample in group.samples]
+        counts = Counter(
+            (grader, reason.partition(":")[0].strip()[:MAX_KIND_CHARACTERS])
+            for sample in samples
+            for reward in sample.rewards
+            for grader, reason in reward.reasons.items()
+        )
+        for (grader, kind), _ in counts.most_common():
+            known = self._known.setdefault(grader, [])
+            if kind not in known and len(known) < MAX_KINDS:
+                known.append(kind)
+        shares = {f"reward/{grader}/{kind}": 0.0 for grader, known in self._known.items() for kind in known}
+        for (grader, kind), number in counts.items():
+            name = f"reward/{grader}/{kind if kind in self._known[grader] else 'other'}"
+            shares[name] = shares.get(name, 0.0) + number / len(samples)
+        return shares
 
 
 def extent(name: str, values: Float64 | Int64) -> dict[str, float]:

@@ -2,15 +2,25 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum
 
 from services.coordinator.groups import PendingGroup
-from services.runtime.clients import Caller, RolloutClient, RolloutInfo
+from services.coordinator.routing import Router, Seat, Work
+from services.runtime.clients import Arrival, Caller, RolloutClient, RolloutInfo
 from services.runtime.errors import ServiceUnavailableError
-from services.wire.types import ServiceEntry, Version
+from services.wire.types import GroupId, ServiceEntry, Version
 
 log = logging.getLogger(__name__)
+
+
+class State(Enum):
+    UNWELL = "unwell"  # it has not been seen to generate since it joined, or has failed to
+    HELD = "held"  # it generates, and waits for the current weights
+    ROUTED = "routed"
+    LOST = "lost"  # for good: a later incarnation of the same name is another replica
 
 
 @dataclass(slots=True, eq=False)
@@ -19,70 +29,197 @@ class Replica:
     client: RolloutClient
     info: RolloutInfo
     version: Version  # that it has committed
-    outstanding: int = 0  # samples that it has been sent and not answered
+    state: State = State.UNWELL
+    why: str = "it has just joined"  # it is in that state
+    committing: bool = False  # a new version: it may be silent
+    asked: float = 0.0  # when it last answered a probe
+    alone: float = 0.0  # tokens per second of the probe when it joined: what it does at least
+    seat: Seat = field(init=False)
+    stirred: asyncio.Event = field(default_factory=asyncio.Event)  # its state has changed
+    _reads: set[asyncio.Timeout] = field(default_factory=set)  # of its streams, at this moment
+
+    def __post_init__(self) -> None:
+        self.seat = Seat(f"{self.entry.name}/{self.entry.incarnation}", self.info.slots)
+
+    async def next(self, stream: AsyncGenerator[Arrival, None]) -> Arrival | None:
+        """What comes next on one of its streams; None at the end.
+
+        Raises ServiceUnavailableError once the replica is unwell or lost, whatever the stream does. Only
+        the reading is interrupted, so that what has arrived is dealt with to its end.
+        """
+        if self.state not in (State.UNWELL, State.LOST):
+            with suppress(TimeoutError):  # its state has changed
+                async with asyncio.timeout(None) as read:
+                    self._reads.add(read)
+                    try:
+                        return await anext(stream, None)
+                    finally:
+                        self._reads.discard(read)
+        raise ServiceUnavailableError(self.why)
+
+    def interrupt(self) -> None:
+        """Ends the reading of all its streams."""
+        now = asyncio.get_running_loop().time()
+        while self._reads:
+            self._reads.pop().reschedule(now)
+
+    @contextmanager
+    def commits(self) -> Iterator[None]:
+        """While it commits weights, it need not be heard of."""
+        self.committing = True
+        try:
+            yield
+        finally:
+            self.committing = False
+            self.seat.heard = asyncio.get_running_loop().time()
 
 
 class Replicas:
-    """Only replicas that hold the current weights are routed to."""
+    """Only replicas that generate and hold the current weights are routed to."""
 
     def __init__(self, caller: Caller, request_timeout_s: float) -> None:
         self._caller = caller
         self._timeout_s = request_timeout_s
-        self._routed: dict[str, Replica] = {}
-        self._waiting: set[Replica] = set()  # to be given the current weights by the next push
-        self._changed = asyncio.Condition()
+        self._all: dict[str, Replica] = {}  # by name
+        self._router = Router()
+        self._changed = asyncio.Event()  # a state, or a replica has room again
+        self._tokens: dict[str, int] = {}  # finished since `take_metrics`, by name
+        self._counted_from: float | None = None
 
     async def connect(self, entry: ServiceEntry) -> Replica:
-        """A client and the replica's description. Raises ServiceUnavailableError."""
+        """A client and the replica's description; it takes its name's place with its first state.
+
+        Raises ServiceUnavailableError.
+        """
         client = RolloutClient(entry.address, self._caller, self._timeout_s)
         info = await client.info()
         return Replica(entry, client, info, info.version)
 
     @property
     def waiting(self) -> frozenset[Replica]:
-        return frozenset(self._waiting)
+        """Those to be given the current weights by the next push."""
+        return frozenset(self._in(State.HELD))
 
     def hold(self, replica: Replica) -> None:
         """No traffic before the next push."""
-        if self._routed.get(replica.entry.name) is replica:
-            del self._routed[replica.entry.name]
-        self._waiting.add(replica)
+        self._enter(replica, State.HELD, "it waits for weights")
 
     async def route(self, replica: Replica) -> None:
-        self._waiting.discard(replica)
-        async with self._changed:
-            self._routed[replica.entry.name] = replica
-            self._changed.notify_all()
+        self._enter(replica, State.ROUTED, "it generates with the current weights")
+
+    def suspend(self, replica: Replica, why: object) -> None:
+        """No traffic until it is seen to generate; what it has in hand goes to others."""
+        self._enter(replica, State.UNWELL, str(why))
 
     def lose(self, replica: Replica, why: object) -> None:
         """No more traffic; a later incarnation of the same name is another replica."""
-        self._waiting.discard(replica)
-        if self._routed.get(replica.entry.name) is replica:
-            del self._routed[replica.entry.name]
-            log.warning("%s leaves the routing: %s", replica.entry.name, why)
+        self._enter(replica, State.LOST, str(why))
 
     def __iter__(self) -> Iterator[Replica]:
-        return iter(tuple(self._routed.values()))
+        return iter(self._in(State.ROUTED))
 
     def __len__(self) -> int:
-        return len(self._routed)
+        return len(self._in(State.ROUTED))
 
     async def wait_for(self, count: int, timeout_s: float) -> None:
         """Raises ServiceUnavailableError where fewer than `count` replicas are there in time."""
         try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: len(self._routed) >= count)
+            async with asyncio.timeout(timeout_s):
+                while len(self) < count:
+                    await self._next_change()
         except TimeoutError:
+            others = "".join(
+                f"; {replica.entry.name} is {replica.state.value}: {replica.why}"
+                for replica in self._all.values()
+                if replica.state is not State.ROUTED
+            )
             raise ServiceUnavailableError(
-                f"{len(self._routed)} of {count} rollout replicas are ready after {timeout_s:g} s; "
+                f"{len(self)} of {count} rollout replicas are ready after {timeout_s:g} s{others}; "
                 "see logs/rollout-*.log of the run"
             ) from None
 
-    def share(self, groups: Sequence[PendingGroup]) -> dict[Replica, list[PendingGroup]]:
-        """Each group goes whole to the replica with the fewest samples in hand."""
+    async def wait_for_room(self, timeout_s: float) -> None:
+        """Returns once a routed replica takes work. Raises ServiceUnavailableError where for `timeout_s`
+        none is routed."""
+        while not any(replica.seat.hungry for replica in self):
+            if len(self) == 0:
+                await self.wait_for(1, timeout_s)
+            else:
+                await self._next_change()
+
+    def share(self, waiting: Mapping[GroupId, PendingGroup]) -> dict[Replica, list[PendingGroup]]:
+        """What each replica takes now of the groups that wait, of which the first come first."""
+        works = (
+            Work(id, group.prompt.token_ids, len(group.missing), group.sampling.max_new_tokens)
+            for id, group in waiting.items()
+        )
+        replicas = {replica.seat: replica for replica in self}
         shares: dict[Replica, list[PendingGroup]] = {}
-        for group in groups:
-            replica = min(self._routed.values(), key=lambda r: r.outstanding)
-            replica.outstanding += len(group.missing)
-            shares.setdefault(replica, []).append(group)
+        for work, seat in self._router.share(works, replicas, now()):
+            shares.setdefault(replicas[seat], []).append(waiting[work.group])
         return shares
+
+    def finished(self, replica: Replica, arrival: Arrival, prompt_tokens: float) -> None:
+        """Counts what a replica has sent; `prompt_tokens` is these samples' part of their prompts."""
+        num_samples = len(arrival.samples)
+        num_tokens = sum(sample.num_tokens for sample in arrival.samples)
+        self._router.finished(num_samples, num_tokens)
+        replica.seat.finished(num_samples, prompt_tokens, num_tokens, now())
+        self._tokens[replica.entry.name] = self._tokens.get(replica.entry.name, 0) + num_tokens
+        self._changed.set()
+
+    def released(self, replica: Replica, num_samples: int, prompt_tokens: float) -> None:
+        """It will not send these."""
+        replica.seat.released(num_samples, prompt_tokens)
+        self._changed.set()
+
+    def time_in_hand(self, replica: Replica) -> float:
+        """Seconds in which it finishes all that it has, by its throughput."""
+        return replica.seat.load(self._router.response_length) / (replica.seat.rate or replica.alone)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the time since the last call."""
+        end, tokens = now(), self._tokens
+        seconds = end - (end if self._counted_from is None else self._counted_from)
+        self._tokens, self._counted_from = {}, end
+        total = sum(tokens.values())
+        return {
+            "rollout/num_routed": float(len(self)),
+            "rollout/num_unhealthy": float(len(self._in(State.UNWELL))),
+            "rollout/tokens_per_s": total / seconds if seconds else 0.0,
+            "rollout/max_load_share": max(tokens.values(), default=0) / max(total, 1),
+        }
+
+    def _in(self, state: State) -> Collection[Replica]:
+        return [replica for replica in self._all.values() if replica.state is state]
+
+    def _enter(self, replica: Replica, state: State, why: str) -> None:
+        """The one place where a replica's state changes."""
+        if replica.state is State.LOST:
+            return
+        name, before = replica.entry.name, self._all.get(replica.entry.name)
+        if before is not None and before is not replica:
+            self._enter(before, State.LOST, "a later process has its name")
+        changes = before is not replica or replica.state is not state
+        if changes or (state is State.UNWELL and replica.why != why):
+            of_a_push = {replica.state, state} <= {State.HELD, State.ROUTED}
+            level = logging.DEBUG if of_a_push else logging.INFO
+            log.log(level, "%s is %s: %s", name, state.value, why)
+        self._all[name] = replica
+        replica.state, replica.why = state, why
+        if state is State.LOST:
+            del self._all[name]
+        if changes and state in (State.LOST, State.UNWELL):
+            self._router.forget(replica.seat.name)
+            replica.interrupt()
+        if changes:
+            replica.stirred.set()
+            self._changed.set()
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()

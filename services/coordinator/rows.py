@@ -73,10 +73,18 @@ def _row(record: Record) -> Row:
     reward_model = _field(record, "reward_model", dict)
     return Row(
         messages=_messages(record),
-        ground_truth=_text(reward_model, "ground_truth", "reward_model."),
+        ground_truth=_ground_truth(reward_model),
         data_source=_text(record, "data_source"),
         extra=_extra(record),
     )
+
+
+def _ground_truth(reward_model: Record) -> str:
+    """Graders read text: several right answers, or test cases, are given to them as JSON."""
+    truth = reward_model.get("ground_truth")
+    if truth and isinstance(truth, dict | list):
+        return json.dumps(truth, ensure_ascii=False, default=str)
+    return _text(reward_model, "ground_truth", "reward_model.")
 
 
 def _supervised_row(record: Record) -> SupervisedRow:

@@ -1,21 +1,23 @@
-"""The Coordinator servicer: leases of services, and what people ask of the run."""
+"""The Coordinator servicer: leases of services, other people's servers, and what people ask of the run."""
 
 import grpc
 import grpc.aio
 
 from services.coordinator.control import Control
 from services.coordinator.registry import Registry
+from services.coordinator.servers import Servers
 from services.wire import codec
 from services.wire.v1 import coordinator_pb2 as pb
 from services.wire.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 
-ANSWER_BEFORE_DEADLINE_S = 0.5
+ANSWER_BEFORE_DEADLINE_S = 3.0  # a coordinator that is busy for a moment still answers in time
 
 
 class CoordinatorService(CoordinatorServicer):
-    def __init__(self, run: str, registry: Registry, control: Control) -> None:
+    def __init__(self, run: str, registry: Registry, servers: Servers, control: Control) -> None:
         self._run = run
         self._registry = registry
+        self._servers = servers
         self._control = control
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -36,6 +38,17 @@ class CoordinatorService(CoordinatorServicer):
         await self._registry.deregister(codec.decode_service(request.service))
         return pb.DeregisterReply()
 
+    async def AddServer(
+        self, request: pb.AddServerRequest, context: grpc.ServicerContext
+    ) -> pb.AddServerReply:
+        return pb.AddServerReply(description=await self._servers.add(codec.decode_server(request.server)))
+
+    async def RemoveServer(
+        self, request: pb.RemoveServerRequest, context: grpc.ServicerContext
+    ) -> pb.RemoveServerReply:
+        removed = await self._servers.remove(request.kind, request.name, request.url)
+        return pb.RemoveServerReply(removed=removed)
+
     async def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         remaining = context.time_remaining() - ANSWER_BEFORE_DEADLINE_S
         progress = await self._control.follow(request.seen, max(remaining, 0.0))
@@ -49,6 +62,7 @@ class CoordinatorService(CoordinatorServicer):
             services=[codec.encode_service(entry) for entry in self._registry.services()],
             metrics=progress.metrics,
             revision=progress.revision,
+            servers=[codec.encode_server_health(health) for health in self._servers.health()],
         )
 
     async def PauseRun(self, request: pb.PauseRunRequest, context: grpc.ServicerContext) -> pb.PauseRunReply:

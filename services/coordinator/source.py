@@ -70,6 +70,7 @@ class GenerateSource:
         self._training = 0  # groups taken and not yet published
         self._issued = 0
         self._restored: set[GroupId] = set()  # those that the cursor may come to again
+        self._waiting: list[tuple[int, RestoredGroup]] = []  # of those, by order: no room for them yet
         self._pending: dict[GroupId, PendingGroup] = {}
         self._ready: dict[GroupId, PendingGroup] = {}
         self._changed = asyncio.Event()
@@ -86,7 +87,8 @@ class GenerateSource:
         Raises AtollError where too many groups were dropped, or left out by the filter.
         """
         while True:
-            await self._replace_stale(current)
+            if await self._replace_stale(current):
+                continue  # groups that have become ready meanwhile are judged, too
             chosen = self._choose(count, current)
             if chosen:
                 break
@@ -115,39 +117,42 @@ class GenerateSource:
         return metrics
 
     async def admit(self) -> None:
-        """Issues as many prompts as the bound on staleness leaves room for."""
+        """Issues as many prompts as the bound on staleness leaves room for, restored groups first."""
         live = len(self._pending) + len(self._ready)
         room = (self._max_staleness + 1) * self._prompts_per_step - self._training - live
         room = min(room, self._needed - live)
         if room <= 0:
             return
-        groups = [
+        groups = [self._again(order, entry) for order, entry in self._waiting[:room]]
+        self._waiting = self._waiting[room:]
+        fresh = [
             self._group(prompt, self._issued + i, [None] * self._samples_per_group)
-            for i, prompt in enumerate(self._draw(room))
+            for i, prompt in enumerate(self._draw(room - len(groups)))
         ]
-        self._issued += room
-        self._pending |= {group.prompt.id: group for group in groups}
-        await self._journal.issue([id for group in groups for id in group.ids()])
-        self._generation.submit(groups, self)
+        self._issued += len(fresh)
+        self._pending |= {group.prompt.id: group for group in [*groups, *fresh]}
+        await self._journal.issue([id for group in fresh for id in group.ids()])
+        self._generation.submit([*groups, *fresh], self)
 
     def restore(self, restored: Sequence[RestoredGroup], version: Version) -> None:
-        """Takes up the groups that were in flight when the run stopped."""
+        """Takes up the groups that were in flight when the run stopped, in the order of their issue and
+        within the bound on staleness: several steps' groups lie between an old checkpoint and its journal."""
         self._version = version.number
-        groups = []
-        for order, entry in enumerate(restored):
+        for entry in restored:
             if len(entry.samples) != self._samples_per_group:
                 raise UserError(
                     f"group {entry.id} was in flight with {len(entry.samples)} samples, the config asks for "
                     f"{self._samples_per_group}: a run that continues keeps coordinator.samples_per_prompt "
                     "and greedy_baseline"
                 )
-            group = self._group(self._prompts.prompt(entry.id), order, list(entry.samples))
-            group.attempts = list(entry.attempts)
-            groups.append(group)
-        self._issued = len(groups)
-        self._restored = {group.prompt.id for group in groups}
-        self._pending = {group.prompt.id: group for group in groups}
-        self._generation.submit(groups, self)
+        self._issued = len(restored)
+        self._restored = {entry.id for entry in restored}
+        self._waiting = list(enumerate(restored))
+
+    def _again(self, order: int, entry: RestoredGroup) -> PendingGroup:
+        group = self._group(self._prompts.prompt(entry.id), order, list(entry.samples))
+        group.attempts = list(entry.attempts)
+        return group
 
     def _group(self, prompt: Prompt, order: int, samples: list[Sample | None]) -> PendingGroup:
         return PendingGroup(prompt, order, self._sampling, samples, self._version, self._greedy_baseline)
@@ -172,10 +177,13 @@ class GenerateSource:
             return []  # there is room for one that is not ready
         return ready[:count]
 
-    async def _replace_stale(self, current: Version) -> None:
+    async def _replace_stale(self, current: Version) -> bool:
+        """Whether there was anything to replace; if not, it has not waited, either."""
+        found = False
         for group in list(self._ready.values()):
             stale = group.stale(current, self._max_staleness)
             if stale:
+                found = True
                 group.again(stale)
                 for index in stale:
                     group.oldest[index] = current.number
@@ -183,6 +191,7 @@ class GenerateSource:
                 self._pending[group.prompt.id] = group
                 await self.retried([SampleId(group.prompt.id, index) for index in stale], "stale")
                 self._generation.submit([group], self)
+        return found
 
     # What Generation reports
 
@@ -218,7 +227,7 @@ class GenerateSource:
         self._changed.set()
 
     def _count(self, reason: str, number: int) -> None:
-        kind = reason.split(":")[0]
+        kind = reason.split(": ")[0]
         self.drops[kind] = self.drops.get(kind, 0) + number
 
 

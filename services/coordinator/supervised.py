@@ -1,0 +1,53 @@
+"""The supervised mode: rows with answers stand where rollout, reward and advantages are in the others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.coordinator.algorithm import Prepared
+from services.coordinator.data import Pair, SupervisedSource
+from services.coordinator.experience import supervised
+from services.runtime.clients import TrainerClient
+from services.wire.types import SupervisedBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOutSet:
+    """Rows of a validation set, never trained on."""
+
+    name: str
+    rows: Sequence[Pair]
+
+
+class Supervised:
+    def __init__(
+        self,
+        rows: SupervisedSource,
+        held_out: Sequence[HeldOutSet],
+        actor: TrainerClient,
+        rows_per_step: int,
+    ) -> None:
+        self._rows = rows
+        self._held_out = held_out
+        self._actor = actor
+        self._rows_per_step = rows_per_step
+
+    def prepare(self) -> Prepared:
+        """The next batch; its loss is the mean over all response tokens."""
+        batch = SupervisedBatch(*supervised(self._rows.draw(self._rows_per_step)))
+        cursor, num_tokens = self._rows.cursor, len(batch.segments.token_ids)
+        metrics = {
+            "perf/total_num_tokens": float(num_tokens),
+            "data/epoch": sum(cursor.drawn) / sum(cursor.rows),  # rows drawn, in the number of rows there are
+        }
+        return Prepared({"actor": [batch]}, metrics)
+
+    async def validate(self) -> dict[str, float]:
+        """val/SET/nll: the mean negative log-likelihood of a response token, in nats."""
+        metrics = {}
+        for held_out in self._held_out:
+            segments, weights_T = supervised(held_out.rows)
+            logprobs_T = await self._actor.compute_logprobs(segments)
+            metrics[f"val/{held_out.name}/nll"] = -float(np.dot(weights_T, logprobs_T.astype(np.float64)))
+        return metrics
