@@ -25,21 +25,24 @@ VALIDATION_SHARE = 16  # every 16th
 
 
 def build_arithmetic(out: Path, seed: int, digits: int = 2) -> None:
-    """Writes out/model and the sums of two `digits`-digit numbers: train, validation (other sums) and
-    warmup.parquet (the training sums with their answers)."""
+    """Writes out/model and the sums of two `digits`-digit numbers: train, validation (other sums, each with
+    its answer, too) and warmup.parquet (the training sums with their answers)."""
     write_model(out / "model", SHAPE, _tokenizer(), SPECIAL, None, seed)
     low, high = 10 ** (digits - 1), 10**digits
     span = high - low
     picked = np.random.default_rng(seed).choice(span**2, min(span**2, MAX_SUMS), replace=False)
     pairs = [(low + int(i) // span, low + int(i) % span) for i in picked]
     split = len(pairs) // VALIDATION_SHARE
-    for name, part in (("validation", pairs[:split]), ("train", pairs[split:])):
-        rows = [
-            prompt_row(f"{a}+{b}=", str(a + b), "arithmetic", {"split": name, "index": i})
-            for i, (a, b) in enumerate(part)
-        ]
-        write_rows(out / f"{name}.parquet", rows)
-    write_rows(out / "warmup.parquet", [warmup_row(f"{a}+{b}=", str(a + b)) for a, b in pairs[split:]])
+    answered = [warmup_row(f"{a}+{b}=", str(a + b)) for a, b in pairs]
+    graded = [
+        prompt_row(f"{a}+{b}=", str(a + b), "arithmetic", {"split": name, "index": i})
+        for name, part in (("validation", pairs[:split]), ("train", pairs[split:]))
+        for i, (a, b) in enumerate(part)
+    ]
+    both = [row | answer for row, answer in zip(graded, answered, strict=True)]
+    write_rows(out / "validation.parquet", both[:split])
+    write_rows(out / "train.parquet", graded[split:])
+    write_rows(out / "warmup.parquet", answered[split:])
 
 
 def _tokenizer() -> Tokenizer:

@@ -13,7 +13,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["loop", "rollout", "trainer", "weights"])
+    parser.add_argument("what", choices=["loop", "reward", "rollout", "routing", "trainer", "weights"])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -4,6 +4,7 @@ Imports nothing that may be missing.
 """
 
 import argparse
+import asyncio
 import importlib.metadata
 import os
 import platform
@@ -35,10 +36,10 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes none."""
+    parser.add_argument("config", nargs="?", type=Path, help="a run's TOML file: what it asks for, too")
 
 
-def run(_: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Returns 1 where something is missing that a run on this machine needs."""
     findings = [
         python(),
@@ -48,9 +49,12 @@ def run(_: argparse.Namespace) -> int:
         shared_memory(),
         gpu(),
         loopback(),
+        asyncio.run(sandbox()),
         git(),
         runs_folder(Path("runs")),
     ]
+    if arguments.config:
+        findings.append(rollout_environment(arguments.config))
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(f"{finding.state.value:8} {finding.what:{width}}  {finding.found}")
@@ -87,6 +91,26 @@ def packages() -> Iterator[Finding]:
         else:
             wanted = f"{found}, but {requirement.specifier} is needed"
             yield Finding(requirement.name, wanted, State.MISSING, INSTALL)
+
+
+def rollout_environment(path: Path) -> Finding:
+    """Does the interpreter of a run's replicas import their engine?"""
+    from services.config.load import load
+
+    rollout = load(path).rollout
+    interpreter = str(rollout.python or sys.executable)
+    module, extra = {"local": ("torch", "cpu"), "sglang": ("sglang", "rollout")}[rollout.engine]
+    what = f"engine {rollout.engine}"
+    command = [interpreter, "-c", f"import services.rollout.generate, {module}"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        return Finding(what, str(error), State.MISSING, "set rollout.python to an interpreter")
+    if result.returncode:
+        reason = result.stderr.strip().rpartition("\n")[2]
+        advice = f"{interpreter} -m pip install --editable '.[{extra}]', or set rollout.python"
+        return Finding(what, reason, State.MISSING, advice)
+    return Finding(what, f"{interpreter} imports {module}")
 
 
 def cores(count: int) -> Finding:
@@ -132,6 +156,25 @@ def loopback() -> Finding:
             return Finding("loopback", f"port {server.getsockname()[1]} could be opened")
     except OSError as error:
         return Finding("loopback", str(error), State.MISSING, "allow this user to listen on 127.0.0.1")
+
+
+async def sandbox() -> Finding:
+    """Where reward services run what models write: the sandbox starts, and is attacked, as it is there."""
+    advice = "only the graders code and data_source, and tools of agents, need it: docs/rewards.md"
+    try:
+        from services.reward.sandbox.host import start_sandbox
+        from services.runtime.errors import AtollError
+    except ImportError as error:
+        return Finding("sandbox", str(error), State.WARNING, INSTALL)
+    try:
+        async with start_sandbox(programs=2, namespaces=True) as started:
+            tier = started.tier
+    except AtollError as error:
+        return Finding("sandbox", str(error), State.WARNING, advice)
+    if "namespaces" in tier:
+        return Finding("sandbox", tier)
+    more = "programs have no folder to write to; where they need one, allow user namespaces here"
+    return Finding("sandbox", tier, State.WARNING, more)
 
 
 def git() -> Finding:

@@ -46,15 +46,15 @@ def newest_checkpoint(source: Path) -> Path:
 
 async def export(config: RunConfig, weights: Path, out: Path) -> None:
     """Starts the run's trainer ranks, has them load `weights` and write `out`, and ends them."""
-    leader, *followers = ranks_of(config, ACTOR)
+    ranks = ranks_of(config, ACTOR)
     async with Fleet(config.folder / "logs" / "export") as fleet:
+        client = TrainerClient(await fleet.start(ranks), Caller(fence=FENCE, token=access_token()))
 
         async def work() -> None:
-            client = TrainerClient(await fleet.start(leader), Caller(fence=FENCE, token=access_token()))
             try:
                 await client.load_checkpoint(weights)
                 await client.export_hf(out)
             finally:
                 await client.close()
 
-        await first_of(*(fleet.keep(follower) for follower in followers), work())
+        await first_of(fleet.watch(ranks), work())

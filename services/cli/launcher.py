@@ -2,15 +2,15 @@
 
 import asyncio
 import logging
+import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from services.cli.processes import Fleet, Service
+from services.cli.processes import Fleet, Service, ServiceGroup
 from services.config.load import access_token, write_resolved
 from services.config.schema import Role, RunConfig
 from services.runtime.clients import Caller, CoordinatorClient
@@ -32,9 +32,10 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
     after the step in progress, the second at once. Raises UserError where the folder belongs to
     another run, ServiceDiedError where a service is lost for good; all others are down by then.
     """
+    check_interpreter(config.rollout.python)
     claim_folder(config.folder, resume=resume)
-    write_resolved(config, config.folder / "config.json")
-    with store_url(config) as url:
+    with store_url(config) as url:  # which no second launcher of this run gets
+        write_resolved(config, config.folder / "config.json")
         coordinator = coordinator_of(config, url, resume=resume)
         services = partial(services_of, config)
         try:
@@ -44,7 +45,7 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
 
 
 async def supervise(
-    folder: Path, coordinator: Service, services: Callable[[str], list[Service]], follow: Follow
+    folder: Path, coordinator: ServiceGroup, services: Callable[[str], list[ServiceGroup]], follow: Follow
 ) -> bool:
     """Starts the coordinator, then the services that want its address, until the coordinator ends.
 
@@ -58,8 +59,8 @@ async def supervise(
                 client = CoordinatorClient(address, Caller(token=access_token()))
                 try:
                     await first_of(
-                        *(fleet.keep(service) for service in services(address)),
-                        fleet.finished(coordinator.name),
+                        *(fleet.keep(group) for group in services(address)),
+                        fleet.finished(*coordinator.names),
                         stop_run(stop, client),
                         follow(client),
                     )
@@ -68,38 +69,43 @@ async def supervise(
     return not stop.is_set()
 
 
-def coordinator_of(config: RunConfig, store: str, *, resume: bool) -> Service:
+def coordinator_of(config: RunConfig, store: str, *, resume: bool) -> ServiceGroup:
     command = _command("coordinator", config, "--store", store, *(["--resume"] if resume else []))
-    return Service("coordinator", command, {"OMP_NUM_THREADS": "1"})
+    return ServiceGroup((Service("coordinator", command, {"OMP_NUM_THREADS": "1"}),))
 
 
-def services_of(config: RunConfig, coordinator: str) -> list[Service]:
+def services_of(config: RunConfig, coordinator: str) -> list[ServiceGroup]:
     """What the run's mode needs beside its coordinator."""
     registered = ("--coordinator", coordinator)
     models = [
-        rank
+        ranks_of(config, role, *registered)
         for role in config.roles
         if not (role == "reference" and config.reference.placement == "colocated")
-        for rank in ranks_of(config, role, *registered)
     ]
-    rollout = [
+    replicas = [
         Service(
             f"rollout-{index}",
             _command("rollout", config, "--name", f"rollout-{index}", *registered),
             computing(config.rollout.threads),
-            max_restarts=config.rollout.max_restarts,
         )
         for index in range(config.rollout.replicas)
     ]
-    reward = Service(
-        "reward-0", _command("reward", config, "--name", "reward-0", *registered), {"OMP_NUM_THREADS": "1"}
-    )
+    rollout = [ServiceGroup((replica,), config.rollout.max_restarts) for replica in replicas]
+    graders = [
+        Service(
+            f"reward-{index}",
+            _command("reward", config, "--name", f"reward-{index}", *registered),
+            {"OMP_NUM_THREADS": "1"},
+        )
+        for index in range(config.reward.services if config.reward.has_service else 0)
+    ]
+    reward = [ServiceGroup((grader,), config.reward.max_restarts) for grader in graders]
     match config.run.mode:
         case "train":
-            return [reward, *models, *rollout]
+            return [*reward, *models, *rollout]
         case "rollout_only":
-            return [reward, *rollout]
-        case "train_only":
+            return [*reward, *rollout]
+        case "train_only" | "supervised":
             return models
 
 
@@ -116,24 +122,28 @@ def computing(threads: int) -> dict[str, str]:
     }
 
 
-def ranks_of(config: RunConfig, role: Role, *arguments: str) -> list[Service]:
+def ranks_of(config: RunConfig, role: Role, *arguments: str) -> ServiceGroup:
     """One process a rank; the first one serves for all of them, the others announce no address."""
     section = config.roles[role]
     world_size = section.parallel.world_size
-    fleet = {
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        **computing(section.threads),
-    }
-    return [
+    environment = {"WORLD_SIZE": str(world_size), **computing(section.threads)}
+    ranks = tuple(
         Service(
             f"{role}-{rank}",
             _command("trainer", config, "--role", role, "--name", f"{role}-{rank}", *arguments),
-            {**fleet, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(world_size)
-    ]
+    )
+    return ServiceGroup(ranks, section.max_restarts)
+
+
+def check_interpreter(python: Path | None) -> None:
+    if python is not None and not os.access(python, os.X_OK):
+        raise UserError(
+            f"rollout.python = {python} is no program: name the interpreter of the replicas' environment, "
+            "such as .venv-rollout/bin/python, seen from the folder that the command runs in"
+        )
 
 
 def claim_folder(folder: Path, *, resume: bool) -> None:
@@ -161,13 +171,14 @@ def store_url(config: RunConfig) -> Iterator[str]:
 
 @contextmanager
 def address_file(folder: Path, address: str) -> Iterator[None]:
-    """Lets `atoll status` find the coordinator."""
+    """Lets `atoll status` find the coordinator, until a later launcher's takes the run over."""
     path = folder / ADDRESS_FILE
     path.write_text(address)
     try:
         yield
     finally:
-        path.unlink()
+        if path.exists() and path.read_text() == address:
+            path.unlink()
 
 
 @contextmanager
@@ -196,7 +207,7 @@ async def stop_run(stop: asyncio.Event, client: CoordinatorClient) -> None:
     """Hands the user's wish to the coordinator, whose exit ends the run. Raises where that takes too long."""
     await stop.wait()
     with suppress(ServiceUnavailableError):  # it is ending already
-        if (await client.status()).state == "starting":
+        if (await client.status()).state in ("starting", "recovering"):
             return  # there is nothing to finish
         _log.warning("stopping after the step in progress; interrupt again to stop at once")
         await client.stop_run()
@@ -223,11 +234,6 @@ async def first_of(*coroutines: Coroutine[None, None, None]) -> None:
 
 
 def _command(role: str, config: RunConfig, *arguments: str) -> tuple[str, ...]:
+    python = config.rollout.python if role == "rollout" else None
     path = config.folder / "config.json"
-    return (sys.executable, "-m", f"services.{role}", "--config", str(path), *arguments)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return (str(python or sys.executable), "-m", f"services.{role}", "--config", str(path), *arguments)

@@ -14,11 +14,16 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "quickstart": "make the arithmetic task and train on it (two to three minutes on two cores)",
     "run": "start every service of a run on this machine and follow it",
-    "status": "show a run's state, services and last metrics",
+    "status": "show a run's state, services, servers and last metrics",
+    "register": "let someone else's reward, tool or environment server join a running run",
+    "deregister": "take a registered server out of a running run",
+    "reload": "let a running run import its own graders anew from their files",
+    "plan": "say before a start what a run takes on its devices, and how long a weight push lasts",
+    "conformance": "test whether a reward, tool or environment server keeps its protocol",
     "doctor": "check this machine and say what is missing",
     "data": "make data sets, tokenizers and small models",
     "export": "turn a checkpoint into a Hugging Face folder",
-    "bench": "measure the loop, the rollout engine, the trainer or the weight push",
+    "bench": "measure the loop, the rollout engine, rewards, the trainer or the weight push",
     "serve": "run one service here, for those who place services by hand",
 }
 

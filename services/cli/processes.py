@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from asyncio.subprocess import DEVNULL, STDOUT, Process
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +14,17 @@ from types import TracebackType
 from typing import Self
 
 from services.runtime.errors import AtollError
+from services.runtime.ports import reserved_port
+from services.runtime.process import EXIT_GAVE_UP, EXIT_RANK_LOST
 from services.runtime.tether import tethered
 
 _log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 600.0  # a large model loads for minutes
 TERMINATE_TIMEOUT_S = 10.0  # between SIGTERM and SIGKILL
+CAUSE_TIMEOUT_S = 10.0  # for the end of the rank whose loss ended another: a driver may hold on to it
 LOG_LINES = 20  # quoted when a service dies
+LOOPBACK = "127.0.0.1"
 
 
 class ServiceDiedError(AtollError):
@@ -34,7 +38,21 @@ class Service:
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceGroup:
+    """Processes that live and die together, such as the ranks of a trainer; most services have one.
+
+    Each gets MASTER_ADDR and MASTER_PORT, where they may meet: another port in every life.
+    """
+
+    services: tuple[Service, ...]
     max_restarts: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(service.name for service in self.services)
 
 
 class Fleet:
@@ -51,49 +69,79 @@ class Fleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """SIGTERM to all, a bounded wait, SIGKILL to the rest; cancelling goes straight there."""
-        self._signal(signal.SIGTERM)
-        everyone = asyncio.gather(*(process.wait() for process in self._processes.values()))
-        try:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(everyone), TERMINATE_TIMEOUT_S)
-        finally:
-            self._signal(signal.SIGKILL)
-            await everyone
+        await self._stop(*self._processes)
 
-    async def start(self, service: Service) -> str:
-        """Returns the service's address once it serves. Raises ServiceDiedError where it does not."""
-        ready = await self._spawn(service)
-        process, what = self._processes[service.name], "did not start"
-        try:
-            line = await asyncio.wait_for(ready.readline(), READY_TIMEOUT_S)
-        except TimeoutError:
-            os.killpg(process.pid, signal.SIGKILL)
-            line, what = b"", f"did not start within {READY_TIMEOUT_S:g} s"
-        if not line:
-            raise ServiceDiedError(self._obituary(service.name, what, await process.wait()))
-        return str(json.loads(line)["address"])
+    async def start(self, group: ServiceGroup) -> str:
+        """Returns the address of the group's first process once all serve. Raises ServiceDiedError where
+        one does not."""
+        with reserved_port() as port:
+            meeting = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
+            pipes = [await self._spawn(service, meeting) for service in group.services]
+            lines = [asyncio.create_task(pipe.readline()) for pipe in pipes]
+            try:
+                for line in asyncio.as_completed(lines, timeout=READY_TIMEOUT_S):
+                    if not await line:
+                        name, code = await self._first_death(group)
+                        raise ServiceDiedError(self._obituary(name, "did not start", code))
+            except TimeoutError:
+                name = next(name for name, line in zip(group.names, lines, strict=True) if not line.done())
+                os.killpg(self._processes[name].pid, signal.SIGKILL)
+                what, code = f"did not start within {READY_TIMEOUT_S:g} s", await self._processes[name].wait()
+                raise ServiceDiedError(self._obituary(name, what, code)) from None
+            finally:
+                for task in lines:
+                    task.cancel()
+        return str(json.loads(lines[0].result())["address"])
 
-    async def keep(self, service: Service) -> None:
-        """Runs the service, again after each death as often as it may. Raises ServiceDiedError in the end.
+    async def keep(self, group: ServiceGroup) -> None:
+        """Runs the group, again after each death in it as often as it may; one death ends all its processes.
 
-        A service that dies before it served is not started again: it would die of the same cause.
+        Raises ServiceDiedError in the end. A process that dies before it served is not started again: it
+        would die of the same cause; nor is one that has given up.
         """
-        for life in range(service.max_restarts + 1):
-            await self.start(service)
-            code = await self._processes[service.name].wait()
-            if life < service.max_restarts:
-                _log.warning(
-                    "%s died (%s); restart %d of %d", service.name, _how(code), life + 1, service.max_restarts
-                )
-        raise ServiceDiedError(self._obituary(service.name, "died", code))
+        for life in range(group.max_restarts + 1):
+            await self.start(group)
+            name, code = await self._first_death(group)
+            death = self._obituary(name, "died", code)
+            if life == group.max_restarts or code == EXIT_GAVE_UP:
+                raise ServiceDiedError(death)
+            who = ", ".join(group.names)
+            _log.warning("restart %d of %d of %s: %s", life + 1, group.max_restarts, who, death)
+            await self._stop(*group.names)
+
+    async def watch(self, group: ServiceGroup) -> None:
+        """Waits for as long as all processes of a started group live. Raises ServiceDiedError."""
+        name, code = await self._first_death(group)
+        raise ServiceDiedError(self._obituary(name, "died", code))
 
     async def finished(self, name: str) -> None:
         """Returns when a started service ends of its own accord. Raises ServiceDiedError where it failed."""
         if code := await self._processes[name].wait():
             raise ServiceDiedError(self._obituary(name, "failed", code))
 
-    async def _spawn(self, service: Service) -> asyncio.StreamReader:
+    async def _first_death(self, group: ServiceGroup) -> tuple[str, int]:
+        """Waits for a process of the group to end; returns the name and exit code of the one to blame.
+
+        A rank that ended because it lost another one may be seen before that one.
+        """
+
+        async def end(name: str) -> tuple[str, int]:
+            return name, await self._processes[name].wait()
+
+        ends = [asyncio.create_task(end(name)) for name in group.names]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            with suppress(TimeoutError):
+                for death in asyncio.as_completed(ends, timeout=CAUSE_TIMEOUT_S):
+                    name, code = await death
+                    if code != EXIT_RANK_LOST:
+                        return name, code
+            return done.pop().result()
+        finally:
+            for task in ends:
+                task.cancel()
+
+    async def _spawn(self, service: Service, meeting: Mapping[str, str]) -> asyncio.StreamReader:
         """Starts the process; returns its readiness pipe, which ends when the process does."""
         read_end, write_end = os.pipe()
         ready = asyncio.StreamReader()
@@ -107,7 +155,7 @@ class Fleet:
                     stdin=DEVNULL,
                     stdout=log,
                     stderr=STDOUT,
-                    env={**os.environ, **service.environment},
+                    env={**os.environ, **meeting, **service.environment},
                     pass_fds=(write_end,),
                     start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
                 )
@@ -115,11 +163,17 @@ class Fleet:
             os.close(write_end)
         return ready
 
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes.values():
-            if process.returncode is None:
-                with suppress(ProcessLookupError):  # it has just ended
-                    os.killpg(process.pid, number)
+    async def _stop(self, *names: str) -> None:
+        """SIGTERM, a bounded wait, SIGKILL to the rest; cancelling goes straight there."""
+        processes = [self._processes[name] for name in names]
+        _signal(processes, signal.SIGTERM)
+        everyone = asyncio.gather(*(process.wait() for process in processes))
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(everyone), TERMINATE_TIMEOUT_S)
+        finally:
+            _signal(processes, signal.SIGKILL)
+            await everyone
 
     def _obituary(self, name: str, what: str, code: int) -> str:
         log = self._logs / f"{name}.log"
@@ -127,6 +181,13 @@ class Fleet:
         return "\n".join(
             [f"{name} {what} ({_how(code)}); its log {log} ends with:", *(f"  {line}" for line in lines)]
         )
+
+
+def _signal(processes: Iterable[Process], number: signal.Signals) -> None:
+    for process in processes:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, number)
 
 
 def _how(code: int) -> str:

@@ -8,11 +8,13 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from services.runtime.clients import CoordinatorClient, RunStatus
 from services.runtime.errors import ServiceUnavailableError
+from services.wire.types import ServerHealth
 
 LINE_EVERY_S = 1.0
 
@@ -21,7 +23,7 @@ HEADLINES = (
     ("reward", "critic/score/mean", "{:.3f}"),
     ("sampled reward", "warmup/score/mean", "{:.3f}"),
     ("loss", "actor/pg_loss", "{:+.4f}"),
-    ("loss", "actor/nll_loss", "{:.4f}"),  # of the supervised warm-up
+    ("loss", "actor/nll_loss", "{:.4f}"),  # supervised
     ("length", "response_length/mean", "{:.1f}"),
     ("tokens/s", "perf/throughput", "{:,.0f}"),
     ("staleness", "staleness/mean", "{:.2f}"),
@@ -68,6 +70,7 @@ def line(status: RunStatus) -> str:
     words += [f"{label} {value}" for label, value in _headlines(status.metrics)]
     if timings := _timings(status.metrics):
         words.append("seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in timings))
+    words += [f"unwell: {_place(health)}" for health in status.servers if not health.well]
     return "  ".join(words)
 
 
@@ -83,7 +86,7 @@ def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
         )
     for name, first in summary["validation_first"].items():
         last = summary["validation_last"].get(name)
-        if "@" in name and last is not None:
+        if _is_result(name) and last is not None:
             print(f"  {name.removeprefix(VALIDATION)}  {first:.3f} -> {last:.3f}")
     print(f"  checkpoint  {summary['checkpoint'] or 'none'}")
     print(f"  metrics     {folder / 'metrics.jsonl'}")
@@ -94,7 +97,7 @@ def _line_printer(console: Console) -> Show:
 
     def show(status: RunStatus) -> None:
         nonlocal last, state, printed_at
-        text, now = line(status), time.monotonic()
+        text, now = "  ".join(filter(None, [line(status), _note(status)])), time.monotonic()
         if text != last and (status.state != state or now - printed_at >= LINE_EVERY_S):
             last, state, printed_at = text, status.state, now
             console.print(text, soft_wrap=True, highlight=False, markup=False)
@@ -116,7 +119,21 @@ def _picture(status: RunStatus, metrics: Mapping[str, float], elapsed_s: float) 
     body.add_row("metrics", "  ".join(f"{label} [bold]{value}[/]" for label, value in _headlines(metrics)))
     body.add_row("seconds", "  ".join(f"{name} {value:.2f}" for name, value in _timings(metrics)))
     body.add_row("services", "  ".join(entry.name for entry in status.services))
+    for health in status.servers:
+        how = "well" if health.well else f"[red]unwell[/]: {escape(health.cause)}"
+        body.add_row("server", f"{escape(_place(health))}  {how}")
+    if note := _note(status):
+        body.add_row("note", escape(note))
     return Group(head, body)
+
+
+def _note(status: RunStatus) -> str:
+    """Why it waits, pauses or recovers. Why it failed, the command says at its end."""
+    return "" if status.state == "failed" else status.error
+
+
+def _place(health: ServerHealth) -> str:
+    return f"{health.server.kind} {health.server.name} at {health.server.url}"
 
 
 def _headlines(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -124,9 +141,14 @@ def _headlines(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     validation = [
         (key.removeprefix(VALIDATION), f"{value:.3f}")
         for key, value in sorted(metrics.items())
-        if key.startswith(VALIDATION) and "@" in key  # not its lengths and drops
+        if key.startswith(VALIDATION) and _is_result(key)
     ]
     return known + validation
+
+
+def _is_result(name: str) -> bool:
+    """avg@k, pass@k or nll: not a validation's lengths and drops."""
+    return "@" in name or name.endswith("/nll")
 
 
 def _timings(metrics: Mapping[str, float]) -> list[tuple[str, float]]:

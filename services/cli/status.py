@@ -6,10 +6,9 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from services.cli import progress
+from services.cli import progress, running
 from services.cli.launcher import ADDRESS_FILE
-from services.config.load import access_token
-from services.runtime.clients import Caller, CoordinatorClient, RunStatus
+from services.runtime.clients import RunStatus
 from services.runtime.errors import ServiceUnavailableError, UserError
 
 
@@ -38,13 +37,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def ask(address: str) -> RunStatus:
-    client = CoordinatorClient(address, Caller(token=access_token()))
-    try:
+    async with running.connected(address) as client:
         return await client.status()
-    finally:
-        await client.close()
 
 
 def describe(status: RunStatus) -> str:
     services = [f"  {entry.name:12} {entry.address:21} {entry.incarnation}" for entry in status.services]
-    return "\n".join([f"{status.run}: {progress.line(status)}", *services])
+    reason = [f"  {status.error}"] if status.error else []  # why it waits, pauses, recovers or failed
+    servers = [
+        f"  {health.server.kind:12} {health.server.name:21} {health.server.url}  "
+        + ("well" if health.well else f"unwell: {health.cause}")
+        for health in status.servers
+    ]
+    return "\n".join([f"{status.run}: {progress.line(status)}", *reason, *services, *servers])

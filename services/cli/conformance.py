@@ -1,0 +1,106 @@
+"""`atoll conformance URL`: tests someone's server before it is registered; needs no run."""
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from services.cli import servers
+from services.config.load import secret
+from services.external.conformance import Check, conformance
+from services.runtime.errors import UserError
+from services.wire.types import ExternalServer, FinishReason, GroupId, SampleId, ScoreItem
+
+EXIT_FAILED = 1
+
+
+class _Row(BaseModel):
+    """A line of --items."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: str
+    response: str
+    ground_truth: str = ""
+    data_source: str = ""
+    extra: dict[str, str] = {}
+
+
+_ROW = TypeAdapter(_Row)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="as it would be registered")
+    parser.add_argument("--kind", choices=servers.KINDS, default="reward")
+    servers.add_arguments(parser)
+    parser.add_argument(
+        "--items",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="what a reward server is asked about: prompt, response, ground_truth, data_source, extra; "
+        "none: sums",
+    )
+    parser.add_argument(
+        "--not-deterministic", action="store_true", help="rewards of one item differ, as a judge's may"
+    )
+    parser.add_argument("--json", action="store_true", help="for other programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 1 where a check failed."""
+    server = servers.described(arguments, "conformance")
+    token = secret(arguments.auth) if arguments.auth else None
+    items = _items(arguments.items) if arguments.items else []
+    checks = asyncio.run(_check(server, token, items, not arguments.not_deterministic, arguments.json))
+    passed = sum(check.passed for check in checks)
+    if not arguments.json:
+        print(f"{passed} of {len(checks)} checks passed")
+    return 0 if passed == len(checks) else EXIT_FAILED
+
+
+async def _check(
+    server: ExternalServer, token: str | None, items: Sequence[ScoreItem], deterministic: bool, as_json: bool
+) -> list[Check]:
+    checks = []
+    async for check in conformance(server, token, items, deterministic):
+        checks.append(check)
+        if as_json:
+            print(json.dumps({"check": check.name, "passed": check.passed, "said": check.said}), flush=True)
+        else:
+            print(f"{'pass' if check.passed else 'FAIL'}  {check.name}: {check.said}", flush=True)
+    return checks
+
+
+def _items(path: Path) -> list[ScoreItem]:
+    try:
+        lines = path.read_text().split("\n")  # JSON may hold what else str.splitlines takes for an end
+    except OSError as error:
+        raise UserError(f"--items {path}: {error.strerror}") from None
+    rows = [_row(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not rows:
+        raise UserError(f"--items {path}: got no row, expected at least one")
+    return [
+        ScoreItem(
+            id=SampleId(GroupId("conformance", 0, number), 0),
+            prompt=row.prompt,
+            response=row.response,
+            ground_truth=row.ground_truth,
+            data_source=row.data_source,
+            finish_reason=FinishReason.STOP,
+            response_length=len(row.response.split()),
+            extra=row.extra,
+        )
+        for number, row in enumerate(rows)
+    ]
+
+
+def _row(path: Path, number: int, line: str) -> _Row:
+    try:
+        return _ROW.validate_json(line)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        raise UserError(f"--items {path}: line {number}: {place}: {problem['msg']}") from None

@@ -1,0 +1,182 @@
+"""`atoll plan --memory`: what each rank of a run will take on its device, before anything starts.
+
+`--weights` is in plan_weights.py.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from services.config.load import load
+from services.config.schema import (
+    CriticSection,
+    ReferenceSection,
+    Role,
+    RoleSection,
+    RunConfig,
+    ScorerSection,
+    TrainerSection,
+)
+from services.runtime.errors import UserError
+from services.runtime.memory import BYTES, Memory, host_memory, rank_memory
+from services.runtime.model_spec import ModelSpec, read_spec, with_value_head
+
+GIB = 1 << 30
+EXIT_DOES_NOT_FIT = 1
+COLUMNS = ("role", "stage", "ranks", "weights", "grads", "optim", "activ", "work", "frame", "total", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The ranks of one pipeline stage of one role; they are alike."""
+
+    role: Role
+    stage: int
+    num_ranks: int
+    forward: Memory  # while all models are asked about a batch
+    update: Memory  # while those that learn are updated
+    host: int  # bytes per rank
+    offload: bool
+
+    @property
+    def peak(self) -> Memory:
+        return max(self.forward, self.update, key=lambda memory: memory.total)
+
+    def resting(self) -> int:
+        """Bytes on the device while others are updated."""
+        return self.update.framework if self.offload else self.update.resident
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config",
+        type=Path,
+        nargs="?",
+        metavar="FILE",
+        help="a run's TOML file; weights are not needed; none: --weights of usual models and layouts",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as with atoll run")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--memory", action="store_true", help="plan device memory")
+    what.add_argument("--weights", action="store_true", help="plan a weight push: seconds by link")
+    parser.add_argument("--gpus", type=int, help="devices; none: one for each rank of the largest role")
+    parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of one device")
+    parser.add_argument("--json", action="store_true", help="bytes, for other programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 1 where a device needs more than it has."""
+    if arguments.weights:
+        from services.cli.plan_weights import show
+
+        show(load(arguments.config, arguments.overrides) if arguments.config else None, arguments.json)
+        return 0
+    if arguments.config is None:
+        raise UserError("atoll plan --memory needs a run's TOML file: name it")
+    config = load(arguments.config, arguments.overrides)
+    rows = list(plan(config))
+    warnings = list(misfits(config, rows, arguments.gpus, int(arguments.gpu_memory * GIB)))
+    if arguments.json:
+        print(json.dumps({"ranks": [asdict(row) for row in rows], "warnings": warnings}, indent=2))
+    else:
+        _print(rows, warnings)
+    return EXIT_DOES_NOT_FIT if warnings else 0
+
+
+def plan(config: RunConfig) -> Iterator[Row]:
+    """Every role's stages. Raises UserError where a model folder has no config.json that Atoll can read."""
+    for role, section in config.roles.items():
+        spec = _spec(config, role)
+        is_colocated = role == "reference" and config.reference.placement == "colocated"
+        if is_colocated:  # on the actor's ranks, as they are
+            section = RoleSection.model_validate(
+                {name: value for name, value in config.trainer if name in RoleSection.model_fields}
+                | {"offload": section.offload}
+            )
+        parallel = section.parallel
+        for stage in range(parallel.pipeline):
+            forward, update = (rank_memory(spec, section, stage, phase) for phase in ("forward", "update"))
+            if not isinstance(section, TrainerSection):
+                update = replace(update, activations=0, working=0)  # it waits
+            if is_colocated:
+                forward, update = replace(forward, framework=0), replace(update, framework=0)
+            pushed = BYTES[config.rollout.dtype] if role == "actor" else 0
+            host = host_memory(spec, section, stage, pushed)
+            num_ranks = parallel.world_size // parallel.pipeline
+            yield Row(role, stage, num_ranks, forward, update, host, section.offload)
+
+
+def misfits(config: RunConfig, rows: Sequence[Row], num_devices: int | None, capacity: int) -> Iterator[str]:
+    """A sentence for each kind of device that needs more than `capacity` bytes.
+
+    Rank r of every role is on device r modulo their number, as the trainer places it; none: as many devices
+    as the largest role has ranks.
+    """
+    placed = list(_ranks(rows))
+    count = num_devices or max(rank for rank, _ in placed) + 1
+    devices = [[row for rank, row in placed if rank % count == device] for device in range(count)]
+    for held in dict.fromkeys(map(tuple, devices)):
+        asking = sum(row.forward.total for row in held)
+        updating = sum(row.update.total if row.update.gradients else row.resting() for row in held)
+        if max(asking, updating) > capacity:
+            names = " and ".join(f"{row.role} (stage {row.stage})" for row in held)
+            phase = "asked" if asking > updating else "updated"
+            yield (
+                f"{names}: {max(asking, updating) / GIB:.1f} GiB while models are {phase}, more than the "
+                f"device's {capacity / GIB:.1f}: {_advice(config, max(held, key=lambda row: row.peak.total))}"
+            )
+
+
+def _ranks(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
+    """Every rank with its row; those of a role count from 0, stage after stage."""
+    counts: Counter[str] = Counter()
+    for row in rows:
+        yield from ((counts[row.role] + i, row) for i in range(row.num_ranks))
+        counts[row.role] += row.num_ranks
+
+
+def _advice(config: RunConfig, row: Row) -> str:
+    """The setting that takes most away from the largest part."""
+    section, table = config.roles[row.role], "trainer" if row.role == "actor" else row.role
+    memory = row.peak
+    sizes = {name: size for name, size in asdict(memory).items() if name != "framework"}
+    largest = max(sizes, key=lambda name: sizes[name])
+    more_ranks = f"raise {table}.parallel.tensor or pipeline"
+    if largest == "optimizer" and isinstance(section, TrainerSection) and not section.optimizer.distributed:
+        return f"set {table}.optimizer.distributed = true, with {table}.parallel.data above 1"
+    if largest == "activations" and section.recompute != "full":
+        return f'set {table}.recompute = "full", or lower {table}.max_tokens_per_microbatch'
+    if largest in ("activations", "working"):
+        name = "max_tokens_per_forward" if memory is row.forward else "max_tokens_per_microbatch"
+        return f"lower {table}.{name}, or {more_ranks}"
+    if section.dtype == "float32":
+        return f'set {table}.dtype = "bfloat16", or {more_ranks}'
+    return more_ranks
+
+
+def _spec(config: RunConfig, role: Role) -> ModelSpec:
+    match config.roles[role]:
+        case CriticSection(path=path) | ReferenceSection(path=path) | ScorerSection(path=path):
+            folder = path or config.model.path
+        case _:
+            folder = config.model.path
+    spec = read_spec(folder, ("language", "value"))
+    return with_value_head(spec) if role in ("critic", "cost_critic") else spec
+
+
+def _print(rows: Sequence[Row], warnings: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*COLUMNS, title="GiB per rank", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for row in rows:
+        sizes = [*asdict(row.peak).values(), row.peak.total, row.host]
+        cells = (f"{size / GIB:.2f}" for size in sizes)
+        table.add_row(row.role, str(row.stage), str(row.num_ranks), *cells)
+    console = Console()
+    console.print(table)
+    for warning in warnings:
+        console.print(f"does not fit: {warning}", soft_wrap=True)

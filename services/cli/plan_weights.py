@@ -1,0 +1,203 @@
+"""`atoll plan --weights`: how long a weight push takes, from the plan that a run would use."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from services.config.schema import ParallelConfig, RunConfig
+from services.rollout.engines.sglang.parameters import parameters
+from services.runtime.memory import BYTES
+from services.runtime.model_spec import Experts, ModelSpec, check_layout, read_spec
+from services.trainer.names import Chunk, pieces
+from services.weights.estimate import estimate
+from services.weights.pieces import Piece, catalog_of
+from services.weights.plan import plan
+from services.wire.types import Catalog
+
+ROUND_S = 1e-3  # of calls to trainer and replica, which no link's speed shortens: measured on one host
+REACHED = 0.8  # of a link's nominal speed, by messages of some MiB
+# bytes/s between a trainer rank and a replica's rank, each of which has a link of its own
+LINKS = {
+    "shm": 2.2e9,  # of the full push, with a core on either side: measured, see docs/benchmarks.md
+    "100G": 12.5e9 * REACHED,  # network, Gb/s
+    "400G": 50e9 * REACHED,
+    "PCIe5": 63e9 * REACHED,
+    "NVLink": 450e9 * REACHED,  # of an H100
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A trainer's layout and the class of replicas that it pushes to; more replicas take no longer."""
+
+    model: str
+    spec: ModelSpec
+    trainer: ParallelConfig
+    tp_size: int  # of a replica
+    dtype: str = "bfloat16"  # that is served
+    bucket_mb: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    model: str
+    trainer: str  # its layout, in the field's letters
+    trainer_ranks: int
+    tp_size: int
+    sent: int  # bytes from the trainer rank that sends most
+    received: int  # bytes to the replica's rank that gets most: its own part of the model
+    rounds: int
+    seconds: Mapping[str, float]  # by link
+
+
+def _dense(
+    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+) -> ModelSpec:
+    """A Qwen2.5."""
+    return ModelSpec(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        max_positions=32768,
+        head="language",
+        tied=tied,
+        qkv_bias=True,
+        qk_norm=False,
+    )
+
+
+def _mixture(layers: int, hidden: int, ffn: int, heads: int) -> ModelSpec:
+    """A Qwen3 of 128 experts, 8 for a token."""
+    dense = _dense(layers, hidden, 3 * hidden, heads, 4, 151936, tied=False)
+    experts = Experts(num=128, per_token=8, intermediate_size=ffn, norm_topk_prob=True)
+    return replace(dense, qkv_bias=False, qk_norm=True, experts=experts)
+
+
+def _layout(**axes: int) -> ParallelConfig:
+    return ParallelConfig(sequence=axes.get("tensor", 1) > 1, **axes)
+
+
+CASES = (  # what is planned where no config is named; each fits GPUs of 80 GB
+    Case("1.5B", _dense(28, 1536, 8960, 12, 2, 151936, tied=True), _layout(data=8), 1),
+    Case("7B", _dense(28, 3584, 18944, 28, 4, 152064, tied=False), _layout(tensor=2, data=4), 1),
+    Case("7B", _dense(28, 3584, 18944, 28, 4, 152064, tied=False), _layout(tensor=2, data=32), 4),
+    Case("32B", _dense(64, 5120, 27648, 40, 8, 152064, tied=False), _layout(tensor=8, data=8), 4),
+    Case("30B-A3B", _mixture(48, 2048, 768, 32), _layout(tensor=2, expert=8, data=32), 4),
+    Case("235B-A22B", _mixture(94, 4096, 1536, 64), _layout(tensor=4, pipeline=2, expert=32, data=32), 8),
+)
+
+
+def show(config: RunConfig | None, as_json: bool) -> None:
+    """Prints the push of this run, or of the usual models."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = [row(case) for case in ([case_of(config)] if config else CASES)]
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    titles = ("model", "ranks", "trainer", "to", "sent", "got", "rounds", *LINKS)
+    title = "GB that the busiest rank sends and gets; seconds per push by link"
+    table = Table(*titles, title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for found in rows:
+        table.add_row(*cells(found))
+    Console().print(table)
+
+
+def cells(row: Row) -> list[str]:
+    return [
+        row.model,
+        str(row.trainer_ranks),
+        row.trainer,
+        f"TP{row.tp_size}",
+        f"{row.sent / 1e9:.3g}",
+        f"{row.received / 1e9:.3g}",
+        f"{row.rounds:,}",
+        *(f"{seconds:.2g}" for seconds in row.seconds.values()),
+    ]
+
+
+def case_of(config: RunConfig) -> Case:
+    """The run's own. Raises UserError where the model folder or the layout is none that Atoll can use."""
+    spec = read_spec(config.model.path)
+    check_layout(spec, config.trainer.parallel, "trainer")
+    tp_size = config.rollout.sglang.tp_size if config.rollout.engine == "sglang" else 1
+    return Case(
+        model=config.model.path.name,
+        spec=spec,
+        trainer=config.trainer.parallel,
+        tp_size=tp_size,
+        dtype=config.rollout.dtype,
+        bucket_mb=config.weights.bucket_mb,
+    )
+
+
+def row(case: Case) -> Row:
+    """Plans the push and times its rounds on each kind of link."""
+    sources, targets = trainer_catalogs(case.spec, case.trainer), replica_catalogs(case.spec, case.tp_size)
+    part_elements = (case.bucket_mb << 20) // BYTES[case.dtype]
+    at_1 = estimate(plan(sources, targets, part_elements=part_elements), BYTES[case.dtype], bytes_per_s=1)
+    axes = {"TP": case.trainer.tensor, "PP": case.trainer.pipeline, "CP": case.trainer.context}
+    axes |= {"EP": case.trainer.expert, "DP": case.trainer.data}
+    return Row(
+        model=case.model,
+        trainer=" ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "1 rank",
+        trainer_ranks=case.trainer.world_size,
+        tp_size=case.tp_size,
+        sent=int(at_1.source_bytes.max()),
+        received=int(at_1.target_bytes.max()),
+        rounds=at_1.rounds,
+        seconds={link: at_1.seconds / speed + at_1.rounds * ROUND_S for link, speed in LINKS.items()},
+    )
+
+
+def trainer_catalogs(spec: ModelSpec, parallel: ParallelConfig) -> list[Catalog]:
+    """What each rank will hold, as services/trainer/shards.py finds it in the built model.
+
+    Megatron numbers ranks tensor first, pipeline last, and experts over all ranks of a stage.
+    """
+    catalogs: dict[tuple[int, int, int], Catalog] = {}
+    shares = []
+    for rank in range(parallel.world_size):
+        stage, within = divmod(rank, parallel.world_size // parallel.pipeline)
+        share = (stage, within % parallel.tensor, within % parallel.expert)
+        if share not in catalogs:
+            catalogs[share] = catalog_of(_held(spec, parallel, *share))
+        shares.append(share)
+    return [catalogs[share] for share in shares]
+
+
+def replica_catalogs(spec: ModelSpec, tp_size: int) -> list[Catalog]:
+    """What each tensor-parallel rank of an SGLang replica will hold; with one, that of a local engine."""
+    ranks = []
+    for rank in range(tp_size):
+        held = {name: parameter.pieces for name, parameter in parameters(spec, rank, tp_size).items()}
+        if spec.tied:
+            del held["lm_head.weight"]
+        ranks.append(catalog_of(held.values()))
+    return ranks
+
+
+def _held(
+    spec: ModelSpec, parallel: ParallelConfig, stage: int, tensor: int, expert: int
+) -> Iterator[list[Piece]]:
+    """Of each parameter of a rank, by its places along three axes."""
+    num_chunks = parallel.pipeline * parallel.virtual_pipeline
+    num_layers = spec.num_layers // num_chunks
+    num_experts = spec.experts.num // parallel.expert if spec.experts else 0
+    for number in range(stage, num_chunks, parallel.pipeline):
+        chunk = Chunk(
+            range(number * num_layers, (number + 1) * num_layers),
+            is_first=number == 0,
+            is_last=number == num_chunks - 1,
+            rank=tensor,
+            size=parallel.tensor,
+            experts=range(expert * num_experts, (expert + 1) * num_experts),
+        )
+        yield from pieces(spec, chunk).values()

@@ -1,0 +1,52 @@
+"""Arguments that describe someone else's server, as [[servers]] does."""
+
+import argparse
+from typing import get_args
+
+from services.config.schema import ServerConfig
+from services.runtime.errors import UserError
+from services.wire.types import ExternalServer
+
+FIELDS = ServerConfig.model_fields
+KINDS = get_args(FIELDS["kind"].annotation)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Beside kind, name and URL, which commands place differently."""
+    parser.add_argument("--protocol", required=True, choices=get_args(FIELDS["protocol"].annotation))
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="of the protocol; several times"
+    )
+    parser.add_argument(
+        "--auth",
+        default="",
+        metavar="env:VARIABLE",
+        help="where the bearer token stands: of register, in the coordinator's environment",
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=FIELDS["concurrency"].default, metavar="N", help="calls at once"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=FIELDS["timeout_s"].default, metavar="SECONDS", help="of one call"
+    )
+
+
+def described(arguments: argparse.Namespace, name: str) -> ExternalServer:
+    """Raises UserError where an option has no value."""
+    return ExternalServer(
+        kind=arguments.kind,
+        name=name,
+        url=arguments.url,
+        protocol=arguments.protocol,
+        options=dict(_option(text) for text in arguments.option),
+        auth=arguments.auth,
+        concurrency=arguments.concurrency,
+        timeout_s=arguments.timeout,
+    )
+
+
+def _option(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise UserError(f"--option {text}: expected KEY=VALUE, as in --option preset=slime")
+    return key, value
