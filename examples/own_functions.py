@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.coordinator.advantage import Estimate, Trajectories
-from services.wire.types import Group, ScoreItem
+from services.wire.types import Grade, Group, ScoreItem
 
 if TYPE_CHECKING:  # the coordinator and the reward service run without torch
     from torch import Tensor
@@ -19,10 +19,11 @@ if TYPE_CHECKING:  # the coordinator and the reward service run without torch
     from services.trainer.loss import PolicyTokens
 
 
-def close(item: ScoreItem, *, tolerance: int = 10) -> float:
-    """1 for the right number, down to 0 for one that is `tolerance` away."""
+def close(item: ScoreItem, *, tolerance: int = 10) -> float | Grade:
+    """1 for the right number, down to 0 for one that is `tolerance` away. The share of responses that are no
+    number becomes a metric."""
     if not item.response.isdecimal():
-        return 0.0
+        return Grade(0.0, "no number")
     return max(0.0, 1 - abs(int(item.response) - int(item.ground_truth)) / tolerance)
 
 
