@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from services.cli.arithmetic import build_arithmetic
 from services.rollout.engines.local import LocalEngine
+from services.weights.transport import shm
 from services.wire.types import GroupId, GroupRequest, Sampling, Version
 
 PROMPT_TOKENS, NEW_TOKENS = 6, 8
@@ -37,7 +38,14 @@ def run(rounds: int = 9) -> dict[str, Any]:
 
 async def _run(model: Path, dtype: str, rounds: int) -> dict[str, dict[str, float]]:
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
-    ours = LocalEngine(model, dtype=DTYPES[dtype], slots=128, max_length=16, version=Version("", 0))
+    ours = LocalEngine(
+        model,
+        dtype=DTYPES[dtype],
+        slots=128,
+        max_length=16,
+        version=Version("", 0),
+        receiver=shm.Receiver(),
+    )
     try:
         return {
             name: await _compare(ours, theirs, num_prompts, num_samples, rounds)

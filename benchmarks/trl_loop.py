@@ -2,9 +2,9 @@
 
 The work is the quickstart's: a Qwen2 of one million parameters, 16 prompts x 8 samples, at most 8 new
 tokens, one optimizer step a batch. TRL runs in an environment of its own (.venv-trl, made on first use),
-in fp32 and bf16 with one thread and two; ours in fp32 with one thread a process, as one trainer rank and
-one replica, as two of each, and one step off-policy. They take turns, and each side's best wall time
-counts; the off-policy one is reported apart. Prints JSON.
+in fp32 and bf16 with one thread and two; ours with one thread a process and prompts shared, as one trainer
+rank and one replica, as two of each, both dtypes, and one step off-policy. They take turns, and each
+side's best wall time counts; the off-policy one is reported apart. Prints the table of docs/benchmarks.md.
 """
 
 import argparse
@@ -13,8 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks import loop
 from services.cli.arithmetic import build_arithmetic
@@ -23,14 +24,13 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENT = ROOT / ".venv-trl"
 TRL, TORCH, TRANSFORMERS = "trl==1.16.0", "torch==2.13.0", "transformers==5.23.0"  # the two last: as ours
 
-
-OFF_POLICY = "1 rank, 1 replica, one step off-policy"
+OFF_POLICY = "fp32, 1 rank, 1 replica, one step off-policy"
 TWO_OF_EACH = ("trainer.parallel.data=2", "rollout.replicas=2")
 OURS: dict[str, tuple[str, ...]] = {
-    "1 rank, 1 replica": (),
-    "2 ranks, 2 replicas": TWO_OF_EACH,
+    "fp32, 1 rank, 1 replica": (),
+    "fp32, 2 ranks, 2 replicas": TWO_OF_EACH,
+    "bf16, 2 ranks, 2 replicas": (*TWO_OF_EACH, "trainer.dtype=bfloat16", "rollout.dtype=bfloat16"),
     OFF_POLICY: ("coordinator.max_staleness=1",),
-    "2 ranks, 2 replicas, again": TWO_OF_EACH,
 }
 THEIRS = {
     "fp32, 1 thread": ("float32", 1),
@@ -38,6 +38,12 @@ THEIRS = {
     "bf16, 1 thread": ("bfloat16", 1),
     "bf16, 2 threads": ("bfloat16", 2),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    wall_s: float  # of a step
+    cpu_s: float
 
 
 def main() -> None:
@@ -49,30 +55,36 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_arithmetic(folder / "assets", seed=0, digits=2)
-        atoll: dict[str, dict[str, Any]] = {}
-        trl: dict[str, dict[str, Any]] = {}
+        atoll: dict[str, Measured] = {}
+        trl: dict[str, Measured] = {}
         for (ours, overrides), (theirs, setting) in zip(OURS.items(), THEIRS.items(), strict=True):
-            config = loop.benchmark_config(
-                folder / "assets", folder, args.warmup_steps + args.steps + 1, overrides
-            )
-            atoll[ours] = loop.measure(config, args.steps, args.warmup_steps)
-            trl[theirs] = run_trl(python, folder, *setting, args)
-    off_policy = atoll[OFF_POLICY]["wall_s_per_step"]
-    best_of_atoll = min((name for name in atoll if name != OFF_POLICY), key=lambda name: _wall(atoll[name]))
-    best_of_trl = min(trl, key=lambda name: _wall(trl[name]))
-    report = {
-        "atoll": atoll,
-        "trl": trl,
-        "best_of_atoll": best_of_atoll,
-        "best_of_trl": best_of_trl,
-        "speedup": _wall(trl[best_of_trl]) / _wall(atoll[best_of_atoll]),
-        "speedup_one_step_off_policy": _wall(trl[best_of_trl]) / off_policy,
-    }
-    print(json.dumps(report, indent=2))
+            atoll[ours] = run_atoll(folder, overrides, args.steps, args.warmup_steps)
+            trl[theirs] = run_trl(python, folder, *setting, args.steps, args.warmup_steps)
+    print("\n".join(table(atoll, trl)))
 
 
-def _wall(measured: dict[str, Any]) -> float:
-    return float(measured["wall_s_per_step"])
+def table(atoll: Mapping[str, Measured], trl: Mapping[str, Measured]) -> Iterator[str]:
+    """Markdown: every run, then TRL's best wall time over ours."""
+    yield "| | wall s per step | CPU s per step |"
+    yield "|---|---|---|"
+    for side, runs in (("Atoll", atoll), ("TRL", trl)):
+        for name, run in runs.items():
+            yield f"| {side}, {name} | {run.wall_s:.3f} | {run.cpu_s:.3f} |"
+    theirs = _best(trl)
+    on_policy = _best({name: run for name, run in atoll.items() if name != OFF_POLICY})
+    for ours in (on_policy, OFF_POLICY):
+        ratio = trl[theirs].wall_s / atoll[ours].wall_s
+        yield f"\nTRL's best ({theirs}) over Atoll, {ours}: {ratio:.2f}x."
+
+
+def _best(runs: Mapping[str, Measured]) -> str:
+    return min(runs, key=lambda name: runs[name].wall_s)
+
+
+def run_atoll(folder: Path, overrides: tuple[str, ...], steps: int, warmup_steps: int) -> Measured:
+    config = loop.benchmark_config(folder / "assets", folder, warmup_steps + steps + 1, overrides)
+    measured = loop.measure(config, steps, warmup_steps)
+    return Measured(measured["wall_s_per_step"], measured["cpu_s_per_step"])
 
 
 def trl_python() -> Path:
@@ -85,23 +97,18 @@ def trl_python() -> Path:
     return python
 
 
-def run_trl(python: Path, folder: Path, dtype: str, threads: int, args: argparse.Namespace) -> dict[str, Any]:
+def run_trl(python: Path, folder: Path, dtype: str, threads: int, steps: int, warmup_steps: int) -> Measured:
     assets = folder / "assets"
     command: list[str | Path] = [
         *(python, ROOT / "benchmarks" / "trl_trainer.py"),
         *("--model", assets / "model", "--data", assets / "train.parquet", "--out", folder / "trl"),
-        *("--steps", str(args.steps), "--warmup-steps", str(args.warmup_steps)),
+        *("--steps", str(steps), "--warmup-steps", str(warmup_steps)),
         *("--dtype", dtype, "--threads", str(threads)),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     measured = json.loads(answer.stdout.splitlines()[-1])
-    samples = measured["steps"] * 128
-    return {
-        "wall_s_per_step": measured["wall_s"] / measured["steps"],
-        "cpu_s_per_step": measured["cpu_s"] / measured["steps"],
-        "samples_per_s": samples / measured["wall_s"],
-    }
+    return Measured(measured["wall_s"] / measured["steps"], measured["cpu_s"] / measured["steps"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""One replica with real SGLang on a CPU, without a coordinator: prints its address and serves until its
+standard input ends.
+
+Runs in SGLang's environment: `.venv-sglang/bin/python -m benchmarks.sglang_replica FOLDER`.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from services.config.schema import SGLangConfig
+from services.rollout.engines.sglang.engine import SGLangEngine
+from services.rollout.service import RolloutService
+from services.runtime.server import Server
+from services.wire.types import Version
+
+
+async def main(folder: Path) -> None:
+    engine = await SGLangEngine.start(
+        folder,
+        dtype="float32",
+        threads=1,
+        config=SGLangConfig.model_validate({"device": "cpu", "log_level": "warning"}),
+        transport="shm",
+        deadline_s=60.0,
+        version=Version("", 0),
+    )
+    service = RolloutService(engine, "rollout-0", "bench")
+    server = await Server.start(
+        "atoll.v1.Rollout", service.add_to, host="127.0.0.1", port=0, token=None, setting=""
+    )
+    print(server.address, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(grace_s=1.0)
+    await service.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

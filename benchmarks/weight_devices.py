@@ -1,0 +1,199 @@
+"""A weight push between processes on GPUs beside a copy on one of them: 3 GB in 339 tensors, about what a
+model of 1.5 billion parameters in bfloat16 has. `python -m benchmarks.weight_devices` prints JSON.
+
+`copy`: tensor by tensor, within a device. `hand_off` (cuda_ipc): the same out of the trainer's memory into a
+replica's buffers, unchecked. `push`: packed, checksummed, received, checked and committed. With one GPU the
+trainer and one replica share it (cuda_ipc); with more, each further one is a replica (nccl).
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.rollout.refit import Refit
+from services.trainer.publish import Publisher
+from services.weights.plan import plan
+from services.weights.transport.base import open_receiver, open_sender
+from services.wire.types import BOX, Catalog, Membership, Plan, Published, StreamManifest, Version
+
+NUM_TENSORS, ROWS, COLUMNS = 339, 1080, 2048  # of float32: 3.0 GB
+PART_ELEMENTS = 256 << 20  # 1 GiB: three rounds
+DEADLINE_S = 60.0
+
+
+class Writer:
+    """The trainer's rank."""
+
+    def __init__(self, device: str, transport: str) -> None:
+        use(device)
+        self._weights = torch.rand(NUM_TENSORS * ROWS * COLUMNS, device=device)
+        self._copy = torch.zeros_like(self._weights)
+        self._publisher = Publisher(
+            0, [self._weights], partial(open_sender, transport, DEADLINE_S, "127.0.0.1")
+        )
+
+    def train(self) -> None:
+        self._weights.add_(1e-3)
+        finish(self._weights)
+
+    def copy(self) -> float:
+        """Seconds."""
+        pairs = list(zip(self._copy.chunk(NUM_TENSORS), self._weights.chunk(NUM_TENSORS), strict=True))
+        return copied(pairs)
+
+    def publish(self, version: Version, membership: Membership, plan: Plan, part: int) -> Published:
+        return self._publisher.publish(version, "float32", {plan.id: membership}, [plan], part)
+
+
+class Reader:
+    """A replica's rank."""
+
+    def __init__(self, device: str, transport: str) -> None:
+        use(device)
+        weights = torch.zeros(NUM_TENSORS * ROWS * COLUMNS, device=device)
+        self._staging = torch.zeros_like(weights)
+        self._receiver = open_receiver(transport, DEADLINE_S)
+        self._refit = Refit([weights], Version("", 0), self._receiver)
+
+    def receive(
+        self, version: Version, streams: Sequence[StreamManifest], plan: Plan, membership: Membership
+    ) -> int:
+        return self._refit.receive(version, streams, plan, membership)
+
+    def commit(self, version: Version) -> None:
+        self._refit.commit(version)
+
+    def hand_off(self, streams: Sequence[StreamManifest], membership: Membership) -> float:
+        """Seconds to copy what stays readable, a tensor (or a part's piece of one) at a time."""
+        parts = [self._receiver.take(stream, membership).view(torch.float32) for stream in streams]
+        pieces = [piece for part in parts for piece in tensors_of(part)]
+        into = self._staging.split_with_sizes([len(piece) for piece in pieces])
+        return copied(list(zip(into, pieces, strict=True)))
+
+
+def tensors_of(part: torch.Tensor) -> Sequence[torch.Tensor]:
+    return part.tensor_split(list(range(ROWS * COLUMNS, len(part), ROWS * COLUMNS)))
+
+
+def use(device: str) -> None:
+    torch.set_num_threads(1)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+
+
+def copied(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    started = time.perf_counter()
+    for into, source in pairs:
+        into.copy_(source)
+    finish(pairs[0][0])
+    return time.perf_counter() - started
+
+
+def finish(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+class Worker:
+    """An object that lives in a process of its own."""
+
+    def __init__(self, kind: type[Writer] | type[Reader], device: str, transport: str) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, kind, device, transport), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __call__(self, method: str, *arguments: object) -> Any:
+        self._pipe.send((method, arguments))
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(pipe: Connection, kind: Callable[[str, str], object], device: str, transport: str) -> None:
+    target = kind(device, transport)
+    while True:
+        method, arguments = pipe.recv()
+        pipe.send(getattr(target, method)(*arguments))
+
+
+def measure(transport: str, devices: Sequence[str], rounds: int = 7) -> dict[str, Any]:
+    """Medians of seconds. The first device is the trainer's, the others are replicas'."""
+    boxes = [(t, 0, ROWS, 0, COLUMNS, 0, t * ROWS * COLUMNS, COLUMNS) for t in range(NUM_TENSORS)]
+    catalog = Catalog(tuple(f"layer.{t}" for t in range(NUM_TENSORS)), np.array(boxes, BOX))
+    weight_plan = plan([catalog], [catalog], part_elements=PART_ELEMENTS)
+    writer, *readers = workers = [
+        Worker(Reader if number else Writer, device, transport) for number, device in enumerate(devices)
+    ]
+    threads = ThreadPoolExecutor(len(workers))
+    membership = Membership(1, len(readers))
+    streams: list[StreamManifest] = []
+
+    def push(version: Version) -> None:
+        streams.clear()
+        ahead = threads.submit(writer, "publish", version, membership, weight_plan, 0)
+        for part in count(1):
+            published: Published = ahead.result()
+            if not published.last:
+                ahead = threads.submit(writer, "publish", version, membership, weight_plan, part)
+            streams.extend(published.streams)
+            receive = [
+                threads.submit(
+                    reader, "receive", version, published.streams, weight_plan, Membership(1, len(readers), m)
+                )
+                for m, reader in enumerate(readers)
+            ]
+            for call in receive:
+                call.result()
+            if published.last:
+                break
+        for reader in readers:
+            reader("commit", version)
+
+    seconds: dict[str, list[float]] = {"copy": [], "hand_off": [], "push": []}
+    try:
+        for number in range(1, rounds + 2):  # the first one opens, connects and sends the plan
+            writer("train")
+            started = time.perf_counter()
+            push(Version("bench", number))
+            seconds["push"].append(time.perf_counter() - started)
+            seconds["copy"].append(writer("copy"))
+            if transport in ("cuda_ipc", "shm"):
+                seconds["hand_off"].append(readers[0]("hand_off", streams, membership))
+    finally:
+        for worker in workers:
+            worker.close()
+        threads.shutdown()
+    medians = {name: median(times[1:]) for name, times in seconds.items() if times}
+    return {
+        "transport": transport,
+        "replicas": len(readers),
+        "bytes": 4 * NUM_TENSORS * ROWS * COLUMNS,
+        "seconds": medians,
+        "ratio_to_copy": {name: medians["copy"] / time_ for name, time_ in medians.items()},
+    }
+
+
+def main() -> None:
+    num_gpus = torch.cuda.device_count()
+    results = [measure("cuda_ipc", ["cuda:0", "cuda:0"])]
+    if num_gpus > 1:
+        results.append(measure("nccl", [f"cuda:{number}" for number in range(num_gpus)]))
+    print(json.dumps({"device": torch.cuda.get_device_name(0), "gpus": num_gpus, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

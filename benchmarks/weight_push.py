@@ -1,0 +1,305 @@
+"""A weight push on one host beside one thread's memory copy, interleaved in one run.
+
+A trainer rank and its replicas are processes of their own, as in a run; each runs our code and is called
+through a pipe. `hand_off`: the writer fills shared memory that the readers have mapped, and every reader
+has seen it. `push`: WeightSync.push, with checksums on both sides and the commit. GB/s count the model
+once, however many replicas receive it.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from services.config.schema import WeightsSection
+from services.coordinator.canary import Canary
+from services.coordinator.replicas import Replica, Replicas
+from services.coordinator.sync import WeightSync
+from services.rollout.refit import Refit
+from services.runtime.clients import Caller, RolloutClient, RolloutInfo, TrainerClient, TrainerInfo
+from services.trainer.publish import Publisher
+from services.weights.transport import shm
+from services.weights.transport.base import open_receiver, open_sender
+from services.wire.types import (
+    BOX,
+    Catalog,
+    Membership,
+    Plan,
+    Published,
+    ServiceEntry,
+    StreamManifest,
+    Version,
+)
+
+COLUMNS = 2048
+TENSOR_BYTES = 4 << 20
+DEADLINE_S = 60.0
+NOTHING = Version("", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a push travels and ends."""
+
+    transport: str = "shm"
+    in_place: bool = False  # a commit copies, as SGLang's does, instead of swapping buffers
+    num_readers: int = 1
+
+
+def run(num_bytes: int, rounds: int, setting: Setting) -> dict[str, Any]:
+    """Medians over `rounds`: GB/s, ratios to the round's memcpy, CPU seconds, seconds of stall."""
+    return asyncio.run(_run(num_bytes, rounds, setting))
+
+
+async def _run(num_bytes: int, rounds: int, setting: Setting) -> dict[str, Any]:
+    writer = Worker(Writer, num_bytes, setting.transport)
+    readers = [
+        Worker(Reader, num_bytes, setting.transport, setting.in_place) for _ in range(setting.num_readers)
+    ]
+    workers = [writer, *readers]
+    try:
+        location = await writer("location")
+        for reader in readers:
+            await reader("attach", location)
+
+        async def hand_off(num_readers: int) -> None:
+            expected = await writer("hand_off")
+            seen = await asyncio.gather(*(reader("last_byte") for reader in readers[:num_readers]))
+            assert seen == [expected] * num_readers
+
+        catalog = even_catalog(num_bytes)
+        replicas = {cast(RolloutClient, _Replica(reader)): (catalog,) for reader in readers}
+        pusher = Pusher(writer, catalog, replicas, setting.transport)
+        actions: dict[str, Callable[[], Awaitable[object]]] = {"memcpy": lambda: writer("memcpy")}
+        for num in range(1, 1 + setting.num_readers):
+            actions[f"hand_off_{num}"] = lambda num=num: hand_off(num)  # type: ignore[misc]
+        actions["push"] = pusher.push
+        measured = await interleaved(actions, rounds, workers, lambda: writer("train"))
+        arrived = await asyncio.gather(*(reader("take_arrived") for reader in readers))
+        assert arrived == [num_bytes * (rounds + 1)] * len(readers), "each target gets its own shard, once"
+        return {"bytes": num_bytes, **measured, "stall_s": pusher.stall_s}
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+async def interleaved(
+    actions: Mapping[str, Callable[[], Awaitable[object]]],
+    rounds: int,
+    workers: Sequence["Worker"],
+    before_each: Callable[[], Awaitable[object]],
+) -> dict[str, Any]:
+    """Seconds of each action, and of the first round's "memcpy" over them; one round more maps, touches and
+    sends the plan."""
+    wall: dict[str, list[float]] = {name: [] for name in actions}
+    cpu: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(rounds + 1):
+        for name, action in actions.items():
+            await before_each()
+            cpu_before, started = await _cpu_s(workers), time.perf_counter()
+            await action()
+            wall[name].append(time.perf_counter() - started)
+            cpu[name].append(await _cpu_s(workers) - cpu_before)
+    memcpy = np.array(wall["memcpy"][1:])
+    ratios = {name: memcpy / wall[name][1:] for name in actions if name != "memcpy"}
+    return {
+        "wall_s": {name: median(seconds[1:]) for name, seconds in wall.items()},
+        "ratio_to_memcpy": {name: median(values.tolist()) for name, values in ratios.items()},
+        "cpu_s": {name: median(seconds[1:]) for name, seconds in cpu.items()},
+    }
+
+
+class Pusher:
+    """The coordinator's side: pushes version after version."""
+
+    def __init__(
+        self,
+        writer: "Worker",
+        catalog: Catalog,
+        replicas: Mapping[RolloutClient, tuple[Catalog, ...]],
+        transport: str,
+    ) -> None:
+        known = Replicas(Caller(), request_timeout_s=60)
+        for number, (client, catalogs) in enumerate(replicas.items()):
+            name = f"rollout-{number}"
+            info = RolloutInfo(name, name, NOTHING, 0, 0, 0, "float32", catalogs, 0, 0, 0)
+            known.hold(Replica(ServiceEntry("rollout", name, name, ""), client, info, NOTHING))
+        trainer = cast(TrainerClient, _Trainer(writer, catalog))
+        self._sync = WeightSync(
+            lambda: trainer,
+            known,
+            Canary(Path(), every=0, tolerance=0.0),
+            WeightsSection.model_validate({"transport": transport, "deadline_s": DEADLINE_S}),
+            "float32",
+            finish_running=False,
+            first_epoch=1,
+        )
+        self._versions = (Version("bench", number) for number in count(1))
+        self._num_bytes = flat(catalog)[1]
+        self._stalls: list[float] = []
+
+    @property
+    def stall_s(self) -> float:
+        """Median of all pushes but the first, which sends the plan."""
+        return median(self._stalls[1:])
+
+    async def push(self) -> None:
+        report = await self._sync.push(next(self._versions))
+        assert (report.num_bytes, report.failed) == (self._num_bytes, {}), report
+        self._stalls.append(report.stall_s)
+
+
+class Worker:
+    """An object that lives in a process of its own."""
+
+    def __init__(self, kind: type["Writer"] | type["Reader"], *arguments: object) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, kind, arguments), daemon=True)
+        self._process.start()
+
+    async def __call__(self, method: str, *arguments: object) -> Any:
+        return await asyncio.to_thread(self._call, method, arguments)
+
+    def _call(self, method: str, arguments: tuple[object, ...]) -> Any:
+        self._pipe.send((method, arguments))
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(pipe: Connection, kind: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    torch.set_num_threads(1)
+    target = kind(*arguments)
+    while True:
+        method, arguments = pipe.recv()
+        pipe.send(time.process_time() if method == "cpu_s" else getattr(target, method)(*arguments))
+
+
+async def _cpu_s(workers: Sequence[Worker]) -> float:
+    return time.process_time() + sum([cast(float, await worker("cpu_s")) for worker in workers])
+
+
+class Writer:
+    """A trainer rank."""
+
+    def __init__(self, num_bytes: int, transport: str) -> None:
+        self._parameters = torch.rand(num_bytes // 4)
+        self._copy = torch.ones_like(self._parameters)
+        self._segment = shm.Segment(num_bytes)
+        self._publisher = Publisher(
+            0, [self._parameters], lambda parts: open_sender(transport, DEADLINE_S, "127.0.0.1", parts)
+        )
+
+    def location(self) -> str:
+        return self._segment.location
+
+    def train(self) -> None:
+        self._parameters.add_(1e-3)
+
+    def memcpy(self) -> None:
+        np.copyto(self._copy.numpy(), self._parameters.numpy())
+
+    def hand_off(self) -> int:
+        self._segment.memory.view(torch.float32).copy_(self._parameters)
+        return int(self._segment.memory[-1])
+
+    def publish(
+        self,
+        version: Version,
+        dtype: str,
+        members: Mapping[str, Membership],
+        new_plans: Sequence[Plan],
+        part: int,
+    ) -> Published:
+        return self._publisher.publish(version, dtype, members, new_plans, part)
+
+
+class Reader:
+    """A replica's engine."""
+
+    def __init__(self, num_bytes: int, transport: str, in_place: bool) -> None:
+        parameters = [torch.ones(num_bytes // 4)]
+        receiver = open_receiver(transport, DEADLINE_S)
+        self._refit = Refit(parameters, NOTHING, receiver, in_place=in_place)
+        self._arrived = 0
+
+    def attach(self, location: str) -> None:
+        self._memory = shm.attach(location)
+
+    def last_byte(self) -> int:
+        return int(self._memory[-1])
+
+    def receive(
+        self,
+        version: Version,
+        streams: Sequence[StreamManifest],
+        plan: Plan | None,
+        membership: Membership,
+    ) -> int:
+        num_bytes = self._refit.receive(version, streams, plan, membership)
+        self._arrived += num_bytes
+        return num_bytes
+
+    def commit(self, version: Version) -> float:
+        started = time.perf_counter()
+        self._refit.commit(version)
+        return time.perf_counter() - started
+
+    def take_arrived(self) -> int:
+        return self._arrived
+
+
+class _Trainer:
+    """TrainerClient's part in a push."""
+
+    def __init__(self, worker: Worker, catalog: Catalog) -> None:
+        self._worker = worker
+        self._catalog = catalog
+
+    async def info(self) -> TrainerInfo:
+        return TrainerInfo("", 1, 1, 1, 1, 1, 1, 0, 0, "", (self._catalog,), ("actor",))
+
+    async def publish_weights(self, *arguments: object) -> Published:
+        return cast(Published, await self._worker("publish", *arguments))
+
+
+class _Replica:
+    """RolloutClient's part in a push."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def receive_weights(self, *arguments: object) -> int:
+        return cast(int, await self._worker("receive", *arguments))
+
+    async def commit_weights(self, version: Version, *, finish_running: bool) -> float:
+        return cast(float, await self._worker("commit", version))
+
+
+def even_catalog(num_bytes: int) -> Catalog:
+    """Matrices of TENSOR_BYTES, one behind the other."""
+    tensors = [
+        (t, 0, TENSOR_BYTES // 4 // COLUMNS, 0, COLUMNS, 0, t * TENSOR_BYTES // 4, COLUMNS)
+        for t in range(num_bytes // TENSOR_BYTES)
+    ]
+    return Catalog(tuple(f"layer.{t}" for t in range(len(tensors))), np.array(tensors, BOX))
+
+
+def flat(catalog: Catalog) -> tuple[Catalog, int]:
+    """The same boxes, dense, in one buffer; and its bytes in float32."""
+    boxes = catalog.boxes.copy()
+    sizes = boxes["rows"] * boxes["columns"]
+    boxes["buffer"], boxes["stride"], boxes["offset"] = 0, boxes["columns"], np.cumsum(sizes) - sizes
+    return Catalog(catalog.tensors, boxes), int(sizes.sum()) * 4
