@@ -1,7 +1,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: quickstart test test-long lint proto docs
+.PHONY: quickstart test test-long test-sglang test-gpu lint proto docs
 
 quickstart: .venv/installed
 	$(BIN)/atoll quickstart
@@ -11,8 +11,16 @@ test: .venv/installed lint
 	$(BIN)/pytest -q -m "not long"
 
 # Learning runs, other environments.
-test-long: .venv/installed
+test-long: .venv/installed .venv-servers/installed test-sglang
 	$(BIN)/pytest -q -m long
+
+# The real SGLang on a CPU, one and two ranks; a part of the long tests.
+test-sglang: .venv-sglang/installed
+	.venv-sglang/bin/pytest -q tests/contract/test_engine.py tests/contract/test_engine_families.py tests/sglang
+
+# Kernels and device memory; each test skips with its reason where there is no GPU.
+test-gpu: .venv/installed
+	$(BIN)/pytest -q -rs tests/gpu
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -34,4 +42,22 @@ docs: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,dev]'
+	touch $@
+
+# Where rollout replicas with SGLang run: an environment of their own, as in production. The stand-ins are for
+# what has no CPU build.
+.venv-sglang/installed: pyproject.toml tests/sglang/requirements.txt
+	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install --quiet --disable-pip-version-check --no-deps \
+		--requirement tests/sglang/requirements.txt --editable .
+	.venv-sglang/bin/python -c "import pathlib, sysconfig; \
+		path = pathlib.Path(sysconfig.get_path('purelib'), 'stand_ins.pth'); \
+		path.write_text(f'{pathlib.Path(\"tests/sglang/stand_ins\").absolute()}\n')"
+	touch $@
+
+# Where the tests run other people's servers, which pin what we do not.
+.venv-servers/installed: tests/servers/requirements.txt
+	test -x .venv-servers/bin/python || $(PYTHON) -m venv .venv-servers
+	.venv-servers/bin/pip install --quiet --disable-pip-version-check --no-deps \
+		--requirement tests/servers/requirements.txt
 	touch $@
