@@ -1,157 +1,177 @@
-"""Weights from a TP2 trainer fleet to rollout processes over gRPC: equal, whole, whoever dies."""
+"""Weights from a trainer fleet to rollout processes over gRPC: equal, whole, whoever dies."""
 
 import asyncio
-import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-import xxhash
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from services.config.load import write_resolved
-from services.config.schema import RunConfig
-from services.coordinator.replicas import Replica, Replicas
-from services.coordinator.sync import WeightSync
-from services.runtime.clients import Caller, TrainerClient
+from services.config.schema import ParallelConfig
 from services.runtime.errors import ServiceUnavailableError
-from services.wire.types import GroupId, GroupRequest, Sample, Sampling, ServiceEntry, Version
-from tests.integration.test_trainer_service import Fleet, fleet, read_line, update
+from services.weights.transport import shm
+from services.wire.types import (
+    ServiceEntry,
+)
+from tests.integration.test_trainer_service import Fleet, fleet, update
+from tests.pushes import (
+    LOCAL,
+    Rollouts,
+    Run,
+    assert_hold,
+    check_kill,
+    check_layout,
+    connected,
+    push,
+    rollouts,
+    tensor_sums,
+)
 
-PROMPT = np.array([5, 9, 14, 7, 16], np.int32)
-V1, V2, V3, V4 = (Version("a3f0", number) for number in range(1, 5))
-
-
-class Processes:
-    """Rollout services, started and ended by this test alone."""
-
-    def __init__(self, folder: Path, model: Path) -> None:
-        self._folder = folder
-        self._config = folder / "rollout.json"
-        self.by_name: dict[str, subprocess.Popen[bytes]] = {}
-        rollout = {"local": {"slots": 8, "max_length": 256}}
-        run = {"name": "toy", "steps": 1, "dir": folder}
-        config = {"run": run, "model": {"path": model}, "data": {"train": [{"path": "unused"}]}}
-        write_resolved(RunConfig.model_validate(config | {"rollout": rollout}), self._config)
-
-    def start(self, *names: str) -> list[ServiceEntry]:
-        pipes = {name: self._popen(name) for name in names}
-        entries = []
-        for name, ready in pipes.items():
-            line = read_line(ready)
-            os.close(ready)
-            assert line, (self._folder / f"{name}.log").read_text()
-            entries.append(ServiceEntry("rollout", name, f"{name}-incarnation", json.loads(line)["address"]))
-        return entries
-
-    def _popen(self, name: str) -> int:
-        ready, write_end = os.pipe()
-        command = [sys.executable, "-m", "services.rollout", "--config", str(self._config), "--name", name]
-        with (self._folder / f"{name}.log").open("ab") as log:
-            self.by_name[name] = subprocess.Popen(
-                [*command, "--ready-fd", str(write_end)],
-                stdout=log,
-                stderr=log,
-                pass_fds=(write_end,),
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-        os.close(write_end)
-        return ready
+Two = Callable[[Path], Sequence[ServiceEntry]]
 
 
-@contextmanager
-def rollouts(folder: Path, model: Path) -> Iterator[Processes]:
-    processes = Processes(folder, model)
-    try:
-        yield processes
-    finally:
-        for process in processes.by_name.values():
-            process.kill()
-            process.wait()
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    """Two replicas of a model, which all trainer layouts push to."""
+    with ExitStack() as running:
+
+        @cache
+        def start(model: Path) -> Sequence[ServiceEntry]:
+            services = running.enter_context(rollouts(tmp_path_factory.mktemp("rollouts"), model))
+            return services.start({"rollout-0": LOCAL, "rollout-1": LOCAL})
+
+        yield start
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fixture", "layout", "finish_running"),
+    [
+        ("tiny_qwen3", ParallelConfig(), False),
+        ("tiny_qwen3", ParallelConfig(pipeline=2), True),
+        ("tiny_qwen3", ParallelConfig(data=2), False),
+        ("tiny_qwen3", ParallelConfig(tensor=2, sequence=True, pipeline=2), False),
+        ("tiny_qwen2_tied", ParallelConfig(pipeline=2), False),
+        ("tiny_qwen3_moe", ParallelConfig(expert=2, data=2), False),
+    ],
+)
+def test_layouts(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    two: Two,
+    fixture: str,
+    layout: ParallelConfig,
+    finish_running: bool,
+) -> None:
+    model = request.getfixturevalue(fixture)
+    with fleet(tmp_path, model, layout) as running:
+        asyncio.run(check_layout(running, two(model), model, tmp_path, layout, finish_running=finish_running))
 
 
 def test_push(tmp_path: Path, tiny_qwen3: Path) -> None:
-    with fleet(tmp_path, tiny_qwen3, 2, 1) as running, rollouts(tmp_path, tiny_qwen3) as processes:
-        asyncio.run(check_push(running, processes, tmp_path))
+    layout = ParallelConfig(tensor=2)
+    with fleet(tmp_path, tiny_qwen3, layout) as running, rollouts(tmp_path, tiny_qwen3) as services:
+        entries = services.start({"rollout-0": LOCAL, "rollout-1": LOCAL})
+        asyncio.run(check_layout(running, entries, tiny_qwen3, tmp_path, layout))
+        asyncio.run(check_deaths(running, services, entries, tiny_qwen3, tmp_path))
 
 
-async def check_push(running: Fleet, processes: Processes, folder: Path) -> None:
-    trainer = TrainerClient(running.address, Caller(fence=1), timeout_s=60)
-    replicas = Replicas(Caller(fence=1), 60)
-    sync = WeightSync(lambda: trainer, replicas, "float32", finish_running=False)
-    first, second = [await replicas.connect(entry) for entry in processes.start("rollout-0", "rollout-1")]
-    await sync.catch_up(first)
-    await sync.catch_up(second)
-
-    # both replicas hold what the trainer itself writes to disk
-    await update(trainer, 0)
-    assert (await sync.push(V1)).failed == {}
-    await trainer.export_hf(folder / "1")
-    for replica in (first, second):
-        assert await replica.client.checksums() == (V1, tensor_sums(folder / "1"))
-    assert_logprobs_are_of(folder / "1", await generate(first, 16))
-
-    # a sequence that runs goes on with the new weights
-    await update(trainer, 1)
-    sample = asyncio.create_task(generate(first, 250))
-    while (await first.client.info()).running == 0 and not sample.done():
-        pass
-    await sync.push(V2)
-    assert (await sample).versions() == {V1, V2}
-
-    # one replica dies in mid-push: the other gets the version
-    await update(trainer, 2)
-    await trainer.export_hf(folder / "3")
-    processes.by_name["rollout-1"].send_signal(signal.SIGSTOP)
-    push = asyncio.create_task(sync.push(V3))
-    assert not (await asyncio.wait({push}, timeout=1))[0]  # it waits for the replica that does not answer
-    processes.by_name["rollout-1"].kill()
-    assert (await push).failed.keys() == {"rollout-1"}
-    assert [replica.entry.name for replica in replicas] == ["rollout-0"]
-    assert await first.client.checksums() == (V3, tensor_sums(folder / "3"))
-
-    # one that joins gets it from what the trainer wrote then
-    await update(trainer, 3)
-    [late] = [await replicas.connect(entry) for entry in processes.start("rollout-2")]
-    await sync.catch_up(late)
-    assert await late.client.checksums() == (V3, tensor_sums(folder / "3"))
-    assert_logprobs_are_of(folder / "3", await generate(late, 16))
-
-    # the trainer dies: the replicas keep what they hold
-    for rank in running.ranks:
-        rank.kill()
-    with pytest.raises(ServiceUnavailableError):
-        await sync.push(V4)
-    assert await first.client.checksums() == (V3, tensor_sums(folder / "3"))
-    for client in (trainer, first.client, second.client, late.client):
-        await client.close()
+@pytest.mark.long
+def test_push_over_tcp(tmp_path: Path, tiny_qwen3: Path) -> None:
+    layout, weights = ParallelConfig(tensor=2), {"transport": "tcp", "deadline_s": 5.0}
+    with (
+        fleet(tmp_path, tiny_qwen3, layout, weights=weights) as running,
+        rollouts(tmp_path, tiny_qwen3, **weights) as services,
+    ):
+        entries = services.start({"rollout-0": LOCAL, "rollout-1": LOCAL})
+        asyncio.run(check_layout(running, entries, tiny_qwen3, tmp_path, layout, **weights))
+        asyncio.run(check_epochs(running, services, entries, tiny_qwen3, tmp_path, weights))
 
 
-def tensor_sums(exported: Path) -> dict[str, int]:
-    tensors = load_file(exported / "model.safetensors")
-    return {name: xxhash.xxh3_64_intdigest(tensor.numpy()) for name, tensor in tensors.items()}
+async def check_deaths(
+    running: Fleet, services: Rollouts, entries: Sequence[ServiceEntry], model: Path, folder: Path
+) -> None:
+    async with connected(running, entries, model, finish_running=False) as run:
+        first = run.members[0]
+        await push(run, 1)
+        await check_corruption(run, folder)
+
+        await check_kill(run, services, folder / "3", 3)
+        assert [replica.entry.name for replica in run.replicas] == ["rollout-0"]
+
+        # one that joins gets it from what the trainer wrote then
+        await update(run.trainer, 4)
+        [entry] = services.start({"rollout-2": LOCAL})
+        late = await run.join(entry)
+        await assert_hold([first, late], folder / "3", run.version(3))
+
+        # the trainer dies: the replicas keep what they hold
+        for rank in running.ranks:
+            rank.kill()
+        with pytest.raises(ServiceUnavailableError):
+            await run.sync.push(run.version(4))
+        assert await late.client.checksums() == (run.version(3), tensor_sums(folder / "3"))
+        await late.client.close()
 
 
-async def generate(replica: Replica, num_tokens: int) -> Sample:
-    request = GroupRequest(GroupId("toy", 0, 0), PROMPT, (0,), (num_tokens,), Sampling(num_tokens))
-    stream = replica.client.generate("actor", [request])
-    [sample] = [sample async for arrival in stream for sample in arrival.samples]
-    return sample
+async def check_epochs(
+    running: Fleet,
+    services: Rollouts,
+    entries: Sequence[ServiceEntry],
+    model: Path,
+    folder: Path,
+    weights: dict[str, object],
+) -> None:
+    """Where both ends enter each part together."""
+    async with connected(running, entries, model, finish_running=False, **weights) as run:
+        first, _ = run.members
+        await push(run, 1)
+        await check_kill(run, services, folder / "3", 3)
+
+        # one that joins is a member of the next push
+        [entry] = services.start({"rollout-1": LOCAL})
+        late = await run.join(entry)
+        assert run.replicas.waiting == {late}
+        await update(run.trainer, 4)
+        await run.trainer.export_hf(folder / "4")
+        assert (await run.sync.push(run.version(4))).num_replicas == 2
+        await assert_hold([first, late], folder / "4", run.version(4))
+        await late.client.close()
 
 
-def assert_logprobs_are_of(exported: Path, sample: Sample) -> None:
-    node = sample.nodes[0]
-    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    ids = torch.from_numpy(np.concatenate([PROMPT, node.token_ids])).long()
-    with torch.no_grad():
-        table = torch.log_softmax(model(input_ids=ids[None]).logits[0, len(PROMPT) - 1 : -1], -1)
-    expected = table.gather(1, ids[len(PROMPT) :, None])[:, 0].numpy()
-    np.testing.assert_allclose(node.logprobs, expected, atol=1e-4)
+async def check_corruption(run: Run, folder: Path) -> None:
+    """One replica finds a flipped byte in the trainer's memory: it keeps what it has, and catches up."""
+    first, second = run.members
+    before = await second.client.checksums()
+    first_is_done = asyncio.Event()
+    receive = {replica: replica.client.receive_weights for replica in run.members}
+
+    async def receive_well(*arguments: object) -> int:
+        first_is_done.clear()
+        num_bytes = await receive[first](*arguments)
+        first_is_done.set()
+        return num_bytes
+
+    async def receive_corrupted(version: object, streams: Sequence, *rest: object) -> int:
+        await first_is_done.wait()
+        byte = shm.attach(streams[0].location)[streams[0].offset + streams[0].num_bytes // 2 :][:1]
+        byte ^= 1
+        try:
+            return await receive[second](version, streams, *rest)
+        finally:
+            byte ^= 1
+
+    first.client.receive_weights, second.client.receive_weights = receive_well, receive_corrupted
+    await update(run.trainer, 2)
+    report = await run.sync.push(run.version(2))
+    first.client.receive_weights, second.client.receive_weights = receive[first], receive[second]
+    assert report.failed.keys() == {"rollout-1"}
+    assert "got checksum" in report.failed["rollout-1"]
+    assert "nothing was committed" in report.failed["rollout-1"]
+    assert await second.client.checksums() == before
+    assert list(run.replicas) == [first]
+    await run.trainer.export_hf(folder / "2")
+    await run.sync.catch_up(second)  # as once it is seen to generate
+    assert list(run.replicas) == [first, second]
+    await assert_hold(run.members, folder / "2", run.version(2))

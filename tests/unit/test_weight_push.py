@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,24 +17,27 @@ from services.trainer.publish import Publisher
 from services.weights.boxes import tensor_checksums
 from services.weights.plan import plan
 from services.weights.transport import shm
-from services.wire.types import Published, StreamManifest, Version
+from services.wire.types import Membership, Published, StreamManifest, Version
 from tests.unit.weight_layouts import Shard, catalogs, random_model, shards
 
 V0, V1, V2, V3 = (Version("a3f0", number) for number in range(4))
+ALONE = Membership(0, 1)
 
 
 class Fleet:
     """Trainer ranks and the target ranks of one replica class."""
 
-    def __init__(self, sources: list[Shard], targets: list[Shard], dtype: str = "float32") -> None:
+    def __init__(
+        self, sources: list[Shard], targets: list[Shard], dtype: str = "float32", part_elements: int = 4096
+    ) -> None:
         self.sources, self.targets, self.dtype = sources, targets, dtype
-        self.plan = plan(catalogs(sources), catalogs(targets))
-        self.publishers = [Publisher(rank, shard.buffers) for rank, shard in enumerate(sources)]
+        self.plan = plan(catalogs(sources), catalogs(targets), part_elements=part_elements)
+        self.publishers = [Publisher(rank, shard.buffers, shm.Sender) for rank, shard in enumerate(sources)]
         self.replica = self.join()
 
     def join(self) -> list[Refit]:
         buffers = [[torch.zeros_like(b) for b in shard.buffers] for shard in self.targets]
-        return [Refit(flat, V0, rank) for rank, flat in enumerate(buffers)]
+        return [Refit(flat, V0, shm.Receiver(), rank) for rank, flat in enumerate(buffers)]
 
     def train(self, seed: int) -> dict[str, torch.Tensor]:
         model = random_model(seed)
@@ -45,14 +49,16 @@ class Fleet:
         parts: list[Published] = []
         while not parts or not parts[-1].last:
             each = [
-                p.publish(version, self.dtype, [self.plan.id], [self.plan], len(parts))
+                p.publish(version, self.dtype, {self.plan.id: ALONE}, [self.plan], len(parts))
                 for p in self.publishers
             ]
             parts.append(publish.merged(each))
         return parts
 
     def receive(self, version: Version, parts: list[Published], replica: list[Refit]) -> int:
-        return sum(refit.receive(version, part.streams, self.plan) for part in parts for refit in replica)
+        return sum(
+            refit.receive(version, part.streams, self.plan, ALONE) for part in parts for refit in replica
+        )
 
     def push(self, version: Version) -> list[Published]:
         parts = self.publish(version)
@@ -66,6 +72,11 @@ class Fleet:
         for refit, shard in zip(replica, self.targets, strict=True):
             Shard(shard.catalog, refit.commit(refit.version)).read_into(model)
         return model
+
+
+def streams_of(parts: list[Published]) -> list[StreamManifest]:
+    """By trainer rank."""
+    return sorted((stream for part in parts for stream in part.streams), key=lambda stream: stream.source)
 
 
 def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -120,15 +131,14 @@ def test_buffers_may_be_views():
     ]
     for view, buffer in zip(views, fleet.sources[0].buffers, strict=True):
         view.copy_(buffer)
-    fleet.publishers = [Publisher(0, views)]
+    fleet.publishers = [Publisher(0, views, shm.Sender)]
     fleet.push(V1)
     assert_equal(fleet.live(fleet.replica), model)
 
 
-def test_parts(monkeypatch):
-    """A version in parts of at most 512 bytes or one transfer: the same bytes, each sent once."""
-    monkeypatch.setattr(publish, "PART_BYTES", 512)
-    fleet = Fleet(shards(2), shards(1))
+def test_parts():
+    """A version in rounds of 128 elements at most: the same bytes, each sent once."""
+    fleet = Fleet(shards(2), shards(1), part_elements=128)
     model = fleet.train(1)
     parts = fleet.push(V1)
     assert len(parts) > 2
@@ -196,7 +206,7 @@ def test_corrupted_byte_is_named_and_never_committed():
     down = next(
         t for t in fleet.plan.transfers if fleet.plan.tensors[t["tensor"]] == "down" and t["source"] == 1
     )
-    stream = parts[0].streams[1]
+    stream = next(stream for part in parts for stream in part.streams if stream.source == 1)
     segment = shm.attach(stream.location)
     segment[stream.offset + 4 * int(down["stream"]) + 2] ^= 1
     with pytest.raises(
@@ -218,62 +228,63 @@ def test_order_of_calls():
     fleet = Fleet(shards(2), shards(1))
     refit = fleet.replica[0]
     fleet.train(1)
-    streams = fleet.publish(V1)[0].streams
+    streams = streams_of(fleet.publish(V1))
     with pytest.raises(WeightPushError, match="never sent: send the plan"):
-        refit.receive(V1, streams, None)
+        refit.receive(V1, streams, None, ALONE)
     with pytest.raises(WeightPushError, match="commit of a3f0:1, but nothing is staged"):
         refit.commit(V1)
-    refit.receive(V1, streams[:1], fleet.plan)
-    with pytest.raises(WeightPushError, match=r"5 of 10 slices have not arrived; the first is '.*rank 1"):
+    refit.receive(V1, streams[:1], fleet.plan, ALONE)
+    missing, total = (fleet.plan.transfers["source"] == 1).sum(), len(fleet.plan.transfers)
+    expected = rf"{missing} of {total} slices have not arrived; the first is '.*rank 1"
+    with pytest.raises(WeightPushError, match=expected):
         refit.commit(V1)
-    refit.receive(V1, streams[1:], None)
+    refit.receive(V1, streams[1:], None, ALONE)
     with pytest.raises(WeightPushError, match="commit of a3f0:2, but a3f0:1 is staged"):
         refit.commit(V2)
     refit.rollback(V2)  # another version: nothing to forget
     refit.rollback(V1)
     with pytest.raises(WeightPushError, match="nothing is staged"):
         refit.commit(V1)
-    refit.receive(V1, streams, None)
+    refit.receive(V1, streams, None, ALONE)
     refit.commit(V1)
     refit.commit(V1)  # repeated: nothing
-    assert refit.receive(V1, streams, None) == 0
+    assert refit.receive(V1, streams, None, ALONE) == 0
     fleet.push(V2)
     with pytest.raises(WeightPushError, match="got a3f0:1, but a3f0:2 is live"):
-        refit.receive(V1, streams, None)
-    refit.receive(
-        Version("b111", 1), fleet.publish(Version("b111", 1))[0].streams, None
-    )  # a restored trainer
-    refit.commit(Version("b111", 1))
+        refit.receive(V1, streams, None, ALONE)
+    restored = Version("b111", 1)
+    refit.receive(restored, streams_of(fleet.publish(restored)), None, ALONE)
+    refit.commit(restored)
 
 
 def test_unknown_plan_is_refused_by_the_trainer():
     fleet = Fleet(shards(1), shards(1))
     with pytest.raises(WeightPushError, match="trainer rank 0 has no plan feed"):
-        fleet.publishers[0].publish(V1, "float32", ["feed"], [], 0)
+        fleet.publishers[0].publish(V1, "float32", {"feed": ALONE}, [], 0)
 
 
-def test_parts_are_asked_for_in_order(monkeypatch):
-    monkeypatch.setattr(publish, "PART_BYTES", 512)
-    fleet = Fleet(shards(1), shards(1))
+def test_parts_are_asked_for_in_order():
+    fleet = Fleet(shards(1), shards(1), part_elements=128)
     fleet.train(1)
     with pytest.raises(WeightPushError, match="part 1 of a3f0:1 is asked for after part -1 of None"):
-        fleet.publishers[0].publish(V1, "float32", [fleet.plan.id], [fleet.plan], 1)
+        fleet.publishers[0].publish(V1, "float32", {fleet.plan.id: ALONE}, [fleet.plan], 1)
     fleet.push(V1)
     fleet.train(2)
-    fleet.publishers[0].publish(V2, "float32", [fleet.plan.id], [], 0)
+    fleet.publishers[0].publish(V2, "float32", {fleet.plan.id: ALONE}, [], 0)
     with pytest.raises(WeightPushError, match="part 2 of a3f0:2 is asked for after part 0 of a3f0:2"):
-        fleet.publishers[0].publish(V2, "float32", [fleet.plan.id], [], 2)
+        fleet.publishers[0].publish(V2, "float32", {fleet.plan.id: ALONE}, [], 2)
 
 
 def test_writer_is_gone():
     fleet = Fleet(shards(1), shards(1))
     fleet.train(1)
     stream = fleet.publish(V1)[0].streams[0]
-    gone = StreamManifest(0, "/proc/1/fd/99999", 0, stream.plan_id, 0, stream.checksums)
+    gone = replace(stream, location="/proc/1/fd/99999")
     with pytest.raises(WeightPushError, match="cannot map the weights of trainer rank 0"):
-        fleet.replica[0].receive(V1, [gone], fleet.plan)
+        fleet.replica[0].receive(V1, [gone], fleet.plan, ALONE)
 
 
+@pytest.mark.long
 def test_killed_writer_leaves_nothing():
     script = (
         "from services.weights.transport.shm import Segment\n"

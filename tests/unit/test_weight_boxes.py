@@ -1,0 +1,79 @@
+"""Checksums of boxes: that of the host against xxhash, that of devices against Python's integers."""
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from services.weights import boxes
+from services.weights.boxes import box_view, checksum, copy_boxes, device_checksum
+
+
+def splitmix64(number: int) -> int:
+    """Output `number` from seed 0; the first is 0xE220A8397B1DCDAF."""
+    z = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def words_sum(data: bytes, block: int = 1 << 20) -> int:
+    """The definition, in Python's integers."""
+    data += bytes(-len(data) % 4)
+    words = [int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, len(data), 4)]
+    factors = [splitmix64(i) for i in range(min(block, len(words)))]
+    sums = [
+        sum(word * factor for word, factor in zip(words[first : first + block], factors, strict=False))
+        for first in range(0, len(words) // block * block + 1, block)
+    ]
+    if len(sums) == 1:
+        return sums[0] % 2**64
+    return words_sum(b"".join((s % 2**64).to_bytes(8, "little") for s in sums), block)
+
+
+def test_splitmix64_is_the_published_generator():
+    """Reference outputs of seed 0, from Vigna's splitmix64.c."""
+    assert [splitmix64(i) for i in range(3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (33, 17)])
+def test_device_checksum_is_its_definition(shape, dtype):
+    box = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert int(device_checksum(box)) % 2**64 == words_sum(box.view(torch.uint8).numpy().tobytes())
+
+
+@pytest.mark.parametrize("num_words", [15, 16, 17, 32, 50, 1000])
+def test_device_checksum_of_several_blocks(monkeypatch, num_words):
+    monkeypatch.setattr(boxes, "NUM_FACTORS", 16)
+    boxes._factors.cache_clear()
+    box = torch.randint(-(2**31), 2**31, (num_words, 1), generator=torch.Generator().manual_seed(0)).int()
+    assert int(device_checksum(box)) % 2**64 == words_sum(box.numpy().tobytes(), block=16)
+    boxes._factors.cache_clear()
+
+
+def test_device_checksum_sees_what_simple_sums_do_not():
+    """One bit; two words exchanged; the signs of two elements; a strided box is summed as the dense one."""
+    box = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    expected = device_checksum(box)
+    exchanged, negated, flipped = box.clone(), box.clone(), box.clone()
+    exchanged[0, 0], exchanged[5, 3] = box[5, 3], box[0, 0]
+    negated[0, 0] *= -1
+    negated[5, 3] *= -1
+    flipped.view(torch.int32)[7, 5] ^= 1
+    for other in (exchanged, negated, flipped):
+        assert device_checksum(other) != expected
+    wide = torch.zeros(8 * 10)
+    box_view(wide, 8, 6, 2, 9).copy_(box)
+    assert device_checksum(box_view(wide, 8, 6, 2, 9)) == expected
+
+
+def test_copies_cast_and_are_checked_as_the_bytes_that_they_hold():
+    sources = [torch.randn(300, 1000), torch.randn(2, 3)]  # of more and of less than a chunk
+    into = [torch.zeros(300, 1010, dtype=torch.bfloat16)[:, 5:1005], torch.zeros(2, 3, dtype=torch.bfloat16)]
+    got = copy_boxes(into, sources)
+    expected = [xxhash.xxh3_64_intdigest(s.bfloat16().view(torch.int16).numpy().tobytes()) for s in sources]
+    np.testing.assert_array_equal(got, np.array(expected, np.uint64))
+    for box, source in zip(into, sources, strict=True):
+        torch.testing.assert_close(box, source.bfloat16(), rtol=0, atol=0)
+        assert checksum(source, torch.bfloat16) == checksum(box, torch.bfloat16)
