@@ -1,0 +1,29 @@
+"""The real SGLang on this CPU, under the contract of tests/contract."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from services.config.schema import SGLangConfig
+from services.rollout.engines.base import Engine
+from services.rollout.engines.sglang.engine import SGLangEngine
+from services.wire.types import Version
+
+V0 = Version("a3f0", 0)
+
+
+def started_with(tp_size: int) -> Callable[[Path], Awaitable[Engine]]:
+    """Starts an engine of so many ranks."""
+
+    async def start(folder: Path) -> Engine:
+        settings = {"device": "cpu", "tp_size": tp_size, "log_level": "error"}
+        return await SGLangEngine.start(
+            folder,
+            dtype="float32",
+            threads=1,
+            config=SGLangConfig.model_validate(settings),
+            transport="shm",
+            deadline_s=30.0,
+            version=V0,
+        )
+
+    return start
