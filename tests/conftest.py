@@ -4,10 +4,13 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # The same cases in every run, so that a change is judged by itself; to look for others, take it out.
-settings.register_profile("same", derandomize=True)
+# Nothing is timed: a busy machine is no failure.
+settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("same")
 
 
@@ -29,7 +32,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_model(folder: Path, family: str, **overrides: object) -> Path:
-    """A random `family` ("qwen2" or "qwen3") model in Hugging Face's format, fp32, with tokenizer."""
+    """A random model of a `family` as transformers calls it, in Hugging Face's format, with tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -46,8 +49,10 @@ def write_model(folder: Path, family: str, **overrides: object) -> Path:
         "pad_token_id": 0,
         "bos_token_id": None,
     }
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         settings["head_dim"] = 16
+    if family == "qwen3_moe":
+        settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(settings | overrides)))
     # the default initialisation leaves biases at 0 and norms at 1: move them, so that a dropped one shows
@@ -85,3 +90,35 @@ def diverged_qwen2(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama 3.1's stretched positions: of a head's 8 pairs, some stay, some are between, some slow."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    return write_model(
+        tmp_path_factory.mktemp("llama3"), "llama", rope_parameters=rope, tie_word_embeddings=True
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe", norm_topk_prob=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_moe_plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chosen experts' probabilities as they are: they do not sum to 1."""
+    return write_model(tmp_path_factory.mktemp("qwen3_moe_plain"), "qwen3_moe", norm_topk_prob=False)

@@ -5,21 +5,29 @@ from pathlib import Path
 from services.config.schema import OptimizerConfig
 from services.runtime.model_spec import read_spec, with_value_head
 from services.trainer import cpu_compat
-from services.trainer.forward import Forward
+from services.trainer.attention import BACKENDS
+from services.trainer.forward import Budget, Forward
+from services.trainer.hf import load_model
 from services.trainer.loss import ppo_clip
-from services.trainer.model import build
+from services.trainer.model import ModelSettings
 from services.trainer.objective import PolicyObjective, PolicySettings, SupervisedObjective, ValueObjective
 from services.trainer.step import Learner
 from services.wire.types import PolicyBatch, SupervisedBatch, ValueBatch
 
 PPO = PolicySettings(ppo_clip)
+PLAIN = ModelSettings()
 
 
 def policy_forward(
-    folder: Path, max_tokens: int = 60, shares_prefix: bool = True, temperature: float = 1.0
+    folder: Path,
+    max_tokens: int = 60,
+    attention: str = "shared_prefix",
+    temperature: float = 1.0,
+    settings: ModelSettings = PLAIN,
 ) -> Forward:
     with cpu_compat.apply():
-        return Forward(build(folder, read_spec(folder)), max_tokens, shares_prefix, temperature)
+        model = load_model(folder, read_spec(folder), settings)
+        return Forward(model, Budget(max_tokens, 2 * max_tokens), BACKENDS[attention], temperature)
 
 
 def policy_learner(
@@ -41,9 +49,10 @@ def critic_learner(
     optimizer: OptimizerConfig,
     clip: float = 0.5,
     max_tokens: int = 60,
-    shares_prefix: bool = True,
+    attention: str = "shared_prefix",
+    settings: ModelSettings = PLAIN,
 ) -> Learner:
     with cpu_compat.apply():
-        model = build(folder, with_value_head(read_spec(folder, ("language", "value"))))
-        forward = Forward(model, max_tokens, shares_prefix, temperature=1.0)
+        model = load_model(folder, with_value_head(read_spec(folder, ("language", "value"))), settings)
+        forward = Forward(model, Budget(max_tokens, 2 * max_tokens), BACKENDS[attention], temperature=1.0)
         return Learner("critic", forward, {ValueBatch: ValueObjective(forward, "critic", clip)}, optimizer)

@@ -1,15 +1,26 @@
-"""Starts a function on several torch.distributed ranks, each its own process."""
+"""Starts a function on several torch.distributed ranks, each its own process.
+
+Ranks are forked from a server that has imported torch, Megatron and transformers, which takes eight seconds
+of a core. It is started for the first test that wants ranks, and ends with the tests' process.
+"""
 
 import faulthandler
 import multiprocessing
 import os
-import socket
+import pickle
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
+
+from services.runtime.ports import reserved_port
+
+PRELOADED = ("tests.learners", "tests.plain_loop", "services.trainer.checkpoint", "transformers.generation")
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240) -> list[Any]:
@@ -19,8 +30,55 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     The first rank that fails ends all of them, and its traceback is the error. At the deadline each rank
     that still runs prints where it stands.
     """
-    context = multiprocessing.get_context("spawn")
-    port = _free_port()
+    _, server = _server()
+    with reserved_port() as port:
+        call = function, world_size, port, args, timeout_s, dict(os.environ), os.getcwd()
+        server.send_bytes(pickle.dumps(call))  # tensors by value
+        error, results = pickle.loads(server.recv_bytes())
+    if error is not None:
+        raise error
+    return cast(list[Any], results)
+
+
+@cache
+def _server() -> tuple[subprocess.Popen[bytes], Connection]:
+    ours, theirs = multiprocessing.Pipe()
+    paths = [path for path in sys.path if path]
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"from tests.ranks import serve; serve({theirs.fileno()})"],
+        pass_fds=[theirs.fileno()],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+    )
+    theirs.close()
+    return process, ours
+
+
+def serve(descriptor: int) -> None:
+    """Runs one function after another, until the other end of the pipe is closed."""
+    pipe = Connection(descriptor)
+    for name in PRELOADED:
+        import_module(name)
+    while True:
+        try:
+            call = pipe.recv_bytes()
+        except EOFError:
+            return
+        function, world_size, port, args, timeout_s, environment, folder = pickle.loads(call)
+        os.environ.clear()
+        os.environ |= environment
+        os.chdir(folder)
+        answer: tuple[Exception | None, list[Any]]
+        try:
+            answer = None, _run(function, world_size, port, args, timeout_s)
+        except (AssertionError, TimeoutError) as error:
+            answer = error, []
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+def _run(
+    function: Callable[..., Any], world_size: int, port: int, args: tuple[Any, ...], timeout_s: float
+) -> list[Any]:
+    context = multiprocessing.get_context("fork")
     ranks, pipes = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
@@ -79,9 +137,3 @@ def _call(
         answer.send(("", function(*args)))
     except BaseException:
         answer.send((traceback.format_exc(), None))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

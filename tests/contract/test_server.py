@@ -4,15 +4,16 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from services.runtime.clients import Caller, RolloutClient
+from services.runtime.clients import Caller, RolloutClient, TrainerClient
 from services.runtime.errors import (
     AtollError,
     ServiceUnavailableError,
@@ -22,7 +23,8 @@ from services.runtime.errors import (
     WeightPushError,
 )
 from services.runtime.server import Server
-from services.wire.types import PauseMode
+from services.wire import codec
+from services.wire.types import PauseMode, Segments
 from services.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 TOKEN = "s3cret-token"
@@ -80,6 +82,20 @@ async def serving(servicer: FakeRollout, token: str | None = None) -> AsyncItera
         host="127.0.0.1",
         port=0,
         token=token,
+        setting="--port",
+    )
+    yield server.address
+    await server.stop(0)
+
+
+@asynccontextmanager
+async def serving_trainer() -> AsyncIterator[str]:
+    server = await Server.start(
+        "atoll.v1.Trainer",
+        lambda s: trainer_pb2_grpc.add_TrainerServicer_to_server(FakeTrainer(), s),
+        host="127.0.0.1",
+        port=0,
+        token=None,
         setting="--port",
     )
     yield server.address
@@ -178,17 +194,9 @@ async def test_a_bug_names_itself_and_leaves_its_traceback_in_the_log(
 
 
 async def test_streams_of_requests_pass_the_gate_too() -> None:
-    server = await Server.start(
-        "atoll.v1.Trainer",
-        lambda s: trainer_pb2_grpc.add_TrainerServicer_to_server(FakeTrainer(), s),
-        host="127.0.0.1",
-        port=0,
-        token=None,
-        setting="--port",
-    )
     fenced = (("atoll-fence", "1"),)
     requests = [trainer_pb2.ForwardBackwardRequest()] * 3
-    async with grpc.aio.insecure_channel(server.address) as channel:
+    async with serving_trainer() as address, grpc.aio.insecure_channel(address) as channel:
         stub = trainer_pb2_grpc.TrainerStub(channel)
         reply = await stub.ForwardBackward(iter(requests), timeout=5, metadata=fenced)
         assert dict(reply.metrics) == {"chunks": 3.0}
@@ -197,7 +205,36 @@ async def test_streams_of_requests_pass_the_gate_too() -> None:
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         call = stub.ComputeLogprobs(iter([trainer_pb2.ComputeLogprobsRequest()] * 2), timeout=5)
         assert len([reply async for reply in call]) == 2
-    await server.stop(0)
+
+
+async def test_an_epoch_that_ends_while_its_requests_stream_is_refused() -> None:
+    request = trainer_pb2.ForwardBackwardRequest()
+    async with serving_trainer() as address, grpc.aio.insecure_channel(address) as channel:
+        stub = trainer_pb2_grpc.TrainerStub(channel)
+        old = stub.ForwardBackward(timeout=5, metadata=(("atoll-fence", "1"),))
+        await old.write(request)
+        await stub.ForwardBackward(iter([request]), timeout=5, metadata=(("atoll-fence", "2"),))
+        with suppress(grpc.aio.AioRpcError):  # it may know already
+            await old.write(request)
+            await old.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await old
+        assert caught.value.details() == (
+            "/atoll.v1.Trainer/ForwardBackward: epoch 1 is over, epoch 2 has called; "
+            "another coordinator took this run over"
+        )
+
+
+async def test_a_refusal_reaches_a_caller_that_goes_on_sending() -> None:
+    """Refused before the first of its chunks, it has 20 MB to send: what fails then is the sending."""
+    refusal = "/atoll.v1.Trainer/ComputeValues: the call has no deadline; set a timeout"
+    chunk = trainer_pb2.ComputeValuesRequest(segments=codec.encode_segments(zeros(500, 1000)))
+    async with serving_trainer() as address, grpc.aio.insecure_channel(address) as channel:
+        for _ in range(10):
+            call = trainer_pb2_grpc.TrainerStub(channel).ComputeValues(iter([chunk] * 10))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.details() == refusal
 
 
 async def test_a_token_is_asked_of_everything_but_health_and_never_logged(
@@ -301,3 +338,31 @@ async def test_a_call_cancelled_by_an_ending_service_finds_it_unavailable(addres
     async with calling(address, fence=1) as client:
         with pytest.raises(ServiceUnavailableError, match="the service ends, and calls in progress with it"):
             await client.abort("ending")
+
+
+def zeros(num_groups: int, length: int) -> Segments:
+    """Each segment a group of its own."""
+    return Segments(
+        token_ids=np.zeros(num_groups * length, np.int32),
+        offsets=np.arange(num_groups + 1, dtype=np.int64) * length,
+        parents=np.full(num_groups, -1, np.int32),
+        groups=np.arange(num_groups, dtype=np.int32),
+    )
+
+
+async def test_a_peer_that_dies_while_requests_stream_to_it_is_unavailable() -> None:
+    """About every second such call ends with INTERNAL, which grpc.aio says by itself."""
+
+    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # HTTP/2's empty SETTINGS: the connection stands
+        await reader.read(1000)
+        writer.transport.abort()
+
+    async with await asyncio.start_server(reset, "127.0.0.1", 0) as peer:
+        address = f"127.0.0.1:{peer.sockets[0].getsockname()[1]}"
+        for _ in range(6):
+            client = TrainerClient(address, Caller(fence=1), 5)
+            with pytest.raises(ServiceUnavailableError, match="the connection failed"):
+                await client.compute_values(zeros(50, 1000))
+            await client.close()

@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 from services.cli.launcher import supervise
-from services.cli.processes import Service, ServiceDiedError
+from services.cli.processes import Service, ServiceDiedError, ServiceGroup
 from services.runtime.clients import CoordinatorClient
 
 FAKE = Path(__file__).with_name("fake_service.py")
 
 
-def fake(name: str, behaviour: str, *arguments: str, max_restarts: int = 0) -> Service:
+def fake(name: str, behaviour: str, *arguments: str, max_restarts: int = 0) -> ServiceGroup:
     command = (sys.executable, str(FAKE), behaviour, name, *arguments)
-    return Service(name, command, max_restarts=max_restarts)
+    return ServiceGroup((Service(name, command),), max_restarts)
 
 
 async def follow(client: CoordinatorClient) -> None:
@@ -28,7 +28,7 @@ async def follow(client: CoordinatorClient) -> None:
 def main() -> None:
     folder, coordinator, *behaviours = sys.argv[1:]
 
-    def services(address: str) -> list[Service]:
+    def services(address: str) -> list[ServiceGroup]:
         return [fake(f"service-{i}", behaviour, address) for i, behaviour in enumerate(behaviours)]
 
     first = fake("coordinator", coordinator, "--expected", str(len(behaviours)))

@@ -54,7 +54,9 @@ def test_help_needs_nothing_heavy() -> None:
     assert answer.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", ["quickstart", "run", "status", "data", "export", "bench", "serve"])
+@pytest.mark.parametrize(
+    "command", ["quickstart", "run", "status", "reload", "data", "export", "bench", "serve"]
+)
 def test_every_command_has_help(command: str) -> None:
     answer = atoll(command, "--help")
     assert answer.returncode == 0

@@ -7,7 +7,7 @@ and records the policy versions that were live while it ran.
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +16,17 @@ import numpy as np
 import pytest
 
 from services.config.schema import FilterConfig
+from services.coordinator import journal_scripts as scripts
+from services.coordinator.control import Control
 from services.coordinator.generation import Generation
-from services.coordinator.groups import DynamicSampling, staleness
+from services.coordinator.groups import DynamicSampling, PendingGroup, staleness
 from services.coordinator.journal import Checkpoint, Journal, RestoredGroup
-from services.coordinator.replicas import Replica, Replicas
+from services.coordinator.replicas import Replica, Replicas, State
 from services.coordinator.rewards import Rewards
 from services.coordinator.source import GenerateSource
 from services.runtime.clients import Arrival, Caller
-from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
-from services.runtime.store import Store, embedded
+from services.runtime.errors import AtollError, ServiceUnavailableError, StoreError, UserError
+from services.runtime.store import Script, Store, embedded
 from services.wire import codec
 from services.wire.types import (
     FinishReason,
@@ -72,9 +74,10 @@ class SimulatedReplica:
     death_rate: float
     version: Version
     asked: list[tuple[SampleId, int, float]]  # sample, attempt, temperature; of all replicas
+    died: Callable[[], None]
     hangs: Callable[[SampleId], bool] = lambda id: False  # such samples never finish
 
-    async def generate(self, model: str, requests: Sequence[GroupRequest]) -> AsyncIterator[Arrival]:
+    async def generate(self, model: str, requests: Sequence[GroupRequest]) -> AsyncGenerator[Arrival, None]:
         finished: asyncio.Queue[Sample] = asyncio.Queue()
         tasks = []
         for request in requests:
@@ -85,6 +88,7 @@ class SimulatedReplica:
             for _ in tasks:
                 sample = await finished.get()
                 if self.dice.random() < self.death_rate:
+                    self.died()
                     raise ServiceUnavailableError(f"{self.name} was killed")
                 yield Arrival([sample], codec.encode_samples([sample]).SerializeToString())
         finally:
@@ -139,11 +143,21 @@ class Dataflow:
     def __init__(self, store: Store, *, death_rate: float = 0.0, graders: Graders | None = None) -> None:
         self.dice = random.Random(0)
         self.version = Version("", 0)
+        self.restarts: list[asyncio.Task[None]] = []
         self.replicas = Replicas(Caller(), 5.0)
         self.asked: list[tuple[SampleId, int, float]] = []
         self.simulated = [
-            SimulatedReplica(f"rollout-{i}", self.dice, death_rate, self.version, self.asked)
+            SimulatedReplica(f"rollout-{i}", self.dice, death_rate, self.version, self.asked, self._restart)
             for i in range(2)
+        ]
+        self.routed = [
+            Replica(
+                ServiceEntry("rollout", simulated.name, "1", ""),
+                simulated,  # type: ignore[arg-type]
+                SimpleNamespace(slots=1024),  # type: ignore[arg-type]
+                self.version,
+            )
+            for simulated in self.simulated
         ]
         self.journal = Journal(store, "toy")
         rewards = Rewards(1, [graders or Graders()])  # type: ignore[list-item]
@@ -178,18 +192,16 @@ class Dataflow:
             dynamic_sampling=DynamicSampling(FilterConfig(name=filter, max_refill=max_refill), 10),
         )
 
+    def _restart(self) -> None:
+        """Dead replicas come back with the current version after a while."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.02, lambda: self.restarts.append(loop.create_task(self.publish(self.version))))
+
     async def publish(self, version: Version) -> None:
         """Every replica holds the version from now on; dead ones are back."""
-        for simulated in self.simulated:
-            simulated.version = version
-            await self.replicas.route(
-                Replica(
-                    ServiceEntry("rollout", simulated.name, "1", ""),
-                    simulated,  # type: ignore[arg-type]
-                    SimpleNamespace(),  # type: ignore[arg-type]
-                    version,
-                )
-            )
+        for simulated, replica in zip(self.simulated, self.routed, strict=True):
+            simulated.version = replica.version = version
+            await self.replicas.route(replica)
 
 
 def of_baseline(group: Group) -> list[Sample]:
@@ -291,6 +303,58 @@ async def test_without_a_replica_the_run_ends_with_the_reason(store: Store) -> N
     assert "0 of 1 rollout replicas are ready after 0.1 s" in str(failure.value.exceptions[0])
 
 
+async def test_a_journal_that_does_not_take_a_sample_ends_the_run(store: Store) -> None:
+    """The sample would never be graded, and its replica is not to blame."""
+    flow = Dataflow(store)
+    await flow.start()
+    source = flow.source(max_staleness=0, steps=1)
+
+    async def refuse(samples: Sequence[Sample], payload: bytes) -> list[Sample]:
+        raise StoreError("the store is away")
+
+    flow.journal.finish = refuse  # type: ignore[method-assign]
+    running = asyncio.create_task(flow.generation.run())
+    await source.published(flow.version)
+    with pytest.raises(ExceptionGroup) as failure:
+        await asyncio.wait_for(running, 20)
+    assert isinstance(failure.value.exceptions[0], StoreError)
+    assert {replica.state for replica in flow.routed} == {State.ROUTED}
+
+
+async def test_a_group_that_is_dropped_while_its_retry_is_noted_is_not_sent_again(store: Store) -> None:
+    flow = Dataflow(store, death_rate=1.0)
+    generation, completed = flow.generation, asyncio.Event()
+
+    class Sink:
+        async def finished(self, samples: Sequence[Sample], payload: bytes) -> None: ...
+
+        async def retried(self, samples: Sequence[SampleId], reason: str) -> None:
+            await generation.cancel("toy/0/0/")  # as where another sample of it cannot be graded
+            for simulated in flow.simulated:
+                simulated.death_rate = 0.0
+            await flow.publish(flow.version)
+            generation.submit([pending(1)], self)
+
+        async def completed(self, group: PendingGroup) -> None:
+            completed.set()
+
+        async def dropped(self, group: PendingGroup, reason: str) -> None: ...
+
+    def pending(number: int) -> PendingGroup:
+        prompt = Prompts().prompt(GroupId("toy", 0, number))
+        return PendingGroup(prompt, number, Sampling(8), [None, None], 0)
+
+    await flow.publish(flow.version)
+    running = asyncio.create_task(generation.run())
+    generation.submit([pending(0)], Sink())
+    await asyncio.wait_for(completed.wait(), 20)
+    running.cancel()
+    assert [(id.group.prompt, id.index, attempt) for id, attempt, _ in flow.asked] == [
+        *((0, 0, 0), (0, 1, 0)),
+        *((1, 0, 0), (1, 1, 0)),
+    ]
+
+
 async def test_refill_goes_up_to_the_bound_for_each_batch(store: Store) -> None:
     """2 batches of 10 are left out before the first batch, and again before the second."""
     flow = Dataflow(store, graders=Graders(flat={*range(20), *range(30, 50)}))
@@ -370,7 +434,7 @@ async def test_a_restart_in_mid_group_keeps_what_is_there_of_samples_and_baselin
     running.cancel()
 
     flow = Dataflow(store)
-    restored = await flow.start(Checkpoint(0, killed.version, await killed.journal.snapshot()))
+    restored = await flow.start(Checkpoint(0, killed.version, await killed.journal.snapshot(0)))
     source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
     source.restore(restored, flow.version)
     running = asyncio.create_task(flow.generation.run())
@@ -385,6 +449,30 @@ async def test_a_restart_in_mid_group_keeps_what_is_there_of_samples_and_baselin
         assert [sample.score for sample in of_baseline(group)] == [GREEDY_SCORE]
         for sample in (*group.samples, *of_baseline(group)):
             assert sample.attempt == hangs(sample.id)
+
+
+async def test_a_stop_in_the_midst_of_consuming_a_batch_loses_none_of_it(store: Store) -> None:
+    """The last checkpoint is made while the answer to `consume` is on its way; the store is lost then."""
+    stopped, control = Dataflow(store), Control(trains=True)
+    await stopped.start()
+    source, consume = stopped.source(max_staleness=0, steps=1), stopped.journal.consume
+
+    async def consume_and_stop(step: int, samples: Sequence[SampleId]) -> None:
+        await consume(step, samples)
+        await control.stop()
+        await asyncio.Event().wait()
+
+    stopped.journal.consume = consume_and_stop  # type: ignore[method-assign]
+    running = asyncio.create_task(stopped.generation.run())
+    await source.published(stopped.version)
+    assert await asyncio.wait_for(control.unless_stopped(source.take(1, 10, stopped.version)), 20) is None
+    running.cancel()
+    checkpoint = Checkpoint(0, stopped.version, await stopped.journal.snapshot(0))
+
+    await store.write(Script("redis.call('DEL', unpack(KEYS))"), scripts.TABLES)
+    restored = await Dataflow(store).start(checkpoint)
+    assert [group.id.prompt for group in restored] == list(range(10))
+    assert all(sample is not None for group in restored for sample in group.samples)
 
 
 async def test_a_stale_baseline_is_generated_again_alone(store: Store) -> None:
@@ -404,6 +492,7 @@ async def test_a_stale_baseline_is_generated_again_alone(store: Store) -> None:
     ]
     source.restore(groups, current)
     running = asyncio.create_task(flow.generation.run())
+    await source.published(current)
     taken = await asyncio.wait_for(source.take(1, 10, current), 20)
     running.cancel()
     assert sorted(flow.asked) == [(id, 1, 0.0) for id in ids if id.index == 8]
@@ -413,6 +502,23 @@ async def test_a_stale_baseline_is_generated_again_alone(store: Store) -> None:
         assert [(s.attempt, s.score, s.versions()) for s in of_baseline(group)] == [
             (1, GREEDY_SCORE, {current})
         ]
+
+
+async def test_restored_groups_of_several_steps_keep_their_order(store: Store) -> None:
+    """As after a checkpoint some steps older than the journal: each step trains on what it trained on."""
+    flow = Dataflow(store)
+    await flow.start()
+    groups = [RestoredGroup(GroupId("toy", 0, prompt), (None,) * 8, (1,) * 8) for prompt in range(20)]
+    await flow.journal.issue([SampleId(group.id, index) for group in groups for index in range(8)])
+    source = flow.source(max_staleness=0, steps=2)
+    source.restore(groups, flow.version)
+    running = asyncio.create_task(flow.generation.run())
+    for step, prompts in ((1, range(10)), (2, range(10, 20))):
+        await source.published(flow.version)
+        taken = await asyncio.wait_for(source.take(step, 10, flow.version), 20)
+        assert [group.prompt.id.prompt for group in taken] == list(prompts)
+        assert {id.group.prompt for id, _, _ in flow.asked} == set(range(prompts.stop))
+    running.cancel()
 
 
 async def test_a_restart_with_another_group_size_is_refused(store: Store) -> None:

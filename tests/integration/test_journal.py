@@ -67,7 +67,7 @@ async def test_the_first_finished_attempt_wins_and_a_second_is_refused_and_count
     assert await finish(journal, [first]) == [first]
     assert await finish(journal, [second]) == []
     assert (await journal.counts())["refused"] == 1
-    restored = await journal.restore(Checkpoint(0, now, await journal.snapshot()))
+    restored = await journal.restore(Checkpoint(0, now, await journal.snapshot(0)))
     assert texts(restored.groups) == [("toy/0/1/0:0",)]
 
 
@@ -195,7 +195,7 @@ async def test_an_older_checkpoint_than_the_last_brings_its_own_journal(store: S
     x, y = sample_id(0), sample_id(1)
     await journal.issue([x, y])
     await finish(journal, [sample(x, Version(a, 0))])
-    old = Checkpoint(0, Version(a, 0), await journal.snapshot())
+    old = Checkpoint(0, Version(a, 0), await journal.snapshot(0))
     await journal.consume(1, [x])
     await journal.commit(1)  # the store has forgotten x
     restored = await journal.restore(old)
@@ -207,9 +207,9 @@ async def test_a_checkpoint_of_another_branch_brings_its_own_journal(store: Stor
     """Lineage A is saved at steps 1 and 2; after a restore of 1 the store belongs to branch B."""
     journal, a = await opened(store)
     await journal.issue([sample_id(0)])
-    early = Checkpoint(1, Version(a, 1), await journal.snapshot())
+    early = Checkpoint(1, Version(a, 1), await journal.snapshot(1))
     await journal.issue([sample_id(1)])
-    late = Checkpoint(2, Version(a, 2), await journal.snapshot())
+    late = Checkpoint(2, Version(a, 2), await journal.snapshot(2))
     await journal.restore(early)
     await journal.drop([sample_id(0)], "test")
     await journal.issue([sample_id(2)])
@@ -223,7 +223,7 @@ async def test_a_crash_between_checkpoint_and_commit_trains_on_nothing_twice(sto
     await journal.issue(ids)
     await finish(journal, [sample(id, Version(a, 0)) for id in ids])
     await journal.consume(1, ids[:1])
-    checkpoint = Checkpoint(1, Version(a, 1), await journal.snapshot())
+    checkpoint = Checkpoint(1, Version(a, 1), await journal.snapshot(1))
     await journal.consume(2, ids[1:])  # after the checkpoint, so it comes back
     restored = await journal.restore(checkpoint)
     assert texts(restored.groups) == [("toy/0/1/0:0",)]
@@ -395,7 +395,9 @@ class JournalMachine(RuleBasedStateMachine):
     def checkpoint(self, commits: bool) -> None:
         """Without the commit: a crash comes after the checkpoint was written, before the store knows."""
         version = Version(*self.world.path[-1])
-        checkpoint = Checkpoint(self.world.step, version, self.runner.run(self.journal.snapshot()))
+        checkpoint = Checkpoint(
+            self.world.step, version, self.runner.run(self.journal.snapshot(self.world.step))
+        )
         self.checkpoints.append((checkpoint, self.world.copy()))
         if commits:
             self.runner.run(self.journal.commit(self.world.step))

@@ -14,13 +14,27 @@ import psutil
 import pytest
 
 from services.cli import launcher, processes
-from services.cli.launcher import supervise
-from services.cli.processes import Fleet, ServiceDiedError
+from services.cli.launcher import launch, supervise
+from services.cli.processes import Fleet, Service, ServiceDiedError, ServiceGroup
+from services.config.load import read_resolved, write_resolved
+from services.config.schema import RunConfig
+from services.runtime import store
 from services.runtime.clients import CoordinatorClient
-from services.runtime.errors import AtollError
+from services.runtime.errors import AtollError, UserError
+from services.runtime.process import EXIT_GAVE_UP, EXIT_RANK_LOST
 from tests.integration.fake_run import fake
 
 TIMEOUT_S = 30
+
+
+def shell(name: str, script: str) -> Service:
+    """A process that serves at once, then runs a script."""
+    serve = """echo pid $$ port $MASTER_PORT; echo '{"address": ""}' > /proc/self/fd/$2; """
+    return Service(name, ("/bin/sh", "-c", serve + script, name))
+
+
+SERVES, DIES, DIES_LATER = "exec sleep 60", "kill -KILL $$", "sleep 0.3; kill -KILL $$"
+LOSES_A_RANK = f"echo another rank is gone; exit {EXIT_RANK_LOST}"
 
 
 def pids(logs: Path, name: str) -> list[int]:
@@ -70,10 +84,56 @@ async def test_a_service_is_restarted_as_often_as_it_may(
         with pytest.raises(ServiceDiedError, match=r"rollout-0 died \(signal SIGKILL\)"):
             await fleet.keep(fake("rollout-0", "dies", max_restarts=2))
     assert len(set(pids(tmp_path, "rollout-0"))) == 3
-    assert [record.getMessage() for record in caplog.records] == [
-        "rollout-0 died (signal SIGKILL); restart 1 of 2",
-        "rollout-0 died (signal SIGKILL); restart 2 of 2",
+    told = [record.getMessage().splitlines() for record in caplog.records]
+    assert [lines[0].partition(";")[0] for lines in told] == [
+        "restart 1 of 2 of rollout-0: rollout-0 died (signal SIGKILL)",
+        "restart 2 of 2 of rollout-0: rollout-0 died (signal SIGKILL)",
     ]
+
+
+async def test_a_service_that_has_given_up_is_not_restarted(tmp_path: Path) -> None:
+    gives_up = ServiceGroup((shell("rollout-0", f"exit {EXIT_GAVE_UP}"),), max_restarts=3)
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(ServiceDiedError, match=r"rollout-0 died \(exit code 4\)"):
+            await fleet.keep(gives_up)
+    assert len(pids(tmp_path, "rollout-0")) == 1
+
+
+async def test_a_death_ends_its_group_and_all_of_it_starts_again_at_another_port(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = shell("actor-0", SERVES), shell("actor-1", DIES), shell("actor-2", SERVES)
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(ServiceDiedError, match=r"actor-1 died \(signal SIGKILL\)"):
+            await fleet.keep(ServiceGroup(ranks, max_restarts=1))
+        lives = [pids(tmp_path, f"actor-{number}") for number in range(3)]
+        assert [len(set(life)) for life in lives] == [2, 2, 2]
+        assert not any(psutil.pid_exists(first) for first, _ in lives)
+    ports = [re.findall(r"port (\d+)", (tmp_path / f"actor-{number}.log").read_text()) for number in range(3)]
+    assert ports[0] == ports[1] == ports[2]
+    assert len(set(ports[0])) == 2
+    assert len(caplog.records) == 1
+    told = caplog.records[0].getMessage()
+    assert told.startswith("restart 1 of 1 of actor-0, actor-1, actor-2: actor-1 died (signal SIGKILL)")
+    assert told.endswith(f"  pid {lives[1][0]} port {ports[1][0]}")
+
+
+async def test_the_rank_to_blame_is_named_though_its_peers_end_first(tmp_path: Path) -> None:
+    ranks = shell("actor-0", LOSES_A_RANK), shell("actor-1", DIES_LATER)
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(ServiceDiedError, match=r"^actor-1 died \(signal SIGKILL\)"):
+            await fleet.keep(ServiceGroup(ranks))
+
+
+async def test_a_rank_that_lost_one_that_only_hangs_is_named_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "CAUSE_TIMEOUT_S", 0.2)
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(
+            ServiceDiedError, match=r"(?s)^actor-0 died \(exit code 3\).*another rank is gone"
+        ):
+            await fleet.keep(ServiceGroup((shell("actor-0", LOSES_A_RANK), shell("actor-1", SERVES))))
 
 
 async def test_an_end_that_nobody_asked_for_is_a_death(tmp_path: Path) -> None:
@@ -160,3 +220,23 @@ def test_a_killed_launcher_takes_its_services_along(tmp_path: Path) -> None:
         services = children(command)
         command.kill()
         assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
+
+
+def test_a_second_launcher_leaves_the_run_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its services read it again when they are restarted."""
+    monkeypatch.setattr(store, "LOCK_TIMEOUT_S", 0.1)
+
+    def config(steps: int) -> RunConfig:
+        data = {"train": [{"path": "train.parquet"}]}
+        run = {"name": "toy", "steps": steps, "dir": tmp_path}
+        return RunConfig.model_validate({"run": run, "model": {"path": "model"}, "data": data})
+
+    async def follow(client: CoordinatorClient) -> None:
+        pytest.fail("it has begun")
+
+    folder = config(7).folder
+    with store.embedded(folder / "store"):
+        write_resolved(config(7), folder / "config.json")
+        with pytest.raises(UserError, match="another run of this name is alive"):
+            launch(config(8), follow, resume=False)
+    assert read_resolved(folder / "config.json").run.steps == 7

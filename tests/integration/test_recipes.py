@@ -31,8 +31,9 @@ def recipe(name: str, *roles: str, **expected: object) -> Recipe:
     return Recipe(name, frozenset(roles), **expected)  # type: ignore[arg-type]
 
 
-FAST = [recipe("ppo", "critic", "reference", kl="reward", whitened=True)]
-LONG = [
+RECIPES = [
+    recipe("gspo"),
+    recipe("ppo", "critic", "reference", kl="reward", whitened=True),
     recipe("own_functions", scores=(0.0, 1.2), filtered=True),
     recipe("grpo", "reference", kl="loss"),
     recipe("dr_grpo"),
@@ -42,9 +43,9 @@ LONG = [
     recipe("reinforce_pp", "reference", kl="reward", whitened=True),
     recipe("reinforce_pp_baseline", "reference", kl="loss", whitened=True),
     recipe("remax", "reference", kl="reward"),
-    recipe("gspo"),
     recipe("cispo"),
     recipe("pf_ppo", "critic", whitened=True),
+    recipe("lora", warmup_steps=150),  # of a model of random weights that stay as they are
     recipe("safe_rlhf", "critic", "cost_critic", "reference", kl="reward", whitened=True),
 ]
 
@@ -97,11 +98,8 @@ def rows_of(folder: Path, recipe: Recipe) -> list[dict[str, float]]:
     return rows[1:]
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [*FAST, *(pytest.param(r, marks=pytest.mark.long) for r in LONG)],
-    ids=lambda recipe: recipe.name,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_recipe_runs_with_what_it_needs_and_says_how_it_went(folder: Path, recipe: Recipe) -> None:
     first, _, last = rows = rows_of(folder, recipe)
     logs = {path.stem for path in (folder / "runs" / recipe.name / "logs").iterdir()}
@@ -150,3 +148,14 @@ def test_a_recipe_runs_with_what_it_needs_and_says_how_it_went(folder: Path, rec
             assert before["cost/mean"] == pytest.approx(before["reward/length_cost/mean"])
             step = 0.05 * (before["cost/mean"] - 3.5) * before["cost/multiplier"]
             assert after["cost/multiplier"] == pytest.approx(before["cost/multiplier"] * math.exp(step))
+
+
+@pytest.mark.long
+def test_the_supervised_recipe_starts_the_trainer_alone_and_learns(folder: Path) -> None:
+    atoll(folder, "run", "examples/sft.toml", "--set", "run.steps=60")
+    run = folder / "runs" / "sft"
+    assert {path.stem for path in (run / "logs").iterdir()} == {"coordinator", "actor-0"}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["val/arithmetic/nll"] > math.log(40)  # random: of 64 tokens
+    # who knows that a response is two or three digits and an end: (3 ln 10) / 4 = 1.73 a token
+    assert rows[-1]["val/arithmetic/nll"] < 1.73

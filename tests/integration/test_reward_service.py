@@ -1,7 +1,6 @@
 """A reward service over real gRPC, with graders that hang, crash and misbehave."""
 
 import asyncio
-import dataclasses
 import json
 import os
 import signal
@@ -9,38 +8,70 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import grpc.aio
 import psutil
 import pytest
 
-from services.config.schema import GraderConfig
+from services.cli.main import main
+from services.config.schema import GraderConfig, RewardSection, SandboxConfig
+from services.coordinator.control import Control
+from services.coordinator.registry import Registry
+from services.coordinator.service import CoordinatorService
+from services.reward.graders import Panel
+from services.reward.sandbox.base import Dialogue
 from services.reward.service import RewardService
 from services.runtime.clients import Caller, RewardClient
-from services.runtime.errors import UserError
+from services.runtime.errors import OverloadedError, ServiceUnavailableError, UserError
 from services.runtime.server import Server
-from services.wire.types import FinishReason, Graded, GradingError, GroupId, SampleId, ScoreItem
+from services.runtime.store import Store
+from services.wire import codec
+from services.wire.types import (
+    Execution,
+    FinishReason,
+    Graded,
+    GradingError,
+    GroupId,
+    Limits,
+    SampleId,
+    ScoreItem,
+    ServiceEntry,
+    Status,
+)
+from services.wire.v1 import reward_pb2, reward_pb2_grpc
+
+NO_SERVERS: Any = SimpleNamespace(health=tuple)
 
 GRADER = """
-import os, re
+import os, re, signal
 
 def grade(item):
+    if "began" in item.extra:
+        open(item.extra["began"], "w").close()  # waits until the test reads it
+    if "go" in item.extra:
+        open(item.extra["go"], "w").close()
     if item.response == "hang":
-        if "fifo" in item.extra:
-            open(item.extra["fifo"], "w").close()  # tells the test that grading has begun
         re.match(r"(a+)+$", "a" * 64 + "b")  # holds the interpreter lock for ages
-    if item.response == "crash":
+    if item.response == "abort":
         os.abort()
+    if item.response == "exit":
+        os._exit(0)
+    if item.response == "quit":
+        raise SystemExit("enough")
     if item.response == "raise":
         raise LookupError("no such column")
-    if item.response == "nan":
-        return float("nan")
+    if item.response == "away":
+        raise ConnectionResetError("judge:8000")
     return float(item.extra["length"]) / 10
 """
 
 
-def item(index: int, response: str) -> ScoreItem:
+def item(index: int, response: str, **extra: object) -> ScoreItem:
     return ScoreItem(
         id=SampleId(GroupId("toy", 0, 7), index),
         prompt="12+34=",
@@ -49,25 +80,37 @@ def item(index: int, response: str) -> ScoreItem:
         data_source="arithmetic",
         finish_reason=FinishReason.LENGTH,
         response_length=3,
-        extra={"length": str(index)},
+        extra={"length": str(index)} | {key: str(value) for key, value in extra.items()},
     )
 
 
 @asynccontextmanager
-async def serving(
-    graders: Sequence[GraderConfig], timeout_s: float = 20.0
-) -> AsyncIterator[tuple[RewardClient, RewardService]]:
-    service = RewardService(graders, timeout_s)
+async def serving(service: RewardService) -> AsyncIterator[RewardClient]:
     server = await Server.start(
         "atoll.v1.Reward", service.add_to, host="127.0.0.1", port=0, token=None, setting="--port"
     )
     client = RewardClient(server.address, Caller(), timeout_s=60.0)
     try:
-        yield client, service
+        yield client
     finally:
         await client.close()
         await server.stop(0)
         await service.close()
+
+
+@asynccontextmanager
+async def grading(*graders: GraderConfig, max_queued: int = 8192) -> AsyncIterator[RewardClient]:
+    service = await RewardService.start(RewardSection(graders=graders, max_queued=max_queued))
+    async with serving(service) as client:
+        yield client
+
+
+async def replies(client: RewardClient, items: Sequence[ScoreItem]) -> AsyncIterator[reward_pb2.ScoreReply]:
+    """The messages of one call, as they come."""
+    async with grpc.aio.insecure_channel(client.address) as channel:
+        request = reward_pb2.ScoreRequest(items=[codec.encode_score_item(item) for item in items])
+        async for reply in reward_pb2_grpc.RewardStub(channel).Score(request, timeout=60):
+            yield reply
 
 
 @pytest.fixture
@@ -76,105 +119,296 @@ def grader(tmp_path: Path) -> GraderConfig:
     return GraderConfig(name=f"{tmp_path / 'mine.py'}:grade", weight=2.0)
 
 
-def graders_of_this_test() -> list[psutil.Process]:
-    """Spawned processes only; multiprocessing's resource tracker stays for the life of the parent."""
-    return [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+@pytest.fixture
+def began(tmp_path: Path) -> Path:
+    os.mkfifo(tmp_path / "began")
+    return tmp_path / "began"
 
 
-async def test_scores_with_every_grader(grader: GraderConfig) -> None:
-    async with serving([GraderConfig(name="exact_match"), grader]) as (client, _):
-        assert await client.describe() == ("exact_match", grader.name)
-        verdicts = await client.score([item(1, "46"), item(2, "45")])
-        assert verdicts == [
-            Graded(item(1, "").id, 1.2, {"exact_match": 1.0, grader.name: 0.1}),
-            Graded(item(2, "").id, 0.4, {"exact_match": 0.0, grader.name: 0.2}),
+@pytest.fixture
+def go(tmp_path: Path) -> Path:
+    os.mkfifo(tmp_path / "go")
+    return tmp_path / "go"
+
+
+async def opened(fifo: Path) -> None:
+    """Waits for the grader that opens it, which waits for this."""
+    await asyncio.wait_for(asyncio.to_thread(fifo.read_bytes), 30)
+
+
+def workers() -> list[psutil.Process]:
+    """The children of the server that they are forked from, which stays, as does the resource tracker."""
+    return [worker for child in psutil.Process().children() for worker in child.children()]
+
+
+async def all_gone(processes: Sequence[psutil.Process]) -> bool:
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=10)
+    return not alive
+
+
+async def test_cheap_graders_run_in_the_service_and_answer_in_batches() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    async with grading(GraderConfig(name="exact_match"), GraderConfig(name="server:judge")) as client:
+        assert await client.describe() == ("exact_match",)  # the coordinator asks servers itself
+        items = [item(index, "46" if index % 3 else "45") for index in range(200)]
+        messages = [reply async for reply in replies(client, items)]
+        assert [len(message.verdicts) for message in messages] == [64, 64, 64, 8]
+        assert await client.score(items) == [
+            Graded(item.id, float(item.response == "46"), {"exact_match": float(item.response == "46")})
+            for item in items
         ]
         assert await client.score([]) == []
-    assert graders_of_this_test() == []
+        assert set(psutil.Process().children(recursive=True)) <= before
+        with pytest.raises(UserError, match=r"names no file\.py:function: there is nothing to load anew"):
+            await client.reload()
+        with pytest.raises(UserError, match=r"no sandbox: add \[reward.sandbox\]"):
+            await client.execute("print(1)", b"", Limits())
 
 
-async def test_errors_stay_with_their_items(grader: GraderConfig) -> None:
-    async with serving([grader]) as (client, _):
-        raised, graded, nan = await client.score([item(0, "raise"), item(1, "46"), item(2, "nan")])
-    assert raised == GradingError(item(0, "").id, grader.name, "LookupError: no such column", False)
-    assert graded == Graded(item(1, "").id, 0.2, {grader.name: 0.1})
-    assert nan == GradingError(
-        item(2, "").id, grader.name, "ValueError: got nan, expected a finite number", False
-    )
-
-
-@pytest.mark.parametrize(
-    ("response", "cause"),
-    [
-        ("hang", "no verdict within 1 s (reward.timeout_s)"),
-        ("crash", "the grading process died (signal SIGABRT); see the reward service's log"),
-    ],
-)
-async def test_a_grader_that_hangs_or_crashes_costs_one_verdict(
-    grader: GraderConfig, response: str, cause: str
-) -> None:
-    async with serving([grader], timeout_s=1.0) as (client, _):
-        batch = [item(1, "46"), item(2, response), item(3, "46")]
-        answers = asyncio.create_task(client.score(batch))
-        # the service answers other calls meanwhile
+async def test_a_grader_that_hangs_crashes_or_raises_costs_one_verdict(grader: GraderConfig) -> None:
+    hasty = grader.model_copy(update={"deadline_s": 5.0, "concurrency": 2})
+    bad = {
+        "hang": ("no grade within 5 s (deadline_s)", False),
+        "abort": ("its process died (signal SIGABRT); see the log", True),
+        "exit": ("its process died (exit code 0); see the log", True),
+        "quit": ("SystemExit: enough", False),
+        "raise": ("LookupError: no such column", False),
+        "away": ("ConnectionResetError: judge:8000", True),
+    }
+    items = [item(index, response) for index, response in enumerate([*bad, "45", "46"])]
+    async with grading(GraderConfig(name="exact_match"), hasty) as client:
+        arrived = [verdict async for reply in replies(client, items) for verdict in reply.verdicts]
+        assert arrived[-1].id == str(items[0].id)  # none waits for it
+        ids = {str(item.id): item.id for item in items}
+        verdicts = {ids[verdict.id]: codec.decode_verdict(verdict, ids[verdict.id]) for verdict in arrived}
+        for scored, (cause, retryable) in zip(items[:6], bad.values(), strict=True):
+            assert verdicts[scored.id] == GradingError(scored.id, grader.name, cause, retryable)
+        assert verdicts[items[6].id] == Graded(items[6].id, 0.6 * 2, {"exact_match": 0.0, grader.name: 0.6})
+        assert verdicts[items[7].id] == Graded(
+            items[7].id, 1.0 + 0.7 * 2, {"exact_match": 1.0, grader.name: 0.7}
+        )
         await asyncio.wait_for(client.describe(), 5)
-        verdicts = await answers
-        assert verdicts == [
-            Graded(item(1, "").id, 0.2, {grader.name: 0.1}),
-            GradingError(item(2, "").id, grader.name, cause, retryable=True),
-            Graded(item(3, "").id, 0.6, {grader.name: 0.3}),
-        ]
-        assert len(graders_of_this_test()) == 1
-        assert await client.score([item(5, "46")]) == [Graded(item(5, "").id, 1.0, {grader.name: 0.5})]
+        assert len(workers()) <= 2
+    assert await all_gone(workers())
 
 
-async def test_a_grading_process_that_is_killed_is_replaced(grader: GraderConfig) -> None:
-    async with serving([grader]) as (client, _):
-        (process,) = graders_of_this_test()
-        os.kill(process.pid, signal.SIGKILL)
-        assert await client.score([item(1, "46")]) == [
-            GradingError(
-                item(1, "").id,
-                grader.name,
-                "the grading process died (signal SIGKILL); see the reward service's log",
-                retryable=True,
-            )
-        ]
+async def test_maths_that_takes_no_time_takes_no_worker() -> None:
+    answers = [r"\boxed{\frac{92}{2}}", r"so it is \boxed{47}"]
+    async with grading(GraderConfig.model_validate({"name": "maths", "wrong": -1.0})) as client:
+        verdicts = await client.score([item(index, answer) for index, answer in enumerate(answers)])
+        assert [verdict.value for verdict in verdicts if isinstance(verdict, Graded)] == [1.0, -1.0]
+        assert workers() == []
+
+
+async def test_a_worker_that_is_killed_while_idle_costs_nothing(grader: GraderConfig) -> None:
+    async with grading(grader) as client:
+        assert await client.score([item(1, "46")]) == [Graded(item(1, "").id, 0.2, {grader.name: 0.1})]
+        (worker,) = workers()
+        worker.kill()
+        assert await all_gone([worker])
         assert await client.score([item(1, "46")]) == [Graded(item(1, "").id, 0.2, {grader.name: 0.1})]
 
 
-async def test_graders_that_can_be_loaded_no_more_are_the_services_end(
-    grader: GraderConfig, tmp_path: Path
-) -> None:
-    async with serving([grader]) as (client, service):
-        (tmp_path / "mine.py").unlink()
-        with pytest.raises(UserError, match="no such file"):
-            await client.score([item(1, "crash")])
-        with pytest.raises(UserError, match="no such file"):
-            await asyncio.wait_for(service.failed(), 5)
-
-
-async def test_a_grader_that_hangs_does_not_hold_up_the_end(grader: GraderConfig, tmp_path: Path) -> None:
-    fifo = tmp_path / "begun"
-    os.mkfifo(fifo)
-    async with serving([grader], timeout_s=60.0) as (client, _):
-        hangs = dataclasses.replace(item(1, "hang"), extra={"fifo": str(fifo)})
-        hanging = asyncio.create_task(client.score([hangs]))
-        await asyncio.wait_for(asyncio.to_thread(fifo.read_bytes), 30)
-        hanging.cancel()
-        begun = time.monotonic()
-    assert time.monotonic() - begun < 30
-    assert graders_of_this_test() == []
-
-
 async def test_graders_that_cannot_be_loaded_stop_the_start(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text("import absent_module\ndef f(item): return 1.0\n")
-    with pytest.raises(UserError, match=r"fails\.py cannot be imported: ModuleNotFoundError"):
-        RewardService([GraderConfig(name=f"{tmp_path / 'fails.py'}:f")], timeout_s=1.0)
-    (tmp_path / "dies.py").write_text("import os\nos._exit(3)\ndef f(item): return 1.0\n")
-    with pytest.raises(UserError, match=r"the process died while loading them \(exit code 3\)"):
-        RewardService([GraderConfig(name=f"{tmp_path / 'dies.py'}:f")], timeout_s=1.0)
-    assert graders_of_this_test() == []
+    sources = {
+        "import absent_module\ndef f(item): return 1.0": r"mine\.py cannot be imported: ModuleNotFoundError",
+        "import os\nos._exit(3)\ndef f(item): return 1.0": r"died while loading .*mine\.py:f \(exit code 3\)",
+        "def f(item, other): return 1.0": "one positional parameter",
+    }
+    for source, cause in sources.items():
+        (tmp_path / "mine.py").write_text("def f(item): return 1.0")
+        section = RewardSection(graders=(GraderConfig(name=f"{tmp_path / 'mine.py'}:f"),))
+        (tmp_path / "mine.py").write_text(source)
+        with pytest.raises(ValueError, match=cause):
+            await RewardService.start(section)
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(ValueError, match=r"mine\.py: no such file"):
+        await RewardService.start(section)
+    assert await all_gone(workers())
+
+
+async def test_graders_are_loaded_anew_on_request_and_only_then(
+    grader: GraderConfig, tmp_path: Path, began: Path, go: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    one, ten = {grader.name: 0.1}, {grader.name: 10.0}
+    async with grading(GraderConfig(name="exact_match", weight=0.0), grader) as client:
+
+        async def component(response: str = "46") -> dict[str, float]:
+            (verdict,) = await client.score([item(1, response)])
+            assert isinstance(verdict, Graded)
+            return {grader.name: verdict.components[grader.name]}
+
+        old = asyncio.create_task(client.score([item(1, "46", began=began, go=go)]))
+        await opened(began)
+        file.write_text("def grade(item): return 10.0")
+        await client.reload()
+        assert await component() == ten
+        await opened(go)
+        (verdict,) = await old  # begun before: what it began with
+        assert verdict == Graded(item(1, "").id, 0.2, one | {"exact_match": 1.0})
+        file.write_text("import absent_module")
+        with pytest.raises(UserError, match="absent_module"):
+            await client.reload()
+        assert await component() == ten
+        for worker in workers():  # and so it stays where a worker has to be replaced
+            with suppress(psutil.NoSuchProcess):  # one that has loaded nothing is at its end
+                worker.kill()
+        assert await all_gone(workers())
+        assert await component() == ten
+        file.unlink()
+        with pytest.raises(UserError, match="no such file"):
+            await client.reload()
+        assert await component() == ten
+        assert len(workers()) == 1  # the old one's is gone
+    assert await all_gone(workers())
+
+
+async def test_atoll_reload(
+    grader: GraderConfig, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registry = Registry(store, lease_s=60)
+    async with grading(grader) as client:
+        await registry.register(ServiceEntry("reward", "reward-0", "1", client.address))
+        await anext(registry.changes())
+        coordinator = await Server.start(
+            "atoll.v1.Coordinator",
+            CoordinatorService("toy", registry, NO_SERVERS, Control(trains=False)).add_to,
+            host="127.0.0.1",
+            port=0,
+            token=None,
+            setting="--port",
+        )
+        command = ["reload", "--coordinator", coordinator.address]
+        (tmp_path / "mine.py").write_text("def grade(item): return 10.0")
+        assert await asyncio.to_thread(main, command) == 0
+        assert capsys.readouterr().out == "reward-0 grades with what reward.graders' files hold now\n"
+        assert await client.score([item(1, "46")]) == [Graded(item(1, "").id, 20.0, {grader.name: 10.0})]
+        (tmp_path / "mine.py").write_text("def grade(item) return 10.0")
+        assert await asyncio.to_thread(main, command) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("atoll reload: reward-0 goes on with the graders that it has: ")
+        assert "SyntaxError" in error
+        await coordinator.stop(0)
+
+
+async def test_a_full_queue_refuses_at_once_and_each_verdict_frees_a_place(
+    grader: GraderConfig, began: Path, go: Path
+) -> None:
+    async with grading(grader.model_copy(update={"concurrency": 2}), max_queued=3) as client:
+        with pytest.raises(UserError, match=r"4 responses in one call; this service holds 3 at most"):
+            await client.score([item(index, "46") for index in range(4)])
+        held = asyncio.create_task(client.score([item(1, "46"), item(2, "46", began=began, go=go)]))
+        await opened(began)
+        # item 1 needs no go, so its place is free by the time that its verdict is out
+        assert len(await client.score([item(3, "46")])) == 1
+        with pytest.raises(OverloadedError, match=r"3 more would be over reward.max_queued = 3"):
+            await client.score([item(index, "46") for index in range(3)])
+        await opened(go)
+        assert len(await held) == 2
+        assert len(await client.score([item(index, "46") for index in range(3)])) == 3
+
+
+async def test_a_cancelled_call_frees_its_places_and_its_worker(grader: GraderConfig, began: Path) -> None:
+    async with grading(grader, max_queued=2) as client:
+        call = asyncio.create_task(client.score([item(1, "hang", began=began), item(2, "46")]))
+        await opened(began)
+        (worker,) = workers()
+        call.cancel()
+        assert await all_gone([worker])
+        assert len(await client.score([item(1, "46"), item(2, "46")])) == 2
+
+
+async def test_a_grader_that_hangs_does_not_hold_up_the_end(grader: GraderConfig, began: Path) -> None:
+    async with grading(grader) as client:
+        hanging = asyncio.create_task(client.score([item(1, "hang", began=began)]))
+        await opened(began)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 20
+    assert await all_gone(workers())
+    with pytest.raises(ServiceUnavailableError):
+        await hanging
+
+
+@pytest.mark.long
+async def test_every_way_to_run_a_grader_in_one_request(grader: GraderConfig, began: Path) -> None:
+    """A mix of inline, isolated, sandboxed and routed ones, with a real sandbox, which Execute uses, too."""
+    tests = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
+    program = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+    wrong = program.replace("a + b", "3")
+    fractions = GraderConfig.model_validate({"name": "data_source"})
+    pattern = GraderConfig.model_validate({"name": "regex", "pattern": "print"})
+    names = ["exact_match", "regex", "code", "data_source", grader.name]
+    graders = [GraderConfig(name="exact_match"), pattern, GraderConfig(name="code"), fractions, grader]
+
+    def coding(index: int, response: str, **extra: object) -> ScoreItem:
+        return replace(item(index, response, **extra), ground_truth=tests, data_source="taco")
+
+    items = [coding(1, program), coding(2, wrong), replace(coding(3, program), data_source="unknown")]
+    async with grading(*graders) as client:
+        assert await client.describe() == tuple(names)
+        verdicts = {verdict.id: verdict for verdict in await client.score(items)}
+        right, half = verdicts[items[0].id], verdicts[items[1].id]
+        assert isinstance(right, Graded)
+        assert isinstance(half, Graded)
+        assert right.components == dict(zip(names, [0.0, 1.0, 1.0, 1.0, 0.1], strict=True))
+        assert right.value == pytest.approx(0.0 + 1.0 + 1.0 + 1.0 + 2.0 * 0.1)
+        assert half.components == dict(zip(names, [0.0, 1.0, 0.0, 0.5, 0.2], strict=True))
+        assert half.reasons["code"].startswith("wrong answer: case 2")
+        unknown = verdicts[items[2].id]
+        assert isinstance(unknown, GradingError)
+        assert (unknown.grader, unknown.retryable) == ("data_source", False)
+        assert "data_source 'unknown' has no grader" in unknown.cause
+
+        execution = await client.execute("import sys; print(sys.stdin.read()[::-1])", b"abc", Limits())
+        assert (execution.status, execution.stdout) == (Status.OK, b"cba\n")
+        before = set(psutil.Process().children(recursive=True))
+        call = asyncio.create_task(client.execute("while True: pass", b"", Limits(timeout_s=50.0)))
+        async with asyncio.timeout(20):
+            while not (endless := set(psutil.Process().children(recursive=True)) - before):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # there is no event for another process's start
+        call.cancel()
+        assert await all_gone(list(endless))
+
+
+class RecordingSandbox:
+    """Says what it was asked."""
+
+    tier = "none, it records"
+
+    def __init__(self) -> None:
+        self.limits: list[Limits] = []
+
+    async def run(self, source: str, stdin: bytes, limits: Limits) -> Execution:
+        self.limits.append(limits)
+        return Execution(Status.OK, "", source.encode() + stdin, b"", 0.1, 0.2)
+
+    def open(
+        self, source: str, limits: Limits, *, beside: Dialogue | None = None
+    ) -> AbstractAsyncContextManager[Dialogue]:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_execute_stays_within_the_services_limits() -> None:
+    sandbox = RecordingSandbox()
+    section = RewardSection(graders=(), sandbox=SandboxConfig(memory_mb=100, output_kb=10, disk_mb=1))
+    service = RewardService(section, await Panel.start((), sandbox, 1), sandbox, AsyncExitStack())
+    async with serving(service) as client:
+        small = Limits(timeout_s=2.0, memory_bytes=50 << 20, output_bytes=1000)
+        assert await client.execute("print(1)", b"in", small) == Execution(
+            Status.OK, "", b"print(1)in", b"", 0.1, 0.2
+        )
+        await client.execute("", b"", Limits(timeout_s=1e6, memory_bytes=1 << 40, output_bytes=1 << 40))
+        with pytest.raises(UserError, match="expected limits above 0"):
+            await client.execute("", b"", replace(small, timeout_s=-1.0))
+        asked, bounded = sandbox.limits
+        assert (asked.timeout_s, asked.memory_bytes, asked.output_bytes) == (2.0, 50 << 20, 1000)
+        assert 50 < bounded.timeout_s < 61  # the call's own deadline
+        assert (bounded.memory_bytes, bounded.output_bytes) == (100 << 20, 10 << 10)
+        assert (asked.disk_bytes, bounded.disk_bytes) == (1 << 20, 1 << 20)
 
 
 def start(tmp_path: Path, grader: str) -> tuple[subprocess.Popen[bytes], str]:
@@ -199,6 +433,7 @@ def start(tmp_path: Path, grader: str) -> tuple[subprocess.Popen[bytes], str]:
         [sys.executable, "-m", "services.reward", *arguments, "--coordinator", "127.0.0.1:1"],
         pass_fds=(write_end,),
         stderr=subprocess.PIPE,
+        start_new_session=True,
     )
     os.close(write_end)
     with open(ready) as pipe:
@@ -206,32 +441,53 @@ def start(tmp_path: Path, grader: str) -> tuple[subprocess.Popen[bytes], str]:
     return process, json.loads(line)["address"] if line else ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_the_process_takes_its_grading_process_with_it(tmp_path: Path, number: signal.Signals) -> None:
-    process, address = start(tmp_path, "exact_match")
-    children = psutil.Process(process.pid).children(recursive=True)
+@pytest.mark.long
+async def test_the_process_finishes_what_it_grades_and_takes_its_workers_with_it(
+    grader: GraderConfig, tmp_path: Path, began: Path, go: Path
+) -> None:
+    """As the launcher ends it: the whole process group gets SIGTERM."""
+    process, address = start(tmp_path, grader.name)
+    client = RewardClient(address, Caller(), timeout_s=20.0)
+    call = asyncio.create_task(client.score([item(1, "46", began=began, go=go)]))
     try:
-        client = RewardClient(address, Caller(), timeout_s=20.0)
-        assert await client.score([item(1, "46")]) == [Graded(item(1, "").id, 1.0, {"exact_match": 1.0})]
-        await client.close()
-        assert children
+        await opened(began)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 3  # the server that workers are forked from, a worker, a resource tracker
+        os.killpg(process.pid, signal.SIGTERM)
+        await opened(go)
+        assert await call == [Graded(item(1, "").id, 0.1, {grader.name: 0.1})]
+        _, log = await asyncio.to_thread(process.communicate, timeout=20)
     finally:
-        process.send_signal(number)
-        _, log = process.communicate(timeout=20)
-    assert process.returncode == (0 if number == signal.SIGTERM else -signal.SIGKILL), log.decode()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive
+        await client.close()
+        process.kill()  # where it has not ended by itself
+    assert process.returncode == 0, log.decode()
+    assert await all_gone(children)
+
+
+@pytest.mark.long
+async def test_a_process_that_is_killed_takes_even_a_worker_that_hangs_with_it(
+    grader: GraderConfig, tmp_path: Path, began: Path
+) -> None:
+    process, address = start(tmp_path, grader.name)
+    client = RewardClient(address, Caller(), timeout_s=20.0)
+    call = asyncio.create_task(client.score([item(1, "hang", began=began)]))
+    try:
+        await opened(began)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 3
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.communicate, timeout=20)
+    with pytest.raises(ServiceUnavailableError):
+        await call
+    await client.close()
+    assert await all_gone(children)
 
 
 def test_the_process_says_which_grader_it_lacks(tmp_path: Path) -> None:
     process, address = start(tmp_path, "exact")
     _, log = process.communicate(timeout=20)
     assert (address, process.returncode) == ("", 1)
-    assert (
-        log.decode()
-        .strip()
-        .endswith(
-            "reward.graders = 'exact': no such function; did you mean exact_match? "
-            "Known: exact_match, gsm8k, gsm8k_format, overlong, length_cost, or file.py:function of your own"
-        )
-    )
+    cause = log.decode().strip().rpartition("reward.graders = ")[2]
+    assert cause.startswith("'exact': no such function; did you mean exact_match? Known: ")
+    assert cause.endswith(", or file.py:function of your own")

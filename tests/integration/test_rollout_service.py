@@ -20,9 +20,22 @@ from services.config.schema import RunConfig
 from services.rollout.engines.local import LocalEngine
 from services.rollout.service import AS_IN_FOLDER, RolloutService
 from services.runtime.clients import Caller, RolloutClient
-from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
+from services.runtime.errors import AtollError, EngineDiedError, ServiceUnavailableError, UserError
+from services.runtime.process import EXIT_GAVE_UP
 from services.runtime.server import Server
-from services.wire.types import FinishReason, GroupId, GroupRequest, PauseMode, Sample, Sampling, VersionSpan
+from services.weights.transport import shm
+from services.wire import codec
+from services.wire.types import (
+    FinishReason,
+    GroupId,
+    GroupRequest,
+    PauseMode,
+    Sample,
+    Sampling,
+    Version,
+    VersionSpan,
+)
+from services.wire.v1 import rollout_pb2 as pb
 
 GREEDY = Sampling(8, temperature=0.0)
 
@@ -45,10 +58,15 @@ async def eventually_idle(client: RolloutClient) -> None:
                 return
 
 
+def start_engine(model: Path) -> LocalEngine:
+    return LocalEngine(
+        model, dtype=torch.float32, slots=4, max_length=512, version=AS_IN_FOLDER, receiver=shm.Receiver()
+    )
+
+
 @pytest.fixture
 async def client(tiny_qwen2: Path) -> AsyncIterator[RolloutClient]:
-    engine = LocalEngine(tiny_qwen2, dtype=torch.float32, slots=4, max_length=512, version=AS_IN_FOLDER)
-    service = RolloutService(engine, "rollout-0", "a1")
+    service = RolloutService(start_engine(tiny_qwen2), "rollout-0", "a1")
     server = await Server.start(
         "atoll.v1.Rollout", service.add_to, host="127.0.0.1", port=0, token=None, setting="--port"
     )
@@ -91,6 +109,36 @@ async def test_a_repeated_call_generates_nothing_twice(client):
     ]
     assert tokens == [tokens[0]] * 4
     assert (await client.info()).tokens_generated == 2 * 8
+
+
+async def test_a_new_lineage_gets_no_samples_of_the_old_one_though_its_first_commit_was_given_up(
+    tiny_qwen2, monkeypatch
+):
+    engine = start_engine(tiny_qwen2)
+    service = RolloutService(engine, "rollout-0", "a1")
+    version, live = Version("b7c1", 4), asyncio.Event()
+    commit = pb.CommitWeightsRequest(version=codec.encode_version(version))
+
+    async def commit_unheard(version: Version) -> float:
+        if version != engine.version:
+            engine._decoder.set_version(version)
+            live.set()
+            await asyncio.Event().wait()
+        return 0.0
+
+    async def spans() -> set[VersionSpan]:
+        batches = service._generator.generate([ask(1)])
+        return {span async for samples in batches for sample in samples for span in sample.nodes[0].spans}
+
+    monkeypatch.setattr(engine, "commit", commit_unheard)
+    assert await spans() == {VersionSpan(AS_IN_FOLDER, 0, 8)}
+    given_up = asyncio.create_task(service.CommitWeights(commit, None))
+    await live.wait()
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    await service.CommitWeights(commit, None)
+    assert await spans() == {VersionSpan(version, 0, 8)}
+    await service.close()
 
 
 async def test_samples_of_one_step_come_in_one_message(client):
@@ -146,7 +194,7 @@ async def replica(model: Path, folder: Path, log: int | None = None) -> AsyncIte
             "run": {"name": "toy", "steps": 1, "dir": folder},
             "model": {"path": model},
             "data": {"train": [{"path": folder / "none.parquet"}]},
-            "rollout": {"dtype": "bfloat16", "local": {"slots": 3, "max_length": 64}},
+            "rollout": {"dtype": "bfloat16", "local": {"slots": 3, "max_length": 64}, "max_restarts": 1},
         }
     )
     write_resolved(config, folder / "config.json")
@@ -182,16 +230,31 @@ async def test_a_replica_is_a_process(tiny_qwen2, tmp_path):
             assert await process.wait() == 0
 
 
-async def test_a_replica_whose_engine_breaks_ends_with_a_traceback(diverged_qwen2, tmp_path):
-    async with replica(diverged_qwen2, tmp_path, PIPE) as (process, address):
-        client = RolloutClient(address, Caller(fence=1), timeout_s=30)
-        calls = [collect(client, Sampling(8), ask(row)) for row in range(3)]
-        async with asyncio.timeout(20):
+async def test_a_replica_whose_engine_breaks_builds_another_and_gives_up_in_the_end(diverged_qwen2, tmp_path):
+    addresses = []
+    async with replica(diverged_qwen2, tmp_path, PIPE) as (process, _), asyncio.timeout(60):
+        for _ in range(2):
+            address = await line_with(process, "serves rollout at ")
+            client = RolloutClient(address, Caller(fence=1), timeout_s=30)
+            calls = [collect(client, Sampling(8), ask(row)) for row in range(3)]
             errors = await asyncio.gather(*calls, return_exceptions=True)
-            _, log = await process.communicate()
-        assert [type(error) for error in errors] == [AtollError] * 3
-        assert "the model's logits are not finite" in str(errors[0])
-        assert process.returncode == 1
-        assert "Traceback" in log.decode()
-        assert "the model's logits are not finite" in log.decode().splitlines()[-1]
-        await client.close()
+            # a call that comes when the service has begun to end is not told why
+            assert all(isinstance(error, ServiceUnavailableError) for error in errors)
+            died = [str(error) for error in errors if isinstance(error, EngineDiedError)]
+            assert died
+            assert all("the model's logits are not finite" in error for error in died)
+            await client.close()
+            addresses.append(address)
+        _, log = await process.communicate()
+    assert len(set(addresses)) == 2
+    assert process.returncode == EXIT_GAVE_UP
+    assert "Traceback" in log.decode()
+    assert "the model's logits are not finite" in log.decode().splitlines()[-1]
+
+
+async def line_with(process: Process, text: str) -> str:
+    """What follows the text in the next line of the log that has it."""
+    assert process.stderr is not None
+    while text not in (line := (await process.stderr.readline()).decode()):
+        assert line, "the log ended"
+    return line.partition(text)[2].strip()

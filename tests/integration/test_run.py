@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import shutil
-import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -32,6 +32,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Make = Callable[..., RunConfig]
+ENDLESS = {"steps": 1000}  # so that what is done to the run cannot come after its end
 
 
 @pytest.fixture(scope="session")
@@ -79,10 +80,14 @@ async def step_reached(client: CoordinatorClient, step: int) -> RunStatus:
     return status
 
 
+def process(name: str) -> psutil.Process:
+    """The service process of that name."""
+    return next(p for p in psutil.Process().children() if name in p.cmdline())
+
+
 def kill(name: str) -> None:
-    """SIGKILL to the service process of that name."""
-    process = next(p for p in psutil.Process().children() if name in p.cmdline())
-    process.send_signal(signal.SIGKILL)
+    """SIGKILL to it."""
+    process(name).kill()
 
 
 def rows(config: RunConfig) -> list[dict[str, Any]]:
@@ -103,6 +108,13 @@ def consumed(config: RunConfig) -> Counter[str]:
     return Counter(str(s.id) for groups in dumps(config) for group in groups for s in group.samples)
 
 
+def check_every_sample_counts_once(config: RunConfig) -> None:
+    """In a run that was stopped."""
+    steps = json.loads((config.folder / "summary.json").read_text())["steps"]
+    assert set(consumed(config).values()) == {1}
+    assert len(consumed(config)) == steps * 4 * 4
+
+
 def test_on_policy_the_trainer_and_the_rollout_agree(whole: RunConfig) -> None:
     training = rows(whole)[1:]
     assert [row["step"] for row in training] == [1, 2, 3, 4, 5, 6]
@@ -112,6 +124,9 @@ def test_on_policy_the_trainer_and_the_rollout_agree(whole: RunConfig) -> None:
         assert row["rollout_corr/logprob_diff_max"] < 1e-4
         assert row["staleness/max"] == 0
         assert row["training/version"] == row["step"] - 1
+        assert row["weights/canary_diff/max"] < 1e-4
+        assert row["weights/canary_failed"] == row["weights/failed"] == 0
+        assert row["weights/stall_share"] == row["weights/stall_s"] / row["timing_s/step"]
     assert any(row["actor/grad_norm"] > 0 for row in training)
     assert set(consumed(whole).values()) == {1}
     assert len(consumed(whole)) == 6 * 4 * 4
@@ -128,7 +143,8 @@ def test_a_run_leaves_its_validation_summary_and_checkpoints(whole: RunConfig) -
 def test_a_killed_trainer_ends_the_run_and_resuming_gives_the_same_losses(
     make: Make, whole: RunConfig
 ) -> None:
-    broken = make("broken")
+    alone = {"optimizer": {"learning_rate": 1e-3}, "max_restarts": 0}
+    broken = make("broken", run=ENDLESS, trainer=alone)
 
     async def kill_trainer(client: CoordinatorClient) -> None:
         await step_reached(client, 4)
@@ -137,14 +153,55 @@ def test_a_killed_trainer_ends_the_run_and_resuming_gives_the_same_losses(
 
     with pytest.raises(AtollError, match=r"(?s)actor-0.*SIGKILL.*actor-0\.log"):
         launch(broken, kill_trainer, resume=False)
-    assert launch(broken, watch, resume=True)
+    assert launch(make("broken", trainer=alone), watch, resume=True)
+    assert curve(broken)[:6] == curve(whole)
+
+
+# A loss in whose process the checkpoint of step 3 is written, and never put in its place.
+UNFINISHED = """
+import threading
+
+from services.trainer import checkpoint, loss
+
+finish = checkpoint._Publication.finish
+
+def unfinished(publication, metadata, results):
+    if ".partial-000003" in str(publication.path):
+        threading.Event().wait()
+    finish(publication, metadata, results)
+
+checkpoint._Publication.finish = unfinished
+
+def ppo_clip(tokens):
+    return loss.ppo_clip(tokens)
+"""
+
+
+@pytest.mark.long
+def test_a_trainer_killed_while_it_writes_leaves_the_checkpoint_before(
+    make: Make, whole: RunConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(UNFINISHED)
+    alone = {"optimizer": {"learning_rate": 1e-3}, "max_restarts": 0}
+    broken = make("killed-writing", trainer=alone, algorithm={"loss": f"{tmp_path / 'own.py'}:ppo_clip"})
+    checkpoints = broken.folder / "checkpoints"
+
+    async def kill_writer(client: CoordinatorClient) -> None:
+        await step_reached(client, 3)
+        kill("actor-0")
+        await asyncio.Event().wait()
+
+    with pytest.raises(AtollError, match=r"(?s)actor-0.*SIGKILL.*actor-0\.log"):
+        launch(broken, kill_writer, resume=False)
+    assert {path.name for path in checkpoints.iterdir()} == {".partial-000003", "step-000000"}
+    assert launch(make("killed-writing", trainer=alone), watch, resume=True)
     assert curve(broken) == curve(whole)
 
 
 @pytest.mark.long
 def test_actor_critic_and_what_the_algorithm_carries_resume_together(make: Make) -> None:
     recipe: dict[str, dict[str, Any]] = {
-        "critic": {"optimizer": {"learning_rate": 1e-3}},
+        "critic": {"optimizer": {"learning_rate": 1e-3}, "max_restarts": 0},
         "algorithm": {
             "advantage": {"name": "gae", "lam": 0.95},
             "num_minibatches": 2,
@@ -152,7 +209,7 @@ def test_actor_critic_and_what_the_algorithm_carries_resume_together(make: Make)
         },
     }
     names = ("critic/vf_loss", "critic/values/mean", "actor/pg_loss", "actor/kl_coef", "critic/rewards/mean")
-    whole, broken = make("whole-ppo", **recipe), make("broken-ppo", **recipe)
+    whole, broken = make("whole-ppo", **recipe), make("broken-ppo", run=ENDLESS, **recipe)
     assert launch(whole, watch, resume=False)
 
     async def kill_critic(client: CoordinatorClient) -> None:
@@ -162,8 +219,8 @@ def test_actor_critic_and_what_the_algorithm_carries_resume_together(make: Make)
 
     with pytest.raises(AtollError, match=r"(?s)critic-0.*SIGKILL.*critic-0\.log"):
         launch(broken, kill_critic, resume=False)
-    assert launch(broken, watch, resume=True)
-    curves = [[[row[name] for name in names] for row in rows(config)[1:]] for config in (whole, broken)]
+    assert launch(make("broken-ppo", **recipe), watch, resume=True)
+    curves = [[[row[name] for name in names] for row in rows(config)[1:7]] for config in (whole, broken)]
     assert curves[0] == curves[1]
     assert len({coef for *_, coef, _ in curves[0]}) == 6  # it adapts at every step
     assert len({tuple(row) for row in curves[0]}) == 6
@@ -211,6 +268,7 @@ def test_neural_models_give_what_transformers_says_of_whole_samples(
         assert row["cost/mean"] == pytest.approx(sum(scores) / 16, abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_that_diverges_pauses_with_the_reason_and_keeps_its_last_good_checkpoint(make: Make) -> None:
     config = make("diverged", guards={"min_entropy": 100.0, "action": "pause"})
     reasons: list[str] = []
@@ -242,17 +300,84 @@ def test_the_dumps_of_a_run_train_the_same_model_again(make: Make, whole: RunCon
 
 
 def test_a_killed_replica_costs_no_sample(make: Make) -> None:
-    config = make("lost", rollout={"replicas": 2})
+    config = make("lost", run=ENDLESS, rollout={"replicas": 2})
 
     async def kill_replica(client: CoordinatorClient) -> None:
-        await step_reached(client, 2)
+        status = await step_reached(client, 2)
         kill("rollout-1")
+        await step_reached(client, status.step + 4)
+        await client.stop_run()
         await asyncio.Event().wait()
 
     assert launch(config, kill_replica, resume=False)
-    assert set(consumed(config).values()) == {1}
-    assert len(consumed(config)) == 6 * 4 * 4
+    check_every_sample_counts_once(config)
     assert "rollout-1" in (config.folder / "logs" / "coordinator.log").read_text()
+
+
+@pytest.mark.long
+def test_a_killed_reward_service_is_started_again_and_costs_no_sample(make: Make, tmp_path: Path) -> None:
+    """It grades in a process of its own, with a function of the user's, and is the only one."""
+    (tmp_path / "mine.py").write_text("def right(item): return float(item.response == item.ground_truth)\n")
+    graders = [{"name": f"{tmp_path / 'mine.py'}:right"}]
+    config = make("regraded", run=ENDLESS, reward={"graders": graders})
+
+    async def kill_reward_service(client: CoordinatorClient) -> None:
+        status = await step_reached(client, 2)
+        kill("reward-0")
+        await step_reached(client, status.step + 4)
+        await client.stop_run()
+        await asyncio.Event().wait()
+
+    assert launch(config, kill_reward_service, resume=False)
+    check_every_sample_counts_once(config)
+    log = (config.folder / "logs" / "reward-0.log").read_text()
+    assert log.count("serves reward at") == 2
+    for groups in dumps(config):
+        for group in groups:
+            for sample in group.samples:
+                assert sample.score == float(sample.text == group.prompt.ground_truth)
+
+
+# Runs a service as `python` would. The first engine of rollout-1 breaks in the middle of a sequence.
+BREAKING = """#!{python}
+import runpy, sys
+from services.rollout.engines.local_decoder import Decoder
+
+step, broken = Decoder.step, []
+
+def breaks_once(self, admit):
+    if "rollout-1" in sys.argv and self.tokens_generated > 60 and self.num_rows > 1 and not broken:
+        broken.append(self)
+        raise FloatingPointError("broken by the test")
+    return step(self, admit)
+
+Decoder.step = breaks_once
+sys.argv = sys.argv[2:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.long
+def test_a_replica_whose_engine_dies_comes_back_with_the_weights_and_costs_no_sample(
+    make: Make, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(BREAKING.format(python=sys.executable))
+    python.chmod(0o755)
+    config = make("engine-died", run={"steps": 20}, rollout={"replicas": 2, "python": python})
+    assert launch(config, watch, resume=False)
+    assert set(consumed(config).values()) == {1}
+    assert len(consumed(config)) == 20 * 4 * 4
+    log = (config.folder / "logs" / "rollout-1.log").read_text()
+    assert log.count("engine restart 1 of 3: the engine broke: FloatingPointError: broken by the test") == 1
+    assert log.count("registered at") == 2
+    incarnations = {name: set[str]() for name in ("rollout-0", "rollout-1")}
+    for number, groups in enumerate(dumps(config)):
+        for sample in (sample for group in groups for sample in group.samples):
+            incarnations[sample.provenance.replica].add(sample.provenance.incarnation)
+            assert {span.version.number for span in sample.nodes[0].spans} == {number}
+    assert {name: len(seen) for name, seen in incarnations.items()} == {"rollout-0": 1, "rollout-1": 2}
+    assert all(row["rollout_corr/logprob_diff_max"] < 1e-4 for row in rows(config)[1:])
 
 
 @pytest.mark.long
@@ -264,9 +389,11 @@ def test_a_replica_that_breaks_again_and_again_ends_the_run(make: Make, diverged
         rollout={"max_restarts": 1},
     )
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(AtollError, match=r"(?s)rollout-0 died \(exit code 1\).*logits are not finite"):
+    with pytest.raises(AtollError, match=r"(?s)rollout-0 died \(exit code 4\).*logits are not finite"):
         launch(config, watch, resume=False)
-    assert (config.folder / "logs" / "rollout-0.log").read_text().count("serves rollout at") == 2
+    log = (config.folder / "logs" / "rollout-0.log").read_text()
+    assert log.count("serves rollout at") == 2  # one process: the engine was built anew, once
+    assert log.count("engine restart 1 of 1: the engine broke: FloatingPointError") == 1
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
@@ -305,7 +432,8 @@ def test_rollout_only_dumps_scored_groups_without_a_trainer(make: Make) -> None:
 
 
 def test_a_run_can_be_paused_checkpointed_and_stopped(make: Make) -> None:
-    config = make("stopped", run={"steps": 1000})
+    # none but the one that is asked for and those of the first step and the last: the last two are kept
+    config = make("stopped", run={"steps": 1000}, checkpoint={"every": 1000})
     saved: list[str] = []
 
     async def command(client: CoordinatorClient) -> None:

@@ -9,6 +9,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,21 +18,26 @@ from services.coordinator.registry import Joined, Left, Registry
 from services.coordinator.service import CoordinatorService
 from services.runtime.clients import Caller, CoordinatorClient, RewardClient
 from services.runtime.errors import UserError
+from services.runtime.process import EXIT_GAVE_UP
 from services.runtime.server import Server
 from services.runtime.store import EmbeddedServer, Store
 from services.wire.types import ServiceEntry
 
 # A reward service that answers Describe with its incarnation; config's run.seed 13 refuses to build,
-# 14 has a bug, 15 breaks at the first call.
+# 14 has a bug, 15 breaks at the first call, of 16 the engine dies at the first call,
+# of 17 it does not start.
+NO_SERVERS = SimpleNamespace(health=tuple)
+
 PROGRAM = """
 import asyncio
-from services.runtime.errors import UserError
+from services.runtime.errors import EngineDiedError, UserError
 from services.runtime.process import run_service
 from services.wire.v1 import reward_pb2, reward_pb2_grpc
 
 class Fake(reward_pb2_grpc.RewardServicer):
     def __init__(self, context):
-        self.incarnation, self.breaks = context.incarnation, context.config.run.seed == 15
+        self.incarnation = context.incarnation
+        self.death = {15: KeyError("broken"), 16: EngineDiedError("no engine")}.get(context.config.run.seed)
         self.called = asyncio.Event()
     def add_to(self, server): reward_pb2_grpc.add_RewardServicer_to_server(self, server)
     async def Describe(self, request, context):
@@ -39,12 +45,13 @@ class Fake(reward_pb2_grpc.RewardServicer):
         return reward_pb2.DescribeReply(graders=[self.incarnation])
     async def failed(self):
         await self.called.wait()
-        if self.breaks: raise KeyError("broken")
+        if self.death is not None: raise self.death
         await asyncio.Event().wait()
     async def close(self): print("closed", flush=True)
 
 async def build(context):
     if context.config.run.seed == 13: raise UserError("model.path: no such folder")
+    if context.config.run.seed == 17: raise EngineDiedError("no engine")
     if context.config.run.seed == 14: raise KeyError("a bug")
     return Fake(context)
 
@@ -59,6 +66,7 @@ def config_file(folder: Path, seed: int = 0) -> Path:
         "run": {"name": "toy", "steps": 1, "seed": seed},
         "model": {"path": "model"},
         "data": {"train": [{"path": "rows.jsonl"}]},
+        "rollout": {"max_restarts": 1},
     }
     path = folder / f"config-{seed}.json"
     path.write_text(json.dumps(tree))
@@ -99,7 +107,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 async def coordinator(registry: Registry, port: int = 0, token: str | None = None) -> AsyncIterator[str]:
     server = await Server.start(
         "atoll.v1.Coordinator",
-        CoordinatorService("toy", registry, Control(trains=False)).add_to,
+        CoordinatorService("toy", registry, NO_SERVERS, Control(trains=False)).add_to,
         host="127.0.0.1",
         port=port,
         token=token,
@@ -152,7 +160,7 @@ async def test_a_service_outlives_its_coordinator_and_registers_with_the_next(
 
 
 async def test_a_newer_process_of_the_same_name_sends_the_older_one_home(start: Start, store: Store) -> None:
-    registry = Registry(store, lease_s=0.5)
+    registry = Registry(store, lease_s=6)  # the older one hears of it by its next heartbeat, within a third
     async with coordinator(registry) as address:
         changes = registry.changes()
         older, _ = await start("--coordinator", address)
@@ -177,6 +185,24 @@ async def test_a_service_killed_loses_its_lease(start: Start, store: Store) -> N
         assert await next_of(changes) == Left(joined.entry)
 
 
+async def test_nothing_is_heard_of_a_service_after_its_goodbye(start: Start, store: Store) -> None:
+    """The answer to it takes a lease, in which three heartbeats would come."""
+
+    class Slow(Registry):
+        async def deregister(self, entry: ServiceEntry) -> None:
+            await super().deregister(entry)
+            await asyncio.sleep(1)
+
+    registry = Slow(store, lease_s=1)
+    async with coordinator(registry) as address:
+        process, _ = await start("--coordinator", address)
+        assert isinstance(await next_of(registry.changes()), Joined)
+        process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0
+    assert await store.read("ZCARD", "leases") == 0
+
+
 async def test_what_the_user_can_mend_is_one_message_and_the_rest_a_traceback(start: Start) -> None:
     process, line = await start(seed=13)
     _, stderr = await process.communicate()
@@ -187,6 +213,11 @@ async def test_what_the_user_can_mend_is_one_message_and_the_rest_a_traceback(st
     assert (line, process.returncode) == ("", 1)
     assert "Traceback" in stderr.decode()
     assert stderr.decode().endswith("KeyError: 'a bug'\n")
+    process, line = await start(seed=17)
+    _, stderr = await process.communicate()
+    assert (line, process.returncode) == ("", EXIT_GAVE_UP)
+    assert "engine restart" not in stderr.decode()
+    assert stderr.decode().endswith("EngineDiedError: no engine\n")
 
 
 async def test_a_service_that_breaks_says_goodbye_and_ends_with_a_traceback(
@@ -205,6 +236,36 @@ async def test_a_service_that_breaks_says_goodbye_and_ends_with_a_traceback(
     assert (process.returncode, stdout) == (1, b"closed\n")
     assert "Traceback" in stderr.decode()
     assert stderr.decode().endswith("KeyError: 'broken'\n")
+
+
+async def test_a_service_whose_engine_dies_is_built_anew_and_joins_as_another_incarnation(
+    start: Start, store: Store
+) -> None:
+    registry = Registry(store, lease_s=60)
+    async with coordinator(registry) as address:
+        changes = registry.changes()
+        process, line = await start("--coordinator", address, seed=16)
+        first = await next_of(changes)
+        assert first.entry.address == json.loads(line)["address"]
+        assert await incarnation_at(first.entry.address) == first.entry.incarnation
+        assert await next_of(changes) == Left(first.entry)
+        second = await next_of(changes)
+        assert isinstance(second, Joined)
+        assert (second.entry.name, process.returncode) == ("reward-0", None)
+        assert second.entry.incarnation > first.entry.incarnation
+        assert await incarnation_at(second.entry.address) == second.entry.incarnation
+        assert await next_of(changes) == Left(second.entry)  # one more than rollout.max_restarts allows
+        stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, stdout) == (EXIT_GAVE_UP, b"closed\nclosed\n")
+    assert stderr.decode().count("engine restart 1 of 1: no engine") == 1
+    assert stderr.decode().endswith("EngineDiedError: no engine\n")
+
+
+async def incarnation_at(address: str) -> str:
+    client = RewardClient(address, Caller(), timeout_s=5)
+    (incarnation,) = await client.describe()
+    await client.close()
+    return incarnation
 
 
 async def test_a_port_in_use_closes_what_was_built(start: Start, store: Store) -> None:

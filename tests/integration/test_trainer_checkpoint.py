@@ -1,24 +1,51 @@
-"""Checkpoints: exact resume, other layouts, full disks."""
+"""Checkpoints: exact resume, every layout loads every other's, writing beside training, full disks."""
 
+import json
+import os
 import resource
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 
-from services.config.schema import OptimizerConfig
+from services.config.schema import LoraConfig, OptimizerConfig, ParallelConfig
 from services.runtime.errors import CheckpointError, UserError
-from services.trainer.checkpoint import load, save
-from services.trainer.model import initialize_parallel
+from services.runtime.ports import reserved_port
+from services.trainer.checkpoint import Checkpointer, Written
+from services.trainer.model import ModelSettings, initialize_parallel
 from services.trainer.step import Learner
 from services.wire.types import PolicyBatch, Segments, StepKey
+from tests.conftest import write_model
 from tests.learners import policy_forward, policy_learner
 from tests.ranks import run_ranks
 
-ADAMW = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
+pytestmark = pytest.mark.long
+
+# an epsilon that keeps Adam from making large steps of rounding errors, so that layouts stay comparable
+ADAMW = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, eps=1e-3)
+DISTRIBUTED = ADAMW.model_copy(update={"distributed": True})
+BF16 = ModelSettings(torch.bfloat16)
+FP32 = ModelSettings()
+LAYOUTS = {
+    "tensor": (ParallelConfig(tensor=2), ADAMW, FP32),
+    "pipeline": (ParallelConfig(pipeline=2), ADAMW, FP32),
+    "turns": (ParallelConfig(pipeline=2, virtual_pipeline=2), ADAMW, FP32),
+    "data": (ParallelConfig(data=2), ADAMW, FP32),
+    "distributed": (ParallelConfig(data=2), DISTRIBUTED, FP32),
+    "distributed bf16": (ParallelConfig(data=2), DISTRIBUTED, BF16),
+    "tensor bf16": (ParallelConfig(tensor=2), ADAMW, BF16),
+}
 
 
 def batch(seed: int) -> PolicyBatch:
@@ -52,6 +79,38 @@ def update(learner: Learner, step: int) -> list[float]:
     return list(metrics.values())
 
 
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """The whole tensors of a checkpoint, read without anything of ours."""
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load_state_dict(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
+    return tensors
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    theirs, ours = tensors_of(one), tensors_of(other)
+    assert theirs.keys() == ours.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(tensor, ours[name]), name
+
+
+@contextmanager
+def layout(parallel: ParallelConfig, port: int) -> Iterator[Checkpointer]:
+    """This process's ranks, arranged anew."""
+    os.environ["MASTER_PORT"] = str(port)
+    initialize_parallel(parallel)
+    checkpointer = Checkpointer()
+    yield checkpointer
+    checkpointer.close()
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
 @contextmanager
 def full_disk(limit: int) -> Iterator[None]:
     """No file of this process may grow beyond `limit` bytes."""
@@ -62,58 +121,139 @@ def full_disk(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def new_learner(model: Path) -> Learner:
-    return policy_learner(policy_forward(model, max_tokens=30), ADAMW)
+def new_learner(model: Path, optimizer: OptimizerConfig = ADAMW, settings: ModelSettings = FP32) -> Learner:
+    return policy_learner(policy_forward(model, max_tokens=30, settings=settings), optimizer)
 
 
-def save_and_go_on(model: Path, folder: Path, tensor: int, data: int) -> list[list[float]]:
+def save_after_updates(
+    checkpointer: Checkpointer, learner: Learner, path: Path, first: int, last: int
+) -> "Future[Written]":
+    """A save whose writing begins only when updates `first` to `last` have changed everything."""
+    gate = threading.Event()
+    checkpointer._thread.submit(gate.wait)
+    writing = checkpointer.save(learner, path)
+    for step in range(first, last + 1):
+        update(learner, step)
+    assert not path.exists()
+    gate.set()
+    return writing
+
+
+def check_resume(model: Path, folder: Path, name: str, port: int) -> list[list[float]]:
     """Saves before the first and after the second update; returns what the next ones report."""
-    initialize_parallel(tensor, data)
-    learner = new_learner(model)
-    save(learner, folder / "new")
-    first = [update(learner, step) for step in (0, 1)]
-    save(learner, folder / "two")
-    then = [update(learner, step) for step in (2, 3)]
-    limit = 100_000 if dist.get_rank() == 1 else resource.RLIM_INFINITY
-    with full_disk(limit), pytest.raises(CheckpointError, match="was not written"):  # on rank 0, too
-        save(learner, folder / "three")
-    assert not (folder / "three").exists()
+    parallel, optimizer, settings = LAYOUTS[name]
+    with layout(parallel, port) as checkpointer:
+        learner = new_learner(model, optimizer, settings)
+        checkpointer.save(learner, folder / name / "new").result()
+        first = [update(learner, step) for step in (0, 1)]
+        checkpointer.save(learner, folder / name / "two").result()
+        save_after_updates(checkpointer, learner, folder / name / "beside", 5, 6).result()
+        if dist.get_rank() == 0:
+            assert_equal(folder / name / "two", folder / name / "beside")
 
-    resumed = new_learner(model)
-    load(resumed, folder / "two")
-    assert resumed.num_updates == 2
-    assert [update(resumed, step) for step in (2, 3)] == then
-    load(resumed, folder / "new")  # back to before the first update: no optimizer state
-    assert [update(resumed, step) for step in (0, 1)] == first
+        checkpointer.load(learner, folder / name / "two")
+        writing = checkpointer.save(learner, folder / name / "again")
+        then = [update(learner, step) for step in (2, 3)]  # while it is written
+        writing.result()
+        resumed = new_learner(model, optimizer, settings)
+        checkpointer.load(resumed, folder / name / "again")
+        assert resumed.num_updates == 2
+        assert [update(resumed, step) for step in (2, 3)] == then
+        checkpointer.load(resumed, folder / name / "new")  # back to before the first update
+        assert [update(resumed, step) for step in (0, 1)] == first
+        return then
+
+
+def check_layouts(model: Path, folder: Path, ports: list[int]) -> dict[str, list[list[float]]]:
+    """Each layout resumes exactly; then each loads what the others of its dtype saved."""
+    free = iter(ports)
+    then = {name: check_resume(model, folder, name, next(free)) for name in LAYOUTS}
+    for name, (parallel, optimizer, settings) in LAYOUTS.items():
+        with layout(parallel, next(free)) as checkpointer:
+            learner = new_learner(model, optimizer, settings)
+            for other, (_, _, theirs) in LAYOUTS.items():
+                if other != name and theirs == settings:
+                    check_load(checkpointer, learner, folder, other, then)
+            if name == "distributed":
+                check_full_disk(checkpointer, learner, folder / "none")
     return then
 
 
-def resume_alone(model: Path, other_model: Path, folder: Path, expected: list[list[float]]) -> None:
-    """Loads on one rank what another layout saved; then runs into a full disk."""
-    initialize_parallel(tensor=1, data=1)
-    learner = new_learner(model)
-    load(learner, folder / "two")
-    np.testing.assert_allclose([update(learner, step) for step in (2, 3)], expected, rtol=1e-3, atol=1e-5)
-
-    kept = {file.name: file.read_bytes() for file in (folder / "two").iterdir()}
-    for limit in (
-        1000,
-        100_000,
-    ):  # bytes of any one file: in the first file that is written, in the tensors
-        with full_disk(limit), pytest.raises(CheckpointError, match=r"not written: .* bytes are free"):
-            save(learner, folder / "two")
-    with pytest.raises(CheckpointError, match="Not a directory"):
-        save(learner, folder / "two" / "metadata.json" / "three")
-    assert sorted(path.name for path in folder.iterdir()) == ["new", "two"]
-    assert {file.name: file.read_bytes() for file in (folder / "two").iterdir()} == kept
-    load(learner, folder / "two")
-    assert learner.num_updates == 2
-
-    with pytest.raises(UserError, match="does not fit this model"):
-        load(new_learner(other_model), folder / "two")
+def check_load(
+    checkpointer: Checkpointer, learner: Learner, folder: Path, name: str, then: dict[str, list[list[float]]]
+) -> None:
+    """Loads what layout `name` saved: nothing of it is lost, and the next updates are the same."""
+    checkpointer.load(learner, folder / name / "two")
+    checkpointer.save(learner, folder / "copy").result()
+    if dist.get_rank() == 0:
+        assert_equal(folder / name / "two", folder / "copy")
+    is_bf16 = next(learner.model.parameters).dtype is torch.bfloat16
+    tolerance = 5e-2 if is_bf16 or "bf16" in name else 1e-5
+    np.testing.assert_allclose(
+        [update(learner, step) for step in (2, 3)], then[name], rtol=tolerance, atol=tolerance
+    )
 
 
-def test_resume_is_exact_and_any_layout_loads(tmp_path: Path, tiny_qwen2: Path, tiny_qwen3: Path) -> None:
-    reported = run_ranks(save_and_go_on, 2, tiny_qwen2, tmp_path, 2, 1)
-    assert reported[0] == reported[1]
-    run_ranks(resume_alone, 1, tiny_qwen2, tiny_qwen3, tmp_path, reported[0])
+def check_full_disk(checkpointer: Checkpointer, learner: Learner, path: Path) -> None:
+    """One rank's disk is full while it writes: every rank gets the error, and training goes on."""
+    limit = 20_000 if dist.get_rank() == dist.get_world_size() - 1 else resource.RLIM_INFINITY
+    with full_disk(limit):
+        writing = checkpointer.save(learner, path)
+        update(learner, 0)
+        with pytest.raises(CheckpointError, match=r"not written: OSError: .* bytes are free"):
+            writing.result()
+    if dist.get_rank() == 0:
+        assert not path.exists()
+        assert not path.with_name(path.name + ".partial").exists()
+
+
+def check_adapters(checkpointer: Checkpointer, model: Path, folder: Path) -> None:
+    """Frozen weights are not saved, and adapters go only on top of those that they were trained on."""
+    learner = new_learner(model, settings=ModelSettings(lora=LoraConfig()))
+    update(learner, 0)
+    checkpointer.save(learner, folder / "adapters").result()
+    assert all(".lora_" in name for name in tensors_of(folder / "adapters"))
+    with pytest.raises(UserError, match="holds all weights, expected adapters on top of weights"):
+        checkpointer.load(learner, folder / "tensor" / "two")
+    frozen = next(weights for weights in learner.model.parameters if not weights.requires_grad)
+    frozen.detach()[0, 0] += 1
+    with pytest.raises(UserError, match=r"holds adapters on top of weights with checksum .*, expected"):
+        checkpointer.load(learner, folder / "adapters")
+
+
+def check_alone(model: Path, other_model: Path, folder: Path, then: dict[str, list[list[float]]]) -> None:
+    """One rank loads what two have saved, in either dtype; then runs into full disks and wrong folders."""
+    with layout(ParallelConfig(), int(os.environ["MASTER_PORT"])) as checkpointer:
+        learner = new_learner(model)
+        for name in LAYOUTS:
+            check_load(checkpointer, learner, folder, name, then)
+
+        two = folder / "tensor" / "two"
+        kept = {file.name: file.read_bytes() for file in two.iterdir()}
+        for limit in (1000, 100_000):  # bytes of any one file: in the first that is written, in the tensors
+            with full_disk(limit), pytest.raises(CheckpointError, match=r"not written: .* bytes are free"):
+                checkpointer.save(learner, two).result()
+        with pytest.raises(CheckpointError, match="NotADirectoryError"):
+            checkpointer.save(learner, two / "trainer.json" / "three").result()
+        assert {file.name: file.read_bytes() for file in two.iterdir()} == kept
+        checkpointer.load(learner, two)
+        assert learner.num_updates == 2
+
+        with pytest.raises(
+            UserError, match=r"does not fit this model: .*its qk_norm is False, expected True"
+        ):
+            checkpointer.load(new_learner(other_model), two)
+        check_adapters(checkpointer, model, folder)
+        (two / ".metadata").rename(two / "metadata")
+        with pytest.raises(UserError, match=r"does not fit this model: .*No such file"):
+            checkpointer.load(learner, two)
+
+
+def test_every_layout_resumes_exactly_and_loads_every_other(tmp_path: Path, tiny_qwen3: Path) -> None:
+    model = write_model(tmp_path / "model", "qwen2", num_hidden_layers=4, tie_word_embeddings=True)
+    with ExitStack() as stack:
+        ports = [stack.enter_context(reserved_port()) for _ in range(2 * len(LAYOUTS))]
+        first, second = run_ranks(check_layouts, 2, model, tmp_path, ports)
+    assert first == second
+    assert json.loads((tmp_path / "tensor" / "two" / "trainer.json").read_text())["num_updates"] == 2
+    run_ranks(check_alone, 1, model, tiny_qwen3, tmp_path, first)

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor
 
-from services.config.schema import OptimizerConfig, RunConfig
+from services.config.schema import OptimizerConfig, ParallelConfig, RunConfig
 from services.runtime.errors import UserError
-from services.trainer.checkpoint import load, save
+from services.trainer.checkpoint import Checkpointer
 from services.trainer.hf import export_hf
-from services.trainer.model import initialize_parallel
-from services.trainer.roles import build_roles
+from services.trainer.model import ModelSettings, initialize_parallel
+from services.trainer.roles import build_roles, join_ranks
 from services.trainer.shards import boxes_of
 from services.trainer.step import Learner
 from services.wire.types import StepKey, ValueBatch
@@ -117,13 +118,26 @@ def update(learner: Learner, step: int, batch: ValueBatch) -> dict[str, float]:
 
 
 def check_layout(
-    value_folder: Path, policy_folder: Path, other: Path, target: Path, reference: Reference, tensor: int
+    value_folder: Path,
+    policy_folder: Path,
+    other: Path,
+    target: Path,
+    reference: Reference,
+    parallel: ParallelConfig,
 ) -> None:
-    initialize_parallel(tensor, data=1)
+    initialize_parallel(parallel)
+    check_cuts(value_folder, reference.batches[0])
     learner = critic_learner(value_folder, ADAMW, CLIP)
+    check_updates(learner, reference)
+    check_checkpoint(learner, policy_folder, target / "checkpoint", reference)
+    check_foreign_checkpoint(learner, policy_folder, target / "policy")
+    check_export(learner, target / "export")
+    check_loading(value_folder, policy_folder, other, learner)
+
+
+def check_updates(learner: Learner, reference: Reference) -> None:
     segments = reference.batches[0].segments
     np.testing.assert_allclose(learner.forward.compute_values(segments), reference.first_values, atol=1e-5)
-    check_cuts(value_folder, reference.batches[0])
     for step, batch in enumerate(reference.batches):
         got, expected = update(learner, step, batch), reference.metrics[step]
         assert got.keys() == expected.keys()
@@ -131,19 +145,22 @@ def check_layout(
             tolerance = {"rtol": 1e-4} if name == "critic/grad_norm" else {"rtol": 0, "atol": 1e-5}
             np.testing.assert_allclose(got[name], value, **tolerance, err_msg=f"step {step}: {name}")
     np.testing.assert_allclose(learner.forward.compute_values(segments), reference.last_values, atol=1e-4)
-    check_checkpoint(learner, policy_folder, target / "checkpoint", reference)
-    check_foreign_checkpoint(learner, policy_folder, target / "policy")
-    check_export(learner, target / "export")
-    check_loading(value_folder, policy_folder, other, learner)
+
+
+def check_split(folder: Path, reference: Reference, parallel: ParallelConfig) -> None:
+    initialize_parallel(parallel)
+    settings = ModelSettings(sequence_parallel=parallel.sequence)
+    check_updates(critic_learner(folder, ADAMW, CLIP, settings=settings), reference)
 
 
 def check_cuts(folder: Path, batch: ValueBatch) -> None:
     """Values and gradients do not depend on how the batch is cut."""
     found = []
-    for max_tokens, shares_prefix in ((100_000, True), (20, True), (30, False)):
-        learner = critic_learner(folder, ADAMW, CLIP, max_tokens, shares_prefix)
+    for max_tokens, attention in ((100_000, "shared_prefix"), (20, "shared_prefix"), (30, "segments")):
+        learner = critic_learner(folder, ADAMW, CLIP, max_tokens, attention)
         loss = learner.forward_backward(StepKey("a3f0", 0, 0, "critic"), batch)["critic/vf_loss"]
-        gradient = torch.cat([p.main_grad.flatten() for p in learner.replicas.parameters()])
+        finalize_model_grads(learner.chunks)
+        gradient = torch.cat([p.main_grad.flatten() for p in learner.chunks[0].parameters()])
         found.append((loss, gradient, learner.forward.compute_values(batch.segments)))
     for loss, gradient, values in found[1:]:
         np.testing.assert_allclose(loss, found[0][0], atol=1e-5)
@@ -153,13 +170,14 @@ def check_cuts(folder: Path, batch: ValueBatch) -> None:
 
 def check_checkpoint(learner: Learner, policy_folder: Path, path: Path, reference: Reference) -> None:
     """The head included: a new critic whose head says 0 goes on exactly where the saved one does."""
-    save(learner, path)
+    checkpointer = Checkpointer()
+    checkpointer.save(learner, path).result()
     resumed = critic_learner(policy_folder, ADAMW, CLIP)
     segments = reference.batches[0].segments
     assert not resumed.forward.compute_values(segments).any()
-    load(resumed, path)
+    checkpointer.load(resumed, path)
     for (name, got), expected in zip(
-        resumed.model.network.named_parameters(), learner.model.network.parameters(), strict=True
+        resumed.model.output.named_parameters(), learner.model.output.parameters(), strict=True
     ):
         assert torch.equal(got, expected), name
     then = [update(each, STEPS, reference.batches[1]) for each in (learner, resumed)]
@@ -168,20 +186,21 @@ def check_checkpoint(learner: Learner, policy_folder: Path, path: Path, referenc
 
 
 def check_foreign_checkpoint(learner: Learner, policy_folder: Path, path: Path) -> None:
-    save(policy_learner(policy_forward(policy_folder), ADAMW), path)
-    with pytest.raises(UserError, match="of a model with a language head, expected a value head"):
-        load(learner, path)
+    checkpointer = Checkpointer()
+    checkpointer.save(policy_learner(policy_forward(policy_folder), ADAMW), path).result()
+    with pytest.raises(UserError, match="its head is language, expected value"):
+        checkpointer.load(learner, path)
 
 
 def check_export(learner: Learner, target: Path) -> None:
     """transformers reads bit-equal weights."""
     model = learner.model
-    export_hf(model.network, model.spec, model.folder, target)
+    export_hf(model, target)
     dist.barrier()
     theirs = classifier(target)
     weights = theirs.state_dict()
     compared = set()
-    for name, box, memory in boxes_of(model.network, model.spec):
+    for name, box, memory in boxes_of(model):
         rows, columns = (
             slice(box[at], box[at] + box[n]) for at, n in (("row", "rows"), ("column", "columns"))
         )
@@ -193,12 +212,12 @@ def check_export(learner: Learner, target: Path) -> None:
 def check_loading(value_folder: Path, policy_folder: Path, other: Path, trained: Learner) -> None:
     """A critic takes a policy's weights and keeps its head, until its first update."""
     critic = critic_learner(value_folder, ADAMW, CLIP)
-    head = critic.model.network.output_layer.weight.detach().clone()
+    head = critic.model.output.output_layer.weight.detach().clone()
     assert head.any()
     critic.load_hf(policy_folder)
-    assert torch.equal(critic.model.network.output_layer.weight, head)
-    expected = critic_learner(policy_folder, ADAMW, CLIP).model.network
-    for (name, got), want in zip(critic.model.network.named_parameters(), expected.parameters(), strict=True):
+    assert torch.equal(critic.model.output.output_layer.weight, head)
+    expected = critic_learner(policy_folder, ADAMW, CLIP).model.output
+    for (name, got), want in zip(critic.model.output.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(got, want) or name == "output_layer.weight", name
     with pytest.raises(UserError, match="holds another model than the one that it is loaded into: its qkv"):
         critic.load_hf(other)
@@ -216,9 +235,10 @@ def check_scorer(folder: Path, policy_folder: Path) -> None:
             "reward_model": {"path": folder, "max_tokens_per_microbatch": 40},
         }
     )
+    join_ranks(config, "reward_model")
     roles = build_roles(config, "reward_model")
     assert roles.learner is None
-    assert not any(p.requires_grad for p in roles.forwards["reward_model"].model.network.parameters())
+    assert not any(p.requires_grad for p in roles.forwards["reward_model"].model.output.parameters())
     tree = draw_tree(7)
     values = roles.forwards["reward_model"].compute_values(tree.segments)
     last_tokens = tree.segments.offsets[1:][tree.segments.parents >= 0] - 1
@@ -233,10 +253,28 @@ def test_a_reward_model_scores_as_transformers_does(value_folder: Path, tiny_qwe
     run_ranks(check_scorer, 1, value_folder, tiny_qwen2)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(ParallelConfig(), id="one"),
+        pytest.param(ParallelConfig(tensor=2), id="tp2", marks=pytest.mark.long),
+        pytest.param(ParallelConfig(context=2), id="cp2", marks=pytest.mark.long),
+    ],
+)
 def test_a_critic_equals_a_plain_loop(
-    value_folder: Path, tiny_qwen2: Path, tiny_qwen3: Path, tmp_path: Path, tensor: int
+    value_folder: Path, tiny_qwen2: Path, tiny_qwen3: Path, tmp_path: Path, parallel: ParallelConfig
 ) -> None:
     """The assertions are in check_layout, on every rank."""
-    reference = reference_loop(value_folder)
-    run_ranks(check_layout, tensor, value_folder, tiny_qwen2, tiny_qwen3, tmp_path, reference, tensor)
+    args = (value_folder, tiny_qwen2, tiny_qwen3, tmp_path, reference_loop(value_folder), parallel)
+    run_ranks(check_layout, parallel.world_size, *args)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(tensor=2, sequence=True), ParallelConfig(pipeline=2)], ids=["tp2_sp", "pp2"]
+)
+def test_a_critic_split_by_tokens_or_layers_equals_a_plain_loop(
+    value_folder: Path, parallel: ParallelConfig
+) -> None:
+    """The assertions are in check_updates, on every rank."""
+    run_ranks(check_split, 2, value_folder, reference_loop(value_folder), parallel)

@@ -1,6 +1,9 @@
 """Megatron's model against transformers: logits, gradients, catalog, export. One launch per layout."""
 
+import resource
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.runtime.errors import CheckpointError
 from services.runtime.model_spec import read_spec
 from services.wire.types import Segments
 from tests.ranks import run_ranks
@@ -51,25 +55,28 @@ def on_megatron(check: Callable[..., Any], tensor: int, folder: Path, *args: Any
 
     torch.set_num_threads(1)
     with cpu_compat.apply():
-        from services.trainer.model import build, initialize_parallel
+        from services.config.schema import ParallelConfig
+        from services.trainer.hf import load_model
+        from services.trainer.model import ModelSettings, initialize_parallel
 
         if not torch.distributed.is_initialized():
-            initialize_parallel(tensor=tensor, data=1)
-        return check(build(folder, read_spec(folder)), *args)
+            initialize_parallel(ParallelConfig(tensor=tensor))
+        return check(load_model(folder, read_spec(folder), ModelSettings()), *args)
 
 
 def hidden(policy: Any, segments: Segments) -> Tensor:
-    from services.trainer.attention import plan_attention
+    from services.trainer.attention import plan_rows
+    from services.trainer.context import ContextSplit
 
     tokens, positions = torch.from_numpy(segments.token_ids).long(), torch.from_numpy(segments.positions)
-    return policy.network(tokens, positions, plan_attention(segments, CPU))  # type: ignore[no-any-return]
+    return policy.output(tokens, positions, plan_rows(segments, CPU, ContextSplit())).squeeze(1)  # type: ignore[no-any-return]
 
 
 def logits(policy: Any, segments: Segments) -> Tensor:
     """[T, vocabulary], joined over the tensor-parallel ranks."""
     from services.trainer.model import output_weight
 
-    own = hidden(policy, segments) @ output_weight(policy.network).T
+    own = hidden(policy, segments) @ output_weight(policy).T
     parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(parts, own.detach())
     return torch.cat(parts, -1)
@@ -106,7 +113,7 @@ def agrees_with_transformers(policy: Any) -> None:
         own_tokens[end - length : end] = 1
     flat_weights = weights[np.concatenate(sequences)] * own_tokens
     shared = canonical_gradients(policy)
-    policy.network.zero_grad()
+    policy.output.zero_grad()
     (hidden(policy, repeated) * flat_weights).sum().backward()
     for (name, grad), (_, grad_shared) in zip(
         canonical_gradients(policy).items(), shared.items(), strict=True
@@ -127,16 +134,19 @@ def agrees_with_transformers(policy: Any) -> None:
 
 def canonical_gradients(policy: Any) -> dict[str, Tensor]:
     """Hugging Face name -> whole gradient, put together from all ranks' boxes."""
-    from services.trainer.names import pieces, shapes
+    from services.trainer.names import pieces, shapes, whole_model
 
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     whole = {name: torch.zeros(shape) for name, shape in shapes(policy.spec).items()}
-    grads = {name: parameter.grad for name, parameter in policy.network.named_parameters()}
-    for name, held in pieces(policy.spec, rank, size).items():
+    grads = {name: parameter.grad for name, parameter in policy.output.named_parameters()}
+    is_fused = any(name.endswith("layer_norm_weight") for name in grads)
+    chunk = replace(whole_model(policy.spec), rank=rank, size=size)
+    for name, held in pieces(policy.spec, chunk, "transformer_engine" if is_fused else "local").items():
         if grads[name] is None:  # the output layer: hidden states stop before it
             continue
         # norms of the residual stream see the same gradient on every rank, all else sees its own part
-        share = size if name.endswith("layernorm.weight") and "self_attention" not in name else 1
+        is_norm = name.endswith(("input_layernorm.weight", "mlp_layernorm.weight", "layer_norm_weight"))
+        share = size if is_norm or name == "decoder.final_layernorm.weight" else 1
         parts = grads[name].flatten().split([piece.rows * piece.columns for piece in held])
         for piece, values in zip(held, parts, strict=True):
             matrix = whole[piece.tensor].view(len(whole[piece.tensor]), -1)
@@ -154,16 +164,16 @@ def exports_bit_equal(policy: Any, target: Path) -> None:
     from services.trainer.shards import boxes_of
 
     with torch.no_grad():
-        for parameter in policy.network.parameters():
+        for parameter in policy.output.parameters():
             parameter.mul_(1.5)
     hf.FILE_BYTES = 100_000
-    num_bytes = hf.export_hf(policy.network, policy.spec, policy.folder, target)
+    num_bytes = hf.export_hf(policy, target)
     torch.distributed.barrier()
     exported, original = reference(target).state_dict(), reference(policy.folder).state_dict()
     assert exported.keys() == original.keys()
     for name, tensor in exported.items():
         assert torch.equal(tensor, original[name] * 1.5), name
-    for name, box, memory in boxes_of(policy.network, policy.spec):
+    for name, box, memory in boxes_of(policy):
         rows, columns = (
             slice(box[at], box[at] + box[n]) for at, n in (("row", "rows"), ("column", "columns"))
         )
@@ -177,19 +187,68 @@ def exports_bit_equal(policy: Any, target: Path) -> None:
     assert (target / "tokenizer.json").read_bytes() == (policy.folder / "tokenizer.json").read_bytes()
 
 
-def reads_a_folder_of_several_files(policy: Any, whole: Path) -> None:
-    from services.trainer.model import build
+def a_full_disk_leaves_the_ranks_in_step(policy: Any, target: Path) -> None:
+    """The export begins with a file that may not be as large; afterwards all ranks meet, and it works."""
+    from services.trainer import hf
 
-    again = build(whole, policy.spec)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    is_writer = torch.distributed.get_rank() == 0
+    full = pytest.raises(CheckpointError, match=f"{target} was not written: .*File too large")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))
+    try:
+        with full if is_writer else nullcontext():
+            assert hf.export_hf(policy, target) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    torch.distributed.barrier()
+    assert not target.exists()
+
+
+def reads_a_folder_of_several_files(policy: Any, whole: Path) -> None:
+    from services.trainer.hf import load_model
+    from services.trainer.model import ModelSettings
+
+    again = load_model(whole, policy.spec, ModelSettings())
     for (name, got), expected in zip(
-        policy.network.named_parameters(), again.network.parameters(), strict=True
+        policy.output.named_parameters(), again.output.parameters(), strict=True
     ):
         assert torch.equal(got, expected), name
 
 
+def fused_layers_agree(tensor: int, folder: Path) -> None:
+    """The layers as they are with TransformerEngine; a stand-in is in its place: norm and matrix in one."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from torch.nn.functional import rms_norm
+
+    from services.trainer import model
+
+    class NormAndColumns(ColumnParallelLinear):  # type: ignore[misc]
+        def __init__(self, input_size: int, output_size: int, **settings: Any) -> None:
+            super().__init__(input_size, output_size, **settings)
+            self.layer_norm_weight = torch.nn.Parameter(torch.empty(input_size))
+
+        def forward(self, hidden: Tensor) -> Any:
+            eps = self.config.layernorm_epsilon
+            return super().forward(rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, eps))
+
+    def check(policy: Any) -> None:
+        fused = [module for module in policy.output.modules() if isinstance(module, NormAndColumns)]
+        assert len(fused) == 2 * policy.spec.num_layers
+        agrees_with_transformers(policy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "uses_transformer_engine", lambda: True)
+        patch.setattr(transformer_engine, "TELayerNormColumnParallelLinear", NormAndColumns)
+        patch.setattr(transformer_engine, "TERowParallelLinear", RowParallelLinear)
+        on_megatron(check, tensor, folder)
+
+
 def check_layout(tensor: int, folders: list[Path], target: Path) -> None:
+    fused_layers_agree(tensor, folders[0])
     for folder in folders:
         on_megatron(agrees_with_transformers, tensor, folder)
+        on_megatron(a_full_disk_leaves_the_ranks_in_step, tensor, folder, target / folder.name)
         on_megatron(exports_bit_equal, tensor, folder, target / folder.name)
     on_megatron(reads_a_folder_of_several_files, tensor, target / folders[0].name, target / folders[0].name)
 

@@ -10,17 +10,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor
 
-from services.config.schema import KLConfig, OptimizerConfig, RunConfig
+from services.config.schema import KLConfig, OptimizerConfig, ParallelConfig, RunConfig
 from services.runtime.errors import UserError
 from services.trainer.forward import Forward
-from services.trainer.loss import PolicyTokens, choose_clip_cov, choose_kl_cov, clip_cov, kl_cov, ppo_clip
+from services.trainer.loss import (
+    PolicyTokens,
+    choose_clip_cov,
+    choose_kl_cov,
+    clip_cov,
+    gspo,
+    kl_cov,
+    ppo_clip,
+)
+from services.trainer.model import initialize_parallel
 from services.trainer.names import pieces
 from services.trainer.objective import PolicySettings
-from services.trainer.roles import build_roles
+from services.trainer.roles import build_roles, join_ranks
+from services.trainer.shards import chunk_of
 from services.trainer.step import Learner
 from services.wire.types import PolicyBatch, StepKey
 from tests.learners import policy_forward, policy_learner
@@ -59,8 +68,9 @@ class Reference:
         self.old_N = self.logprobs_N.detach() + noise
         self.rollout_N = self.old_N + gap
         self.weights_N = weights
-        numbers = torch.from_numpy(TREE.samples[TREE.trained]).long()
-        self.advantages_N = torch.from_numpy(rng.normal(size=int(numbers.max()) + 1)).float()[numbers]
+        self.numbers_N = torch.from_numpy(TREE.samples[TREE.trained]).long()
+        advantages = torch.from_numpy(rng.normal(size=int(self.numbers_N.max()) + 1)).float()
+        self.advantages_N = advantages[self.numbers_N]
 
     def batch(self, with_reference: bool) -> PolicyBatch:
         def spread(values_N: Tensor) -> np.ndarray:
@@ -83,6 +93,13 @@ class Reference:
         ratio_N = (self.logprobs_N - self.old_N).exp()
         loss_N = -torch.minimum(self.advantages_N * ratio_N, self.advantages_N * ratio_N.clamp(0.8, 1.2))
         return torch.where(self.advantages_N < 0, loss_N.clamp(max=-3 * self.advantages_N), loss_N)
+
+    def gspo(self) -> Tensor:
+        """[N] with clip 0.1, from the ratio of the whole sample (arXiv:2507.18071, eq. 13)."""
+        of_sample_NN = (self.numbers_N[:, None] == self.numbers_N).float()
+        mean_N = of_sample_NN @ (self.logprobs_N - self.old_N).detach() / of_sample_NN.sum(1)
+        ratio_N = mean_N.exp() * (self.logprobs_N - self.logprobs_N.detach()).exp()
+        return -torch.minimum(self.advantages_N * ratio_N, self.advantages_N * ratio_N.clamp(0.9, 1.1))
 
     def k3(self) -> Tensor:
         gap_N = self.ref_logprobs_N - self.logprobs_N
@@ -113,7 +130,7 @@ def table(model: torch.nn.Module, tree: Tree) -> Tensor:
     return torch.log_softmax(before_NV / TEMPERATURE, -1)
 
 
-def config(folder: Path, reference_folder: Path, tensor: int, data: int) -> RunConfig:
+def config(folder: Path, reference_folder: Path, parallel: ParallelConfig) -> RunConfig:
     """PPO with full KL to a reference beside the actor, all of it in small micro-batches."""
     return RunConfig.model_validate(
         {
@@ -121,15 +138,17 @@ def config(folder: Path, reference_folder: Path, tensor: int, data: int) -> RunC
             "model": {"path": folder},
             "data": {"train": [{"path": "unused.jsonl"}]},
             "rollout": {"sampling": {"temperature": TEMPERATURE}},
-            "trainer": {"parallel": {"tensor": tensor, "data": data}, "max_tokens_per_microbatch": 40},
+            "trainer": {"parallel": parallel, "max_tokens_per_microbatch": 40},
             "reference": {"path": reference_folder, "placement": "colocated"},
             "algorithm": {"kl": {"estimator": "full", "coef": KL_COEF}},
         }
     )
 
 
-def check_layout(folder: Path, reference_folder: Path, tensor: int, data: int) -> None:
-    roles = build_roles(config(folder, reference_folder, tensor, data), "actor")
+def check_layout(folder: Path, reference_folder: Path, parallel: ParallelConfig) -> None:
+    settings = config(folder, reference_folder, parallel)
+    join_ranks(settings, "actor")
+    roles = build_roles(settings, "actor")
     plain = Reference(folder, reference_folder)
     batch = plain.batch(with_reference=True)
     np.testing.assert_allclose(
@@ -156,10 +175,13 @@ def check_layout(folder: Path, reference_folder: Path, tensor: int, data: int) -
     settings = PolicySettings(ppo_clip, entropy_coef=ENTROPY_COEF)
     check(learner(settings), beside, plain, loss_N, {"actor/pg_loss": plain.ppo()})
 
+    settings = PolicySettings(partial(gspo, clip_low=0.1, clip_high=0.1))
+    check(learner(settings), beside, plain, plain.gspo(), {"actor/pg_loss": plain.gspo()})
+
     settings = PolicySettings(partial(kl_cov, share=0.3), partial(choose_kl_cov, share=0.3))
     loss_N = plain.kl_cov(share=0.3)
     check(learner(settings), beside, plain, loss_N, {"actor/pg_loss": loss_N})
-    if tensor == data == 1:
+    if parallel.world_size == 1:
         check_cuts(folder, beside)
         check_refusals(forward, beside)
 
@@ -182,14 +204,10 @@ def check(
     ):
         np.testing.assert_allclose(metrics[name], value.item(), atol=1e-5, err_msg=name)
 
-    finalize_model_grads([learner.replicas])
+    finalize_model_grads(learner.chunks)
     expected = plain.gradients(loss_N)
-    held = pieces(
-        learner.model.spec,
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
-    for name, parameter in learner.model.network.named_parameters():
+    held = pieces(learner.model.spec, chunk_of(learner.model.output))
+    for name, parameter in learner.model.output.named_parameters():
         parts = parameter.main_grad.flatten().split([p.rows * p.columns for p in held[name]])
         for piece, part in zip(held[name], parts, strict=True):
             whole = expected[piece.tensor]
@@ -204,13 +222,11 @@ def check_cuts(folder: Path, batch: PolicyBatch) -> None:
     bounds = {"share": 0.3, "min_cov": -100.0, "max_cov": 100.0}
     settings = PolicySettings(partial(clip_cov, **bounds), partial(choose_clip_cov, **bounds))
     found = []
-    for max_tokens, shares_prefix in ((100_000, True), (20, True), (30, False)):
-        learner = policy_learner(
-            policy_forward(folder, max_tokens, shares_prefix, TEMPERATURE), ADAMW, settings
-        )
+    for max_tokens, attention in ((100_000, "shared_prefix"), (20, "shared_prefix"), (30, "segments")):
+        learner = policy_learner(policy_forward(folder, max_tokens, attention, TEMPERATURE), ADAMW, settings)
         metrics = learner.forward_backward(KEY, batch)
         assert metrics["actor/pg_clipfrac"] == int(0.3 * len(TREE.trained)) / len(TREE.trained)
-        found.append(torch.cat([p.main_grad.flatten() for p in learner.replicas.parameters()]))
+        found.append(torch.cat([p.main_grad.flatten() for p in learner.chunks[0].parameters()]))
     for gradient in found[1:]:
         torch.testing.assert_close(gradient, found[0], rtol=1e-4, atol=1e-6)
 
@@ -228,7 +244,7 @@ def check_refusals(forward: Forward, batch: PolicyBatch) -> None:
         learner = policy_learner(forward, ADAMW, settings)
         with pytest.raises(UserError, match=message):
             learner.forward_backward(KEY, batch)
-        assert not any(p.main_grad.any() for p in learner.replicas.parameters())
+        assert not any(p.main_grad.any() for p in learner.chunks[0].parameters())
 
 
 @pytest.fixture(scope="module")
@@ -246,9 +262,38 @@ def reference_folder(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(ParallelConfig(), id="one"),
+        pytest.param(ParallelConfig(data=2), id="dp2", marks=pytest.mark.long),
+        pytest.param(ParallelConfig(tensor=2), id="tp2", marks=pytest.mark.long),
+        pytest.param(ParallelConfig(context=2), id="cp2", marks=pytest.mark.long),
+    ],
+)
 def test_loss_and_gradient_equal_autograd_on_whole_logits(
-    tiny_qwen2: Path, reference_folder: Path, tensor: int, data: int
+    tiny_qwen2: Path, reference_folder: Path, parallel: ParallelConfig
 ) -> None:
     """The assertions are in check_layout, on every rank."""
-    run_ranks(check_layout, tensor * data, tiny_qwen2, reference_folder, tensor, data)
+    run_ranks(check_layout, parallel.world_size, tiny_qwen2, reference_folder, parallel)
+
+
+def check_stages(folder: Path, reference_folder: Path) -> None:
+    """Chosen tokens: log-probabilities of the whole minibatch come from the last stage to all."""
+    initialize_parallel(ParallelConfig(pipeline=2))
+    plain = Reference(folder, reference_folder)
+    settings = PolicySettings(partial(kl_cov, share=0.3), partial(choose_kl_cov, share=0.3))
+    learner = policy_learner(policy_forward(folder, 40, temperature=TEMPERATURE), ADAMW, settings)
+    metrics = learner.forward_backward(KEY, plain.batch(with_reference=False))
+    loss_N = plain.kl_cov(share=0.3)
+    loss = (plain.weights_N * loss_N).sum().item()
+    np.testing.assert_allclose(metrics["actor/pg_loss"], loss, atol=1e-5)
+    gradients = plain.gradients(loss_N).values()
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+    np.testing.assert_allclose(learner.optim_step(KEY, 1e-3)["actor/grad_norm"], norm, rtol=1e-4)
+
+
+@pytest.mark.long
+def test_tokens_are_chosen_on_every_stage_alike(tiny_qwen2: Path, reference_folder: Path) -> None:
+    """The assertions are in check_stages, on every rank."""
+    run_ranks(check_stages, 2, tiny_qwen2, reference_folder)

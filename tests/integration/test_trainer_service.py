@@ -4,11 +4,10 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +15,11 @@ import numpy as np
 import pytest
 
 from services.config.load import write_resolved
-from services.config.schema import RunConfig
+from services.config.schema import ParallelConfig, RunConfig
 from services.runtime.clients import Caller, TrainerClient
-from services.runtime.errors import AtollError, LostStateError, UserError
+from services.runtime.errors import LostStateError, ServiceUnavailableError, UserError
+from services.runtime.ports import reserved_port
+from services.runtime.process import EXIT_RANK_LOST
 from services.wire.types import PolicyBatch, Segments, StepKey, ValueBatch, Version
 
 TEMPERATURE = 0.5
@@ -32,18 +33,12 @@ class Fleet:
     address: str
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @contextmanager
 def fleet(
-    folder: Path, model: Path, tensor: int, data: int, role: str = "actor", **tables: object
+    folder: Path, model: Path, parallel: ParallelConfig, role: str = "actor", **tables: object
 ) -> Iterator[Fleet]:
     """Trainer ranks as the launcher starts them; the coordinator's address answers nothing."""
-    section = {"parallel": {"tensor": tensor, "data": data}, "max_tokens_per_microbatch": 32}
+    section = {"parallel": parallel, "max_tokens_per_microbatch": 32}
     config = RunConfig.model_validate(
         {
             "run": {"name": "toy", "steps": 1, "dir": folder},
@@ -55,9 +50,10 @@ def fleet(
         }
     )
     write_resolved(config, folder / "config.json")
-    port, ranks, logs, ready = free_port(), [], [], []
+    ranks, logs, ready, stack = [], [], [], ExitStack()
+    port = stack.enter_context(reserved_port())
     try:
-        for rank in range(tensor * data):
+        for rank in range(parallel.world_size):
             read_end, write_end = os.pipe()
             logs.append(folder / f"{role}-{rank}.log")
             with logs[-1].open("ab") as log:
@@ -72,7 +68,7 @@ def fleet(
                         stderr=log,
                         pass_fds=(write_end,),
                         env=os.environ
-                        | {"RANK": str(rank), "WORLD_SIZE": str(tensor * data), "OMP_NUM_THREADS": "1"}
+                        | {"RANK": str(rank), "WORLD_SIZE": str(parallel.world_size), "OMP_NUM_THREADS": "1"}
                         | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
                     )
                 )
@@ -87,6 +83,7 @@ def fleet(
             process.wait()
         for fd in ready:
             os.close(fd)
+        stack.close()
 
 
 def read_line(fd: int) -> bytes:
@@ -139,6 +136,7 @@ async def drive(address: str, folder: Path) -> list[float]:
         info = await client.info()
         assert info.vocab_size == 64
         assert len(info.shards) == info.world_size
+        assert len(set(map(id, info.shards))) == info.world_size // info.data_parallel  # copies travel once
         assert info.roles == ("actor", "reference")
 
         segments = batch(0).segments
@@ -154,6 +152,8 @@ async def drive(address: str, folder: Path) -> list[float]:
         assert await client.optim_step(key(0), 1e-2) == stepped
         after = await client.compute_logprobs(segments)
         assert np.abs(after - before).max() > 1e-3
+        assert await client.offload() > await reference.offload() > 0
+        assert await client.offload() == await reference.offload() == 0
         np.testing.assert_array_equal(await reference.compute_logprobs(segments), before)
         with pytest.raises(UserError, match="the reference is not trained"):
             await reference.save_checkpoint(folder / "reference")
@@ -161,12 +161,17 @@ async def drive(address: str, folder: Path) -> list[float]:
             await client.optim_step(key(5), 1e-2)
 
         saved = folder / "checkpoint"
-        num_bytes = await client.save_checkpoint(saved)
-        assert num_bytes == sum(f.stat().st_size for f in saved.iterdir())
-        expected = [await update(client, step) for step in (1, 2, 3)]
+        await client.save_checkpoint(saved)
+        assert await client.offload() > 0
+        expected = [await update(client, step) for step in (1, 2, 3)]  # while it is written
+        written = await client.wait_checkpoint(saved)
+        assert written.num_bytes == sum(f.stat().st_size for f in saved.iterdir())
         await client.load_checkpoint(saved)
         assert [await update(client, step) for step in (1, 2, 3)] == expected
-        assert await client.save_checkpoint(saved) == num_bytes  # a repeated save takes the old one's place
+        await client.save_checkpoint(saved)  # a repeated save takes the old one's place
+        assert (await client.wait_checkpoint(saved)).num_bytes == written.num_bytes
+        with pytest.raises(LostStateError, match="nothing is being written to"):
+            await client.wait_checkpoint(folder / "other")
 
         with pytest.raises(UserError, match="is no checkpoint"):
             await client.load_checkpoint(folder)
@@ -177,6 +182,7 @@ async def drive(address: str, folder: Path) -> list[float]:
         with pytest.raises(UserError, match="holds actor and reference, not 'critic'"):
             await TrainerClient(address, Caller(fence=1), role="critic").info()
 
+        assert await client.offload() > 0
         await client.export_hf(folder / "export")
         with pytest.raises(UserError, match="is not empty"):
             await client.export_hf(folder / "export")
@@ -208,15 +214,15 @@ def logprobs_by_transformers(model_folder: Path, segments: Segments, temperature
     return expected
 
 
-@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (1, 2)])
-def test_a_fleet_serves_every_call(tmp_path: Path, tiny_qwen2: Path, tensor: int, data: int) -> None:
+@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_fleet_serves_every_call(tmp_path: Path, tiny_qwen2: Path, data: int) -> None:
     tables = {"algorithm": {"kl": {"where": "reward"}}, "reference": {"placement": "colocated"}}
-    with fleet(tmp_path, tiny_qwen2, tensor, data, **tables) as running:
+    with fleet(tmp_path, tiny_qwen2, ParallelConfig(data=data), **tables) as running:
         logprobs = asyncio.run(drive(running.address, tmp_path))
         expected = logprobs_by_transformers(tmp_path / "export", batch(0).segments, TEMPERATURE)
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
         running.ranks[0].send_signal(signal.SIGTERM)
-        assert [process.wait(END_S) for process in running.ranks] == [0] * tensor * data
+        assert [process.wait(END_S) for process in running.ranks] == [0] * data
 
 
 async def drive_critic(address: str, folder: Path) -> None:
@@ -237,11 +243,11 @@ async def drive_critic(address: str, folder: Path) -> None:
         after = await client.compute_values(segments)
         assert after[weights > 0].mean() > 0.01
         await client.save_checkpoint(folder / "checkpoint")
-        await client.load_checkpoint(folder / "checkpoint")
+        await client.load_checkpoint(folder / "checkpoint")  # waits until it is written
         np.testing.assert_array_equal(await client.compute_values(segments), after)
 
         with pytest.raises(UserError, match="the critic is not published"):
-            await client.publish_weights(Version("a3f0", 1), "float32", [], [], 0)
+            await client.publish_weights(Version("a3f0", 1), "float32", {}, [], 0)
         with pytest.raises(UserError, match="a value model has no log-probabilities"):
             await client.compute_logprobs(segments)
         with pytest.raises(UserError, match="the critic learns from ValueBatch, got PolicyBatch"):
@@ -255,28 +261,30 @@ async def drive_critic(address: str, folder: Path) -> None:
 def test_a_critic_answers_values_and_refuses_to_publish(tmp_path: Path, tiny_qwen2: Path) -> None:
     """The assertions are in drive_critic."""
     algorithm = {"advantage": "gae"}
-    with fleet(tmp_path, tiny_qwen2, 2, 1, role="critic", algorithm=algorithm) as running:
+    with fleet(tmp_path, tiny_qwen2, ParallelConfig(tensor=2), "critic", algorithm=algorithm) as running:
         asyncio.run(drive_critic(running.address, tmp_path))
 
 
 def test_a_role_that_the_run_lacks_is_refused(tmp_path: Path, tiny_qwen2: Path) -> None:
     refused = pytest.raises(AssertionError, match="this run has no critic: its config needs actor")
-    with refused, fleet(tmp_path, tiny_qwen2, 1, 1, role="critic"):
+    with refused, fleet(tmp_path, tiny_qwen2, ParallelConfig(), "critic"):
         pass
 
 
 def test_a_dead_follower_is_an_error_and_ends_the_leader(tmp_path: Path, tiny_qwen2: Path) -> None:
-    with fleet(tmp_path, tiny_qwen2, 1, 2) as running:
+    with fleet(tmp_path, tiny_qwen2, ParallelConfig(data=2)) as running:
 
         async def call_after_death() -> None:
             client = TrainerClient(running.address, Caller(fence=1), timeout_s=60)
             await update(client, 0)
             running.ranks[1].kill()
             running.ranks[1].wait()
-            with pytest.raises(AtollError, match="a follower is gone"):
+            with pytest.raises(ServiceUnavailableError):
                 await client.forward_backward(key(1), batch(1))
             await client.close()
 
         asyncio.run(call_after_death())
-        assert running.ranks[0].wait(END_S) == 1
-        assert "restart it from a checkpoint" in running.logs[0].read_text()
+        assert running.ranks[0].wait(END_S) == EXIT_RANK_LOST
+        log = running.logs[0].read_text()
+        assert "restart it from a checkpoint" in log
+        assert "another rank of this trainer is gone" in log

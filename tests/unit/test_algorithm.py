@@ -45,6 +45,10 @@ class Model:
         self.asked.append("logprobs")
         return np.array(self.answer, np.float32)
 
+    async def offload(self) -> int:
+        self.asked.append("offload")
+        return 0
+
     async def compute_values(self, segments: Segments) -> Float32:
         self.asked.append("values")
         return np.array(self.answer, np.float32)
@@ -120,6 +124,19 @@ def test_grpo_asks_no_model_and_trains_the_actor_alone() -> None:
     np.testing.assert_array_equal(batch.rollout_logprobs, [0, -1, -1, -1, 0, -1, -1, -1])
     assert prepared.metrics["critic/score/mean"] == 0.5
     assert prepared.metrics["critic/advantages/max"] == pytest.approx(unit)
+
+
+def test_what_does_not_learn_rests_after_its_answer() -> None:
+    actor, critic, reference = Model([0.0] * 8), Model([0.0] * 8), Model([0.0] * 8)
+    prepare(
+        {"actor": actor, "critic": critic, "reference": reference},
+        algorithm={"advantage": "gae", "num_minibatches": 2, "kl": {}},
+        trainer={"offload": True},
+        critic={"offload": True},
+        reference={"offload": True},
+    )
+    assert reference.asked == ["logprobs", "offload"]
+    assert (actor.asked, critic.asked) == (["logprobs"], ["values"])  # their updates are next
 
 
 def test_a_critic_learns_what_gae_returns() -> None:

@@ -13,8 +13,7 @@ from services.cli.data import SAMPLE
 from services.cli.gsm8k import build_gsm8k
 from services.cli.main import main
 from services.config.load import load
-from services.config.schema import SourceConfig
-from services.coordinator.data import SupervisedSource, read_prompts
+from services.coordinator.data import read_pairs, read_prompts
 from services.coordinator.rendering import Renderer
 from services.coordinator.rows import read_rows, read_supervised_rows
 from services.runtime.errors import UserError
@@ -61,7 +60,7 @@ def test_arithmetic_prompts_are_plain_text(arithmetic: Path) -> None:
     a, b = prompt.text[:2], prompt.text[3:5]
     assert prompt.token_ids.tolist() == [3 + int(d) for d in a] + [13] + [3 + int(d) for d in b] + [17]
     assert (renderer.eos_id, renderer.stop_ids, renderer.vocab_size) == (1, (1,), 64)
-    (pair,) = SupervisedSource(SourceConfig(path=arithmetic / "warmup.parquet"), renderer, seed=0).draw(1)
+    pair = read_pairs(arithmetic / "warmup.parquet", renderer)[0]
     assert len(pair[0]) == 6
     assert pair[1][-1] == 1
 
@@ -191,4 +190,4 @@ def test_the_examples_use_what_is_written(
     longest_sequence = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
     assert longest_sequence <= config.rollout.local.max_length
     assert config.warmup.source is not None
-    assert SupervisedSource(config.warmup.source, renderer, seed=0).draw(1)
+    assert read_pairs(config.warmup.source.path, renderer)

@@ -60,7 +60,7 @@ def test_samples_round_trip() -> None:
             FinishReason.ABORT,
             "",
             origin,
-            (TurnReward(1, 0.5, {"exact_match": 1.0, "format": 0.0}),),
+            (TurnReward(1, 0.5, {"exact_match": 1.0, "format": 0.0}, {"format": "boxed: two"}),),
         ),
     ]
     wire = types_pb2.Samples.FromString(codec.encode_samples(samples).SerializeToString())
@@ -183,16 +183,18 @@ def test_catalog_and_stream_round_trip() -> None:
     assert back.tensors == ("q", "k")
     np.testing.assert_array_equal(back.boxes, boxes)
     sums = np.array([2**64 - 1, 7], np.uint64)
-    stream = codec.decode_stream(codec.encode_stream(StreamManifest(3, "atoll-x", 4096, "p", 5, sums)))
-    assert (stream.source, stream.location, stream.offset) == (3, "atoll-x", 4096)
-    assert (stream.plan_id, stream.first) == ("p", 5)
+    stream = codec.decode_stream(
+        codec.encode_stream(StreamManifest(3, "atoll-x", 4096, 64, "p", 5, sums, True))
+    )
+    assert (stream.source, stream.location, stream.offset, stream.num_bytes) == (3, "atoll-x", 4096, 64)
+    assert (stream.plan_id, stream.first, stream.delta) == ("p", 5, True)
     np.testing.assert_array_equal(stream.checksums, sums)
     published = codec.decode_published(codec.encode_published(Published((stream, stream), 96, True)))
     assert (len(published.streams), published.num_bytes, published.last) == (2, 96, True)
 
 
 def test_plan_round_trip() -> None:
-    transfers = np.arange(28).reshape(2, 14).astype(np.int64)
+    transfers = np.arange(30).reshape(2, 15) - 3
     rows = np.array([tuple(row) for row in transfers.tolist()], TRANSFER)
     back = codec.decode_plan(codec.encode_plan(Plan("f00d", ("q", "k"), rows)))
     assert (back.id, back.tensors) == ("f00d", ("q", "k"))

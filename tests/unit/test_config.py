@@ -23,6 +23,7 @@ path = "train.parquet"
 """
 
 SCORER = '{path = "m"}'
+SERVER = '{ kind = "reward", name = "%s", url = "http://host:1", protocol = "http" }'
 
 
 @pytest.fixture
@@ -90,12 +91,68 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             ["algorithm.constraint={cost='length_cost'}"],
             "algorithm.constraint.cost = 'length_cost' is none of reward.graders (exact_match)",
         ),
+        (
+            ["rollout.engine=sglang", "rollout.local.slots=4"],
+            '[rollout.local] is read by rollout.engine = "local", and this run has "sglang": take the',
+        ),
+        (
+            ["rollout.sglang.tp_size=2"],
+            '[rollout.sglang] is read by rollout.engine = "sglang", and this run has',
+        ),
+        (["rollout.sglang.chunked_prefill_size=64"], "[rollout.sglang] is read by"),
         ([f"cost_model={SCORER}"], "[cost_model] is asked only by an [algorithm.constraint]"),
+        (
+            ["trainer.optimizer.decay_steps=1"],
+            'trainer.optimizer.schedule = "constant" never decays: take decay_steps and '
+            "min_learning_rate_share",
+        ),
+        (["trainer.optimizer.schedule=wsd"], 'schedule = "wsd" decays in its last steps: set decay_steps'),
+        (
+            ["trainer.optimizer={schedule='wsd', warmup_steps=1, decay_steps=2}"],
+            "trainer.optimizer: 1 steps of warm-up and 2 of decay are more than run.steps = 2",
+        ),
+        (
+            ["critic={optimizer={schedule='cosine', warmup_steps=2}}"],
+            "critic.optimizer: 2 steps of warm-up and at least 1 of decay are more than run.steps = 2",
+        ),
+        (
+            ["run.mode=supervised", "algorithm.kl.coef=0.1", "coordinator.max_staleness=1"],
+            'run.mode = "supervised" learns from the answers in data.train, without rollout, reward and '
+            "other models: take algorithm, coordinator.max_staleness out",
+        ),
+        (
+            ["run.mode=supervised", 'validation.sets=[{name="sums", path="v.parquet", num_samples=4}]'],
+            'validation set sums: run.mode = "supervised" measures the loss of the answers there',
+        ),
         (
             [f"cost_model={SCORER}", "algorithm.constraint={cost='exact_match'}"],
             "[cost_model] is asked only by an [algorithm.constraint] that names no other cost",
         ),
         (["reward.graders=[]"], "nothing scores a response: name a function in reward.graders, or add"),
+        (
+            ['reward.graders=["server:judge", "server:judge"]'],
+            "reward.graders: server:judge, server:judge: components are told apart by name",
+        ),
+        (
+            ['reward.graders=["exact_match", "server:judge"]', f"servers=[{SERVER % 'style'}]"],
+            "[[servers]]: no grader asks the reward server style: reward.graders has server:judge: add",
+        ),
+        (
+            ['reward.graders=["server:judge"]', f"servers=[{SERVER % 'judge'}, {SERVER % 'judge'}]"],
+            "[[servers]]: reward judge http://host:1 stands there twice: raise its concurrency instead",
+        ),
+        (
+            ['reward.graders=[{ name = "code", timeout_s = 25.0 }]'],
+            "set deadline_s = 30.0 to timeout_s + case_timeout_s = 31.0 or more",
+        ),
+        (
+            ['reward.graders=[{ name = "code", case_timeout_s = 0 }]'],
+            "case_timeout_s = 0, timeout_s = 20.0, memory_mb = 512: each has to be above 0",
+        ),
+        (
+            ['reward.graders=["code"]', "reward.sandbox={ memory_mb = 256 }"],
+            "memory_mb = 512 is more than a program may have: set it to reward.sandbox.memory_mb = 256",
+        ),
         (
             ['reward.graders=["gsm8k", "gsm8k"]'],
             "gsm8k, gsm8k: components are told apart by name: give each function once",
@@ -137,9 +194,57 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             ["algorithm.loss=reinforce", "algorithm.num_minibatches=2", "algorithm.num_epochs=2"],
             "after the first of a step's 4 updates it would be biased",
         ),
+        (
+            ["trainer.parallel.sequence=true"],
+            "trainer.parallel.sequence splits tokens over the ranks of tensor",
+        ),
+        (
+            ["algorithm.kl={}", "reference.recompute=full"],
+            'reference.recompute = "full" saves what a backward pass reads, and a reference has none',
+        ),
+        (
+            ["algorithm.advantage=gae", "critic.lora={}"],
+            "critic.lora: a value head begins at 0 and is learned whole",
+        ),
+        (
+            ["trainer.attention=flash"],
+            'trainer.attention = "flash" calls kernels that have no float32: set trainer.dtype = "bfloat16"',
+        ),
+        (
+            ["trainer.parallel.virtual_pipeline=2"],
+            "trainer.parallel.virtual_pipeline = 2 gives turns to the stages of pipeline = 1",
+        ),
+        (
+            ["algorithm.kl={}", "reference.parallel={expert=4, tensor=2, sequence=true, pipeline=2}"],
+            "reference.parallel.expert = 4 does not divide tensor x context x data = 2 x 1 x 1",
+        ),
+        (
+            ["trainer.parallel={expert=2, tensor=2}"],
+            "trainer.parallel: with expert = 2, each of tensor = 2 ranks would send the same tokens to the "
+            "experts",
+        ),
+        (
+            [
+                "algorithm.kl.estimator=full",
+                "reference.placement=colocated",
+                "trainer.parallel.pipeline=2",
+            ],
+            'algorithm.kl.estimator = "full" runs the reference within the last stage of the actor\'s pass',
+        ),
+        (
+            ["algorithm.kl={}", "reference={placement='colocated', parallel={tensor=2}}"],
+            "puts it on the actor's ranks, as they are: take reference.parallel out",
+        ),
+        (["weights.delta=true"], 'with weights.transport = "shm" nothing does, replicas read the trainer\'s'),
+        (["weights.transport=nccl"], "ends in the memory of GPUs, and the replicas have none"),
+        (
+            ["weights.transport=cuda_ipc", "rollout={engine='sglang', sglang={device='cpu'}}"],
+            "ends in the memory of GPUs, and the replicas have none",
+        ),
         (["guards={min_entropy=2, max_entropy=1}"], "every entropy is below min_entropy = 2 or above"),
         (["warmup.steps=3"], "warmup.steps > 0 needs [warmup.source] with a path"),
         (["warmup.target_reward=0.5"], "warmup.target_reward is measured by the replicas on the first"),
+        (["weights.canary_tolerance=nan"], "weights.canary_tolerance: Input should be a finite number"),
         (["algorithm.advantage=gea"], "algorithm.advantage = 'gea': no such function; did you mean gae"),
         (["algorithm.filter={name='scores_differ', max_refil=3}"], "did you mean max_refill?"),
     ],
@@ -158,12 +263,25 @@ def test_a_combination_that_makes_no_sense_is_refused(toy: Path, overrides: list
         ["algorithm.advantage=remax", "coordinator.greedy_baseline=true", "coordinator.samples_per_prompt=1"],
         ["algorithm.advantage=reinforce_pp", "coordinator.samples_per_prompt=1"],
         ["reward.graders=[]", f"reward_model={SCORER}"],
+        ['reward.graders=["server:judge"]'],  # it may be registered later
+        ['reward.graders=[{ name = "code", timeout_s = 60, deadline_s = 90 }]'],
+        [
+            'reward.graders=["exact_match", { name = "server:judge", weight = 0.0 }]',
+            'algorithm.constraint={ cost = "server:judge" }',
+            f"servers=[{SERVER % 'judge'}]",
+        ],
+        ['reward.graders=["exact_match", "server:judge"]', 'algorithm.advantage="gdpo"'],
         ["algorithm.kl.estimator=full", "reference.placement=colocated"],
         ["algorithm.kl={where='reward', target=0.1, estimator='k1'}"],
         ["algorithm.correction={method='mask', low=0.5}"],
         ["algorithm.constraint={}", f"cost_model={SCORER}"],
         ["algorithm.loss=gspo", "algorithm.aggregation=seq_mean_token_mean"],
         ["algorithm.loss=reinforce", "coordinator.max_staleness=2", "algorithm.correction={}"],
+        ["trainer.attention=flash", "trainer.dtype=bfloat16"],
+        ["trainer.parallel={tensor=2, sequence=true, pipeline=2, virtual_pipeline=2, expert=4, data=2}"],
+        ["algorithm.kl={}", "reference.placement=colocated", "trainer.parallel.pipeline=2"],
+        ["weights={transport='tcp', delta=true}"],
+        ["weights={transport='nccl', delta=true}", "rollout.engine=sglang"],
     ],
 )
 def test_a_combination_that_makes_sense_is_not(toy: Path, overrides: list[str]) -> None:

@@ -12,7 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.config.schema import SourceConfig
-from services.coordinator.data import Cursor, Mixture, PromptSource, SupervisedSource, read_prompts
+from services.coordinator.data import (
+    Cursor,
+    Mixture,
+    PromptSource,
+    SupervisedSource,
+    read_pairs,
+    read_prompts,
+)
 from services.coordinator.rendering import Renderer
 from services.coordinator.rows import read_rows, read_supervised_rows
 from services.runtime.errors import UserError
@@ -86,10 +93,18 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_several_right_answers_reach_graders_as_json(tmp_path: Path, name: str) -> None:
+    """As in verl's rows of Search-R1."""
+    truth = {"style": "rule", "ground_truth": {"target": ["Röntgen", "W. Röntgen"]}}
+    rows = read_rows(write(tmp_path / name, [record("Who?", "", reward_model=truth)] * 2))
+    assert {row.ground_truth for row in rows} == {'{"target": ["Röntgen", "W. Röntgen"]}'}
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_warmup_rows_need_prompt_and_response_only(tmp_path: Path, renderer: Renderer, name: str) -> None:
     rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "response": str(i + 1)} for i in range(5)]
     path = write(tmp_path / name, rows)
-    draws = SupervisedSource(SourceConfig(path=path), renderer, seed=0).draw(10)
+    draws = SupervisedSource([read_pairs(path, renderer)], [1.0], seed=0, shuffle=True).draw(10)
     pairs = Counter((tuple(prompt.tolist()), tuple(response.tolist())) for prompt, response in draws)
     # ids of tests/conftest.py: digit d is 3 + d, + is 13, = is 17; <eos> 1 ends a response
     assert pairs == {((3 + i, 13, 4, 17), (4 + i, 1)): 2 for i in range(5)}
@@ -107,6 +122,10 @@ BAD = {
     "wrong type": (
         lambda r: r.update(reward_model="46"),
         "field reward_model: got str '46', expected an object",
+    ),
+    "no right answer": (
+        lambda r: r["reward_model"].update(ground_truth=[]),
+        r"got list \[\], expected a string",
     ),
     "number as text": (lambda r: r["reward_model"].update(ground_truth=46), "got int 46, expected a string"),
     "text as prompt": (lambda r: r.update(prompt="1+1="), "field prompt: got str '1[+]1=', expected a list"),
@@ -287,10 +306,10 @@ def test_overlong_prompts_are_refused_or_filtered(
         source(renderer, path, max_prompt_tokens=8)
     assert len(source(renderer, path, max_prompt_tokens=9).draw(6)) == 6
     filtered = source(renderer, path, max_prompt_tokens=8, overlong="filter")
-    assert "left out 1 of 6 prompts of more than 8 tokens" in caplog.text
+    assert "left out 1 of 6 rows of more than 8 tokens" in caplog.text
     # the numbers of the rows that stay do not move
     assert sorted(p.id.prompt for p in filtered.draw(5)) == [0, 1, 2, 4, 5]
-    with pytest.raises(UserError, match="the longest of 6 over-long prompts"):
+    with pytest.raises(UserError, match="the longest of 6 over-long rows"):
         source(renderer, path, max_prompt_tokens=2, overlong="filter")
 
 

@@ -2,11 +2,18 @@
 
 import importlib.metadata
 import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from services.cli import doctor
 from services.cli.doctor import GIB, State
+from services.reward.sandbox import host
+from services.runtime.errors import SandboxError
 
 
 def test_one_core_is_a_warning() -> None:
@@ -46,3 +53,50 @@ def test_a_package_that_is_not_installed_comes_with_the_command(monkeypatch: pyt
     (finding,) = doctor.packages()
     assert finding.state is State.MISSING
     assert finding.advice == "pip install --editable '.[cpu]'"
+
+
+@pytest.mark.parametrize(
+    ("engine", "python", "state", "found"),
+    [
+        ("local", sys.executable, State.OK, f"{sys.executable} imports torch"),
+        ("sglang", sys.executable, State.MISSING, "ModuleNotFoundError: No module named 'sglang'"),
+        ("sglang", "no/such/python", State.MISSING, "No such file or directory: 'no/such/python'"),
+    ],
+)
+def test_the_engine_is_looked_for_in_the_replicas_environment(
+    tmp_path: Path, engine: str, python: str, state: State, found: str
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f"""run = {{ name = "toy", steps = 1 }}
+model.path = "model"
+data.train = [{{ path = "rows.jsonl" }}]
+rollout = {{ engine = "{engine}", python = "{python}" }}
+"""
+    )
+    finding = doctor.rollout_environment(config)
+    assert (finding.what, finding.state) == (f"engine {engine}", state)
+    assert finding.found.endswith(found)
+
+
+@pytest.mark.parametrize(
+    ("tier", "state", "found", "advice"),
+    [
+        ("landlock, seccomp, namespaces", State.OK, "landlock, seccomp, namespaces", ""),
+        ("landlock, seccomp", State.WARNING, "landlock, seccomp", "allow user namespaces"),
+        (SandboxError("fork got through"), State.WARNING, "fork got through", "only the graders code"),
+    ],
+)
+async def test_the_sandbox_is_started(
+    monkeypatch: pytest.MonkeyPatch, tier: str | SandboxError, state: State, found: str, advice: str
+) -> None:
+    @asynccontextmanager
+    async def start(programs: int, namespaces: bool) -> AsyncIterator[SimpleNamespace]:
+        if isinstance(tier, SandboxError):
+            raise tier
+        yield SimpleNamespace(tier=tier)
+
+    monkeypatch.setattr(host, "start_sandbox", start)
+    finding = await doctor.sandbox()
+    assert (finding.found, finding.state) == (found, state)
+    assert advice in finding.advice

@@ -127,8 +127,9 @@ def test_supervised_rows_weigh_responses_only() -> None:
     ]
     segments, weights = experience.supervised(rows)
     np.testing.assert_array_equal(segments.token_ids, [1, 2, 3, 4, 5, 6])
-    np.testing.assert_array_equal(segments.parents, [-1, 0, -1, 2])
-    np.testing.assert_array_equal(segments.groups, [0, 0, 1, 1])
+    np.testing.assert_array_equal(segments.offsets, [0, 3, 6])
+    np.testing.assert_array_equal(segments.parents, [-1, -1])
+    np.testing.assert_array_equal(segments.groups, [0, 1])
     np.testing.assert_allclose(weights, np.array([0, 0, 1, 0, 1, 1]) / 3, rtol=1e-6)
 
 

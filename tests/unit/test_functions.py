@@ -145,7 +145,7 @@ def test_a_users_function_that_fits(mine: Path, function: str, parameters: dict[
         (
             "{}/mine.py:two",
             {},
-            r"got `def two\(item, other\)`, expected `def two\(item: ScoreItem, \*, \.\.\.\) -> float`: one",
+            r"got `def two\(item, other\)`, expected `def two\(item: ScoreItem, \*, \.\.\.\) ->",
         ),
         ("{}/mine.py:none", {}, r"got `def none\(\)`, expected"),
         ("{}/mine.py:later", {}, r"got `async def later`, expected"),

@@ -1,13 +1,22 @@
 """Which processes a run has, and how they are wired."""
 
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from services.cli.launcher import claim_folder, coordinator_of, services_of
+from services.cli.launcher import (
+    ADDRESS_FILE,
+    address_file,
+    check_interpreter,
+    claim_folder,
+    coordinator_of,
+    services_of,
+)
 from services.config.schema import RunConfig
 from services.runtime.errors import UserError
+from services.runtime.ports import reserved_port
 
 
 def config(**sections: object) -> RunConfig:
@@ -19,32 +28,46 @@ def config(**sections: object) -> RunConfig:
     return RunConfig.model_validate(plain | sections)
 
 
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        ({"graders": ["server:judge"]}, False),
+        ({"graders": ["server:judge", "exact_match"]}, True),
+        ({"graders": ["server:judge"], "sandbox": {}}, True),  # agents' tools run code there
+    ],
+)
+def test_a_run_whose_graders_are_all_servers_has_no_reward_service(
+    reward: dict[str, object], expected: bool
+) -> None:
+    groups = services_of(config(reward=reward), "127.0.0.1:9")
+    assert (("reward-0",) in [group.names for group in groups]) is expected
+
+
 def test_a_training_run_has_every_rank_and_replica() -> None:
-    services = services_of(
+    groups = services_of(
         config(
-            trainer={"parallel": {"tensor": 2, "data": 2}, "threads": 3},
+            trainer={"parallel": {"tensor": 2, "data": 2}, "threads": 3, "max_restarts": 2},
             rollout={"replicas": 2, "threads": 5, "max_restarts": 7},
         ),
         "127.0.0.1:9",
     )
-    by_name = {service.name: service for service in services}
-    assert list(by_name) == [
-        *("reward-0", "actor-0", "actor-1", "actor-2", "actor-3", "rollout-0", "rollout-1")
+    assert [group.names for group in groups] == [
+        ("reward-0",),
+        ("actor-0", "actor-1", "actor-2", "actor-3"),
+        ("rollout-0",),
+        ("rollout-1",),
     ]
+    by_name = {service.name: service for group in groups for service in group.services}
     last = by_name["actor-3"]
     assert last.command == (
         *(sys.executable, "-m", "services.trainer", "--config", "runs/toy/config.json"),
         *("--role", "actor", "--name", "actor-3", "--coordinator", "127.0.0.1:9"),
     )
-    port = last.environment["MASTER_PORT"]
-    assert 1024 <= int(port) < 65536
     for rank in range(4):
         assert by_name[f"actor-{rank}"].environment == {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "4",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
             "OMP_NUM_THREADS": "3",
             "MALLOC_MMAP_THRESHOLD_": "33554432",
             "MALLOC_TRIM_THRESHOLD_": "268435456",
@@ -54,10 +77,19 @@ def test_a_training_run_has_every_rank_and_replica() -> None:
         "MALLOC_MMAP_THRESHOLD_": "33554432",
         "MALLOC_TRIM_THRESHOLD_": "268435456",
     }
-    assert {name: service.max_restarts for name, service in by_name.items() if service.max_restarts} == {
-        "rollout-0": 7,
-        "rollout-1": 7,
-    }
+    assert [group.max_restarts for group in groups] == [3, 2, 7, 7]
+
+
+def test_replicas_run_in_their_own_environment(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    groups = services_of(config(rollout={"python": python}), "127.0.0.1:9")
+    used = {service.name: service.command[0] for group in groups for service in group.services}
+    assert used == {"reward-0": sys.executable, "actor-0": sys.executable, "rollout-0": str(python)}
+    check_interpreter(None)
+    with pytest.raises(UserError, match=rf"rollout.python = {python} is no program: name the interpreter"):
+        check_interpreter(python)
+    python.touch(0o755)
+    check_interpreter(python)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +100,25 @@ def test_a_training_run_has_every_rank_and_replica() -> None:
     ],
 )
 def test_a_mode_leaves_out_what_it_does_not_need(sections: dict[str, object], names: list[str]) -> None:
-    assert [service.name for service in services_of(config(**sections), "127.0.0.1:9")] == names
+    assert [group.names for group in services_of(config(**sections), "127.0.0.1:9")] == [
+        (name,) for name in names
+    ]
+
+
+def test_reward_services_share_the_load_and_are_started_again() -> None:
+    groups = services_of(config(reward={"services": 2, "max_restarts": 1}), "127.0.0.1:9")
+    assert [(group.names, group.max_restarts) for group in groups[:2]] == [
+        (("reward-0",), 1),
+        (("reward-1",), 1),
+    ]
+    (second,) = groups[1].services
+    assert second.command[second.command.index("--name") + 1] == "reward-1"
 
 
 def test_resume_reaches_the_coordinator() -> None:
-    fresh = coordinator_of(config(), "unix:///s", resume=False).command
+    fresh = coordinator_of(config(), "unix:///s", resume=False).services[0].command
     assert fresh[-2:] == ("--store", "unix:///s")
-    assert coordinator_of(config(), "unix:///s", resume=True).command == (*fresh, "--resume")
+    assert coordinator_of(config(), "unix:///s", resume=True).services[0].command == (*fresh, "--resume")
 
 
 def test_a_folder_is_taken_once_a_step_is_recorded(tmp_path: Path) -> None:
@@ -88,3 +132,20 @@ def test_a_folder_is_taken_once_a_step_is_recorded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--resume"):
         claim_folder(folder, resume=False)
     claim_folder(folder, resume=True)
+
+
+def test_a_reserved_port_goes_to_the_server_that_asks_for_it_and_to_nobody_else() -> None:
+    with reserved_port() as port, socket.socket() as stranger, socket.socket() as server:
+        with pytest.raises(OSError, match="Address already in use"):
+            stranger.bind(("127.0.0.1", port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as PyTorch's store does
+        server.bind(("127.0.0.1", port))
+        server.listen()
+
+
+def test_a_launcher_leaves_the_address_of_the_one_that_took_its_run_over(tmp_path: Path) -> None:
+    with address_file(tmp_path, "127.0.0.1:2"):
+        with address_file(tmp_path, "127.0.0.1:1"):  # the earlier one ends first
+            (tmp_path / ADDRESS_FILE).write_text("127.0.0.1:2")
+        assert (tmp_path / ADDRESS_FILE).read_text() == "127.0.0.1:2"
+    assert not (tmp_path / ADDRESS_FILE).exists()

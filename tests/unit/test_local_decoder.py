@@ -91,6 +91,20 @@ def test_a_prefill_is_bounded(tiny_qwen2, monkeypatch):
     assert (finished, model.prefills) == (1, [1])
 
 
+def test_who_counts_what_waits_need_not_stop_the_queue(tiny_qwen2):
+    """Another thread than the one that computes asks for it."""
+    decoder: Decoder[str] = Decoder(CountingModel(tiny_qwen2), None, 3, 512, Version("", 0))
+    decoder.submit([request(0, 2, 5), request(1, 3, 5)], "caller")
+
+    class Meanwhile(list):
+        def __len__(self) -> int:
+            decoder.submit([request(2, 4, 5)], "caller")
+            return super().__len__()
+
+    decoder._waiting[0].tickets = Meanwhile(decoder._waiting[0].tickets)
+    assert decoder.num_waiting == 5
+
+
 def test_folders_that_hold_no_such_model(tiny_qwen2, tmp_path):
     from safetensors.torch import load_file, save_file
 

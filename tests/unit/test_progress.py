@@ -5,8 +5,10 @@ from typing import ClassVar
 import pytest
 
 from services.cli.progress import follow, line
+from services.cli.status import describe
 from services.runtime.clients import RunStatus
 from services.runtime.errors import AtollError, ServiceUnavailableError
+from services.wire.types import ExternalServer, ServerHealth
 
 
 def test_a_line_has_what_matters_in_the_order_that_matters() -> None:
@@ -21,7 +23,7 @@ def test_a_line_has_what_matters_in_the_order_that_matters() -> None:
         "val/sums/response_length/mean": 9.0,
         "actor/grad_norm": 9.0,
     }
-    status = RunStatus("toy", "training", 3, 10, 4, "", (), metrics, 7)
+    status = RunStatus("toy", "training", 3, 10, 4, "", (), metrics, 7, ())
     assert line(status) == (
         "step 3/10  training  reward 0.312  tokens/s 1,234  staleness 0.00  sums/avg@1 0.500  "
         "seconds: gen 0.50, step 0.80, update_actor 0.25"
@@ -29,11 +31,22 @@ def test_a_line_has_what_matters_in_the_order_that_matters() -> None:
 
 
 def test_a_run_that_has_not_begun_has_no_metrics() -> None:
-    assert line(RunStatus("toy", "starting", 0, 10, 0, "", (), {}, 1)) == "step 0/10  starting"
+    assert line(RunStatus("toy", "starting", 0, 10, 0, "", (), {}, 1, ())) == "step 0/10  starting"
+
+
+def test_servers_are_shown_with_their_health() -> None:
+    well = ServerHealth(ExternalServer("tool", "search", "http://a", "mcp"), True)
+    unwell = ServerHealth(ExternalServer("reward", "judge", "http://b", "http"), False, "no answer")
+    status = RunStatus("toy", "training", 3, 10, 4, "", (), {}, 7, (well, unwell))
+    assert line(status) == "step 3/10  training  unwell: reward judge at http://b"
+    assert [text.split() for text in describe(status).splitlines()[1:]] == [
+        ["tool", "search", "http://a", "well"],
+        ["reward", "judge", "http://b", "unwell:", "no", "answer"],
+    ]
 
 
 async def test_progress_goes_on_after_a_call_that_failed() -> None:
-    first, second = (RunStatus("toy", "training", step, 10, step, "", (), {}, step) for step in (1, 2))
+    first, second = (RunStatus("toy", "training", step, 10, step, "", (), {}, step, ()) for step in (1, 2))
 
     class Client:
         answers: ClassVar = [first, ServiceUnavailableError("no answer within 10 s"), second]

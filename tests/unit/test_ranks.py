@@ -15,11 +15,11 @@ def multiply(factor: int) -> tuple[int, str]:
 def fail_on_rank_1() -> None:
     if os.environ["RANK"] == "1":
         raise ValueError("the seventh box is wrong")
-    time.sleep(60)  # as if it waited for rank 1 in a collective
+    hang()  # as if it waited for rank 1 in a collective
 
 
 def hang() -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def vanish() -> None:
@@ -31,10 +31,8 @@ def test_results_come_in_rank_order() -> None:
 
 
 def test_a_failing_rank_ends_the_others_and_shows_its_traceback() -> None:
-    started = time.monotonic()
     with pytest.raises(AssertionError, match=r"rank 1 of 2 failed:[\s\S]*the seventh box is wrong"):
-        run_ranks(fail_on_rank_1, 2)
-    assert time.monotonic() - started < 30
+        run_ranks(fail_on_rank_1, 2)  # or the deadline would end it, and say so
 
 
 def test_a_rank_that_hangs_is_named() -> None:

@@ -20,7 +20,7 @@ def test_a_setting_that_names_a_function_lists_them() -> None:
 
 def test_a_setting_has_its_default_its_values_and_its_comment() -> None:
     lines = document().splitlines()
-    assert '| `mode` | `"train"` | `train` `rollout_only` `train_only` |  |' in lines
+    assert '| `mode` | `"train"` | `train` `rollout_only` `train_only` `supervised` |  |' in lines
     assert "| `max_staleness` | `0` |  | 0: strictly on-policy |" in lines
     assert "## [[data.train]]" in lines
     assert "## [warmup.source]" in lines

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +9,35 @@ import numpy as np
 import pytest
 
 from services.config.errors import ConfigError
+from services.config.functions import load
 from services.config.schema import GraderConfig
-from services.reward.score import WeightedGrader, load_graders, score
+from services.reward.graders import Panel
+from services.reward.score import (
+    GRADERS,
+    ISOLATED,
+    ROUTED,
+    SANDBOXED,
+    Failure,
+    Grader,
+    Outcome,
+    checked,
+    combine,
+    failure,
+    judge,
+)
 from services.reward.verifiers.exact_match import exact_match
 from services.reward.verifiers.gsm8k import extract_answer, gsm8k, gsm8k_format
-from services.wire.types import FinishReason, Graded, GradingError, GroupId, SampleId, ScoreItem
+from services.runtime.errors import SandboxError, UserError
+from services.wire.types import (
+    FinishReason,
+    Grade,
+    Graded,
+    GradingError,
+    GroupId,
+    SampleId,
+    ScoreItem,
+    Verdict,
+)
 
 SAMPLE = Path(__file__).parents[2] / "examples" / "data" / "gsm8k"
 
@@ -102,55 +125,109 @@ def test_no_answer_is_none() -> None:
     assert extract_answer("I do not know") is None
 
 
-def test_the_sum_is_weighted_and_components_are_kept_whole() -> None:
-    graders = load_graders(
-        [GraderConfig(name="gsm8k", weight=2.0), GraderConfig(name="gsm8k_format", weight=0.25)]
-    )
-    right = score(item("#### 46"), graders)
+async def score(item: ScoreItem, *configs: GraderConfig) -> Verdict:
+    panel = await Panel.start(configs, sandbox=None, programs=0)
+    ((verdict,),) = [verdicts async for verdicts in panel.verdicts([item])]
+    return verdict
+
+
+async def test_the_sum_is_weighted_and_components_are_kept_whole() -> None:
+    graders = [GraderConfig(name="gsm8k", weight=2.0), GraderConfig(name="gsm8k_format", weight=0.25)]
+    right = await score(item("#### 46"), *graders)
     assert right == Graded(item("").id, 2.25, {"gsm8k": 1.0, "gsm8k_format": 1.0})
-    wrong = score(item("#### 47"), graders)
+    wrong = await score(item("#### 47"), *graders)
     assert wrong == Graded(item("").id, 0.25, {"gsm8k": 0.0, "gsm8k_format": 1.0})
 
 
-def raising(_: ScoreItem) -> float:
-    raise KeyError("solution")
+async def test_a_sum_of_shaping_and_correctness_keeps_every_component_and_reason() -> None:
+    graders = [
+        GraderConfig.model_validate({"name": "exact_match", "answer": "tag"}),
+        GraderConfig(name="think_format", weight=0.1),
+        GraderConfig.model_validate({"name": "repetition", "ngram": 1, "weight": 0.5}),
+        GraderConfig.model_validate({"name": "length_target", "tokens": 13, "alpha": 0.01, "weight": 2.0}),
+        GraderConfig(name="length_cost", weight=0.0),
+    ]
+    # 2 distinct words of 4; 3 tokens, 10 fewer than the target
+    verdict = await score(item("no no no answer"), *graders)
+    assert isinstance(verdict, Graded)
+    assert verdict.components == pytest.approx(
+        {
+            "exact_match": 0.0,
+            "think_format": 0.0,
+            "repetition": -0.5,
+            "length_target": -0.1,
+            "length_cost": 3.0,
+        }
+    )
+    assert verdict.reasons == {"exact_match": "no answer", "think_format": "missing tag"}
+    assert verdict.value == pytest.approx(0.0 + 0.0 - 0.25 - 0.2 + 0.0)
 
 
-def unreachable(_: ScoreItem) -> float:
-    raise ConnectionRefusedError("judge:8000")
+def raising(error: BaseException) -> Grader:
+    def grade(_: ScoreItem) -> float:
+        raise error
+
+    return grade
 
 
 @pytest.mark.parametrize(
     ("grade", "cause", "retryable"),
     [
-        (raising, "KeyError: 'solution'", False),
-        (unreachable, "ConnectionRefusedError: judge:8000", True),
+        (raising(KeyError("solution")), "KeyError: 'solution'", False),
+        (raising(ConnectionRefusedError("judge:8000")), "ConnectionRefusedError: judge:8000", True),
+        (raising(SandboxError("no namespaces")), "SandboxError: no namespaces", True),
+        (raising(SystemExit(3)), "SystemExit: 3", False),
+        (raising(ValueError("x" * 5000)), "ValueError: " + "x" * 988, False),  # 1,000 characters
         (lambda _: math.nan, "ValueError: got nan, expected a finite number", False),
         (lambda _: -math.inf, "ValueError: got -inf, expected a finite number", False),
+        (lambda _: Grade(math.nan, "odd"), "ValueError: got nan, expected a finite number", False),
         (lambda _: None, "TypeError: got NoneType None, expected a number", False),
         (lambda _: "1.0", "TypeError: got str '1.0', expected a number", False),
         (lambda _: 10**400, "OverflowError: int too large to convert to float", False),
     ],
 )
 def test_a_reward_that_cannot_be_computed_is_an_error_with_its_cause(
-    grade: Callable[[ScoreItem], float], cause: str, retryable: bool
+    grade: Grader, cause: str, retryable: bool
 ) -> None:
-    graders = (WeightedGrader("exact_match", 1.0, exact_match), WeightedGrader("mine", 0.5, grade))
-    assert score(item("46"), graders) == GradingError(item("").id, "mine", cause, retryable)
+    assert judge(grade, item("46")) == Failure(cause, retryable)
+    outcomes: dict[str, Outcome] = {"exact_match": Grade(1.0), "mine": judge(grade, item("46"))}
+    verdict = combine(item("").id, {"exact_match": 1.0, "mine": 0.5}, outcomes)
+    assert verdict == GradingError(item("").id, "mine", cause, retryable)
 
 
-@pytest.mark.parametrize("value", [True, 1, np.float32(1), np.int64(1)])
-def test_every_kind_of_number_is_a_reward(value: float) -> None:
-    verdict = score(item("46"), [WeightedGrader("mine", 0.5, lambda _: value)])
-    assert verdict == Graded(item("").id, 0.5, {"mine": 1.0})
-    assert type(verdict.components["mine"]) is float
+@pytest.mark.parametrize(
+    ("value", "weight", "score"), [(1e308, 10.0, "inf"), (1.0, math.nan, "nan"), (0.0, math.inf, "nan")]
+)
+def test_a_sum_that_is_no_finite_number_is_an_error(value: float, weight: float, score: str) -> None:
+    verdict = combine(item("").id, {"a": weight, "b": 1.0}, {"a": Grade(value), "b": Grade(1.0)})
+    cause = f"got a weighted sum of {score}, expected a finite number"
+    assert verdict == GradingError(item("").id, "", cause, retryable=False)
 
 
-def test_a_users_own_grader(tmp_path: Path) -> None:
-    file = tmp_path / "brevity.py"
-    file.write_text("def brevity(item):\n    return 1 / item.response_length\n")
-    (grader,) = load_graders([GraderConfig(name=f"{file}:brevity", weight=3.0)])
-    assert score(item("46"), [grader]) == Graded(item("").id, 1.0, {f"{file}:brevity": 1 / 3})
+@pytest.mark.parametrize("value", [True, 1, np.float32(1), np.int64(1), Grade(True), Grade(np.float64(1))])
+def test_every_kind_of_number_is_a_reward(value: float | Grade) -> None:
+    outcome = judge(lambda _: value, item("46"))
+    assert outcome == Grade(1.0, "")
+    assert type(outcome) is Grade
+    assert type(outcome.value) is float
+
+
+@pytest.mark.parametrize(
+    ("reason", "kept"),
+    [
+        ("", ""),
+        ("no answer", "no answer"),
+        ("timeout: case 3", "timeout: case 3"),
+        ("k" * 50, "k" * 40),  # a kind is part of a metric's name
+        ("k" * 50 + ": detail", "k" * 40 + ": detail"),
+        ("wrong: " + "d" * 400, "wrong: " + "d" * 293),  # 300 characters in all
+    ],
+)
+def test_reasons_are_short_and_stand_by_component(reason: str, kept: str) -> None:
+    outcome = judge(lambda _: Grade(0.5, reason), item("46"))
+    assert outcome == Grade(0.5, kept)
+    verdict = combine(item("").id, {"a": 2.0, "b": 1.0}, {"a": outcome, "b": Grade(1.0)})
+    assert verdict == Graded(item("").id, 2.0, {"a": 0.5, "b": 1.0}, {"a": kept} if kept else {})
 
 
 @pytest.mark.parametrize(
@@ -164,25 +241,56 @@ def test_a_users_own_grader(tmp_path: Path) -> None:
     ],
 )
 def test_overlong(tokens: int, value: float) -> None:
-    graders = load_graders(
-        [GraderConfig.model_validate({"name": "overlong", "max_tokens": 8, "buffer": 2, "penalty": 0.5})]
-    )
-    verdict = score(replace(item(""), response_length=tokens), graders)
-    assert verdict == Graded(item("").id, value, {"overlong": value})
+    config = GraderConfig.model_validate({"name": "overlong", "max_tokens": 8, "buffer": 2, "penalty": 0.5})
+    assert judge(load(config, GRADERS), replace(item(""), response_length=tokens)) == Grade(value)
 
 
-def test_a_cost_is_a_component_and_no_part_of_the_score() -> None:
-    costs = {"name": "length_cost", "weight": 0.0, "per_token": 0.5}
-    graders = load_graders([GraderConfig(name="exact_match"), GraderConfig.model_validate(costs)])
+async def test_a_cost_is_a_component_and_no_part_of_the_score() -> None:
+    cost = GraderConfig.model_validate({"name": "length_cost", "weight": 0.0, "per_token": 0.5})
     # 3 tokens of 0.5
-    assert score(item("46"), graders) == Graded(item("").id, 1.0, {"exact_match": 1.0, "length_cost": 1.5})
+    assert await score(item("46"), GraderConfig(name="exact_match"), cost) == Graded(
+        item("").id, 1.0, {"exact_match": 1.0, "length_cost": 1.5}
+    )
 
 
-def test_without_graders_the_score_is_zero() -> None:
-    assert score(item("46"), load_graders([])) == Graded(item("").id, 0.0, {})
+async def test_without_graders_the_score_is_zero() -> None:
+    assert await score(item("46")) == Graded(item("").id, 0.0, {})
+
+
+@pytest.mark.parametrize("setting", [{"concurrency": 2}, {"deadline_s": 5.0}])
+async def test_settings_without_effect_are_refused(setting: dict[str, float]) -> None:
+    config = GraderConfig.model_validate({"name": "exact_match", **setting})
+    with pytest.raises(UserError, match=r"exact_match takes no time .* take them out"):
+        await score(item("46"), config)
+    resolved = GraderConfig.model_validate(GraderConfig(name="exact_match").model_dump())
+    assert await score(item("46"), resolved) == Graded(item("").id, 1.0, {"exact_match": 1.0})
+
+
+def test_every_way_to_run_names_graders_that_exist_and_one_way_each() -> None:
+    ways = [*ISOLATED, *SANDBOXED, *ROUTED]
+    assert set(ways) <= set(GRADERS)
+    assert len(ways) == len(set(ways))
+
+
+def test_a_users_own_file_is_read_once(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def brevity(item, *, scale=1.0):\n    return scale / item.response_length\n")
+    config = GraderConfig.model_validate({"name": f"{file}:brevity", "scale": 6.0})
+    source = file.read_bytes()
+    file.write_text("def brevity(item, *, scale=1.0):\n    return -1.0\n")
+    assert judge(load(config, GRADERS, source), item("46")) == Grade(2.0)
+    assert judge(load(config, GRADERS), item("46")) == Grade(-1.0)
 
 
 def test_graders_that_cannot_be_imported_are_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import absent_module\ndef f(item): return 1.0\n")
     with pytest.raises(ConfigError, match=r"mine\.py cannot be imported: ModuleNotFoundError"):
-        load_graders([GraderConfig(name=f"{tmp_path}/mine.py:f")])
+        load(GraderConfig(name=f"{tmp_path}/mine.py:f"), GRADERS)
+
+
+def test_a_reason_that_quotes_a_response_fits_a_message_and_a_line() -> None:
+    assert (
+        checked(Grade(0.0, "exception: \ud800 \x1b[2J\n\u00e9")).reason
+        == r"exception: \ud800 \x1b[2J\n" + "\u00e9"
+    )
+    assert failure(ValueError("a\ud800\nb")).cause == r"ValueError: a\ud800\nb"

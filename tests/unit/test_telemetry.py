@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 import subprocess
 import sys
 import time
@@ -41,14 +42,33 @@ def test_numbers_that_json_lacks_become_null_with_a_warning(
 def test_a_resumed_run_has_one_row_per_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as metrics:
-        for step in range(1, 6):
+        for step in range(6):
             metrics.write(step, {"lineage": 1.0})
     path.write_text(path.read_text() + '{"step": 6, "line')  # the process was killed in the middle of a row
     with MetricsFile(path, last_step=3) as metrics:
         metrics.write(4, {"lineage": 2.0})
-    assert [(row["step"], row["lineage"]) for row in rows(path)] == [(1, 1), (2, 1), (3, 1), (4, 2)]
+    assert [(row["step"], row["lineage"]) for row in rows(path)] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
+    with MetricsFile(path, last_step=0):
+        assert rows(path) == [{"step": 0, "lineage": 1.0}]
     with MetricsFile(path):
         assert rows(path) == []
+
+
+def test_a_file_that_cannot_be_cut_stays_whole(tmp_path: Path) -> None:
+    """The disk is full: without a row, --resume would find no run here."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        for step in range(2000):
+            metrics.write(step, {"lineage": 1.0})
+    before = path.read_text()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            MetricsFile(path, last_step=1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_text() == before
 
 
 def test_phases_add_up_and_may_nest() -> None:

@@ -11,6 +11,7 @@ from services.trainer.batch import (
     check_segments,
     flatten_trees,
     karmarkar_karp,
+    padded,
     plan_microbatches,
     select,
     take,
@@ -47,13 +48,24 @@ def forests(draw: st.DrawFn) -> Segments:
     return make_segments(tokens, parents, groups)
 
 
-@given(forests(), st.integers(1, 30), st.integers(1, 3))
+def everywhere(segments: Segments) -> np.ndarray:
+    return np.ones(len(segments.token_ids), bool)
+
+
+@given(forests(), st.integers(1, 30), st.integers(1, 3), st.booleans(), st.integers(1, 3))
 @settings(max_examples=100, deadline=None)
 def test_plan_keeps_every_tree_whole_and_within_the_budget(
-    forest: Segments, max_tokens: int, num_ranks: int
+    forest: Segments, max_tokens: int, num_ranks: int, alike: bool, multiple: int
 ) -> None:
-    plan = plan_microbatches(forest, max_tokens, num_ranks)
+    plan = plan_microbatches(
+        forest, everywhere(forest), max_tokens, num_ranks, alike=alike, multiple=multiple
+    )
     assert len(plan) == num_ranks
+    assert all(len(cuts) % multiple == 0 for cuts in plan)
+    if alike:
+        assert len({len(cuts) for cuts in plan}) == 1
+    elif multiple == 1:
+        assert all(len(cut) for cuts in plan for cut in cuts)
     chosen = np.concatenate([np.zeros(0, int), *(cut for cuts in plan for cut in cuts)])
     assert sorted(chosen) == list(range(len(forest.parents)))
     lengths = np.diff(forest.offsets)
@@ -68,10 +80,56 @@ def test_plan_keeps_every_tree_whole_and_within_the_budget(
                 assert rank_of_group.setdefault(group, rank) == rank
 
 
+def cuts_of(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """The plan of one rank for roots of these lengths."""
+    segments = make_segments([[1] * n for n in lengths], [-1] * len(lengths), list(range(len(lengths))))
+    (cuts,) = plan_microbatches(segments, everywhere(segments), max_tokens, 1)
+    return sorted(cut.tolist() for cut in cuts)
+
+
 def test_larger_tree_gets_its_own_microbatch() -> None:
-    segments = make_segments([[1] * 7, [1] * 3, [1] * 4], [-1, -1, -1], [0, 1, 2])
-    assert [cut.tolist() for cut in plan_microbatches(segments, 7, 1)[0]] == [[0], [1, 2]]
-    assert [cut.tolist() for cut in plan_microbatches(segments, 6, 1)[0]] == [[0], [2], [1]]
+    assert cuts_of([7, 3, 4], 7) == [[0], [1, 2]]
+    assert cuts_of([7, 3, 4], 6) == [[0], [1], [2]]
+
+
+def test_microbatches_of_a_rank_are_balanced() -> None:
+    # 16 tokens need two of at most 12: first fit would make 12 (6, 4, 2) and 4, differencing makes 8 and 8:
+    # 6 - 4 = 2, 4 - 2 = 2, then 2 - 2 = 0
+    assert cuts_of([6, 4, 4, 2], 12) == [[0, 3], [1, 2]]
+    # 4 - 3 = 1, 3 - 2 = 1, 1 - 1 = 0: 4 and 2 against 3 and 3
+    assert cuts_of([4, 3, 3, 2], 6) == [[0, 3], [1, 2]]
+    # 8, 7, 6, 5, 4 are 30, two of at most 15: differencing finds 16 and 14 (Korf 1998), first fit 15 and 15
+    assert cuts_of([8, 7, 6, 5, 4], 15) == [[0, 1], [2, 3, 4]]
+
+
+def test_trees_without_an_asked_token_are_left_out() -> None:
+    # tokens 0 to 7 are the tree of group 0, 8 to 10 that of group 1
+    asked = np.zeros(11, bool)
+    assert plan_microbatches(TREE, asked, 100, 2) == [[], []]
+    asked[9] = True
+    plans = plan_microbatches(TREE, asked, 100, 2)
+    assert sorted([cut.tolist() for cut in cuts] for cuts in plans) == [[], [[5]]]
+    # a collective inside of every micro-batch: the rank without a tree runs an empty one
+    plans = plan_microbatches(TREE, asked, 100, 2, alike=True)
+    assert sorted([cut.tolist() for cut in cuts] for cuts in plans) == [[[]], [[5]]]
+    # four stages with turns
+    assert [len(cuts) for cuts in plan_microbatches(TREE, asked, 100, 1, multiple=4)] == [4]
+
+
+def test_padding_is_a_root_behind_the_others() -> None:
+    assert padded(TREE, 1) is TREE
+    assert padded(TREE, 11) is TREE
+    longer = padded(TREE, 4)  # 11 tokens, and one more
+    assert longer.offsets.tolist() == [*TREE.offsets.tolist(), 12]
+    assert longer.parents.tolist() == [*TREE.parents.tolist(), -1]
+    assert longer.token_ids[:11].tolist() == TREE.token_ids.tolist()
+    assert longer.positions.tolist() == [*TREE.positions.tolist(), 0]
+    assert len(padded(TREE, 4, at_least=17).token_ids) == 20
+    nothing = select(TREE, np.zeros(0, np.int64)).segments
+    alone = padded(nothing, 3)
+    assert (alone.offsets.tolist(), alone.parents.tolist()) == ([0, 3], [-1])
+    check_segments(alone, vocab_size=1, max_length=3)
+    check_segments(longer, vocab_size=64, max_length=6)
 
 
 def test_karmarkar_karp_on_the_textbook_example() -> None:
@@ -79,13 +137,14 @@ def test_karmarkar_karp_on_the_textbook_example() -> None:
     parts = karmarkar_karp([4, 5, 6, 7, 8], 2)
     assert sorted(sum([4, 5, 6, 7, 8][i] for i in part) for part in parts) == [14, 16]
     assert karmarkar_karp([3], 3) == [[], [], [0]]
+    assert karmarkar_karp([], 2) == [[], []]
 
 
 def test_ranks_are_balanced_by_tokens() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(10, 1000, 64)
     segments = make_segments([[1] * n for n in lengths.tolist()], [-1] * 64, list(range(64)))
-    plan = plan_microbatches(segments, 2000, 4)
+    plan = plan_microbatches(segments, everywhere(segments), 2000, 4)
     loads = [sum(int(lengths[cut].sum()) for cut in cuts) for cuts in plan]
     assert max(loads) - min(loads) <= 0.01 * sum(loads) / 4
 
@@ -167,9 +226,10 @@ def test_flattened_branches_of_a_sample_stay_in_one_microbatch() -> None:
     # Flat: paths of sample 0 (5 and 6 tokens), of sample 1 (3), of sample 2 (3). Budget 6 would cut sample 0.
     flat, _ = flatten_trees(TREE)
     samples = np.array([-1, -1, *[0] * 5, 1, 2, 2, 2], np.int32)[flat.source]
-    plan = plan_microbatches(flat.segments, 6, 1, samples)
+    asked = everywhere(flat.segments)
+    plan = plan_microbatches(flat.segments, asked, 6, 1, samples)
     assert [cut.tolist() for cut in plan[0]] == [[0, 1], [2, 3]]
-    assert [0, 1] not in [cut.tolist() for cut in plan_microbatches(flat.segments, 6, 1)[0]]
+    assert [0, 1] not in [cut.tolist() for cut in plan_microbatches(flat.segments, asked, 6, 1)[0]]
 
 
 ROW = make_segments([[1, 2, 3]], [-1], [0])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher as megatron_dispatcher
 
 from services.trainer import cpu_compat
 from tests.ranks import run_ranks
@@ -38,6 +39,13 @@ def test_megatron_layers_take_what_their_replacement_takes(name: str) -> None:
     assert _names(getattr(megatron_layers, name)) == _names(replacement)
 
 
+@pytest.mark.parametrize("name", cpu_compat.MEGATRON_DISPATCHER)
+def test_megatron_dispatcher_takes_what_its_replacement_takes(name: str) -> None:
+    replacement = cpu_compat.MEGATRON_DISPATCHER[name]
+    assert callable(replacement)
+    assert _names(getattr(megatron_dispatcher, name)) == _names(replacement)
+
+
 def _names(function: Callable[..., object]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
@@ -50,6 +58,7 @@ def under_the_shim() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         torch.cuda.Event().record()
+        torch.cuda.current_stream().record_event().synchronize()
 
     torch.cuda.manual_seed(5)
     state = torch.cuda.get_rng_state()

@@ -58,6 +58,14 @@ def test_values_and_gradients_equal_the_naive_ones(
         assert_close(ours, theirs)
 
 
+def test_a_weight_that_does_not_learn_gets_no_gradient_and_changes_none(alone: dist.ProcessGroup) -> None:
+    hidden, weight, targets = random_policy()
+    frozen = weight.detach()
+    (expected,) = torch.autograd.grad(naive(hidden, weight, targets, 0.7)[0].sum(), hidden)
+    (got,) = torch.autograd.grad(token_logprobs(hidden, frozen, targets, 0.7, alone, 33)[0].sum(), hidden)
+    assert_close(got, expected)
+
+
 def test_gradients_equal_finite_differences(alone: dist.ProcessGroup) -> None:
     hidden, weight, targets = random_policy()
     assert gradcheck(

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from services.runtime.model_spec import ModelSpec, read_spec, with_value_head
-from services.trainer.names import Piece, pieces, shapes
+from services.runtime.model_spec import Experts, ModelSpec, read_spec, with_value_head
+from services.trainer.names import Flavour, pieces, shapes, whole_model
+from services.weights.pieces import Piece
 
 SPEC = ModelSpec(
     vocab_size=24,
@@ -26,9 +27,15 @@ SPEC = ModelSpec(
     qkv_bias=True,
     qk_norm=True,
 )
+FLAVOURS: tuple[Flavour, Flavour] = ("local", "transformer_engine")
+MOE = replace(
+    SPEC, experts=Experts(num=4, per_token=2, intermediate_size=5, norm_topk_prob=True), qkv_bias=False
+)
 
 
-@pytest.mark.parametrize("model", ["tiny_qwen2", "tiny_qwen2_tied", "tiny_qwen3"])
+@pytest.mark.parametrize(
+    "model", ["tiny_qwen2", "tiny_qwen2_tied", "tiny_qwen3", "tiny_llama", "tiny_qwen3_moe"]
+)
 def test_shapes_are_those_of_the_file(model: str, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(model)
     with safe_open(folder / "model.safetensors", framework="np") as file:
@@ -47,27 +54,30 @@ def test_a_value_head_takes_the_place_of_the_output_layer() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
     "spec",
-    [SPEC, replace(SPEC, tied=True, qkv_bias=False), with_value_head(SPEC)],
-    ids=["untied", "tied", "value"],
+    [SPEC, replace(SPEC, tied=True, qkv_bias=False), with_value_head(SPEC), MOE],
+    ids=["untied", "tied", "value", "experts"],
 )
 def test_ranks_cover_every_element_once(spec: ModelSpec, size: int) -> None:
     count = {name: np.zeros(shape, int).reshape(shape[0], -1) for name, shape in shapes(spec).items()}
     for rank in range(size):
-        for held in pieces(spec, rank, size).values():
+        for held in pieces(spec, replace(whole_model(spec), rank=rank, size=size)).values():
             for piece in held:
                 rows = slice(piece.row, piece.row + piece.rows)
                 columns = slice(piece.column, piece.column + piece.columns)
                 count[piece.tensor][rows, columns] += 1
     for name, counted in count.items():
-        # every tensor-parallel rank holds the norms and a value head whole
-        copies = size if "norm" in name or name == "score.weight" else 1
+        # every tensor-parallel rank holds the norms, a value head, the router and its experts whole
+        is_whole = "norm" in name or name == "score.weight" or ".mlp.gate." in name or ".experts." in name
+        copies = size if is_whole else 1
         assert (counted == copies).all(), name
 
 
 def test_qkv_is_interleaved_by_group() -> None:
     """8 query heads of size 2 share 4 key-value heads: a group is 4 query rows, 2 key rows, 2 value rows."""
     attention = "model.layers.1.self_attn"
-    assert pieces(SPEC, rank=1, size=2)["decoder.layers.1.self_attention.linear_qkv.weight"] == [
+    assert pieces(SPEC, replace(whole_model(SPEC), rank=1, size=2))[
+        "decoder.layers.1.self_attention.linear_qkv.weight"
+    ] == [
         Piece(f"{attention}.q_proj.weight", row=8, rows=4, column=0, columns=6),
         Piece(f"{attention}.k_proj.weight", row=4, rows=2, column=0, columns=6),
         Piece(f"{attention}.v_proj.weight", row=4, rows=2, column=0, columns=6),
@@ -79,7 +89,7 @@ def test_qkv_is_interleaved_by_group() -> None:
 
 def test_each_rank_joins_its_gate_and_up_rows() -> None:
     mlp = "model.layers.0.mlp"
-    held = pieces(SPEC, rank=1, size=2)
+    held = pieces(SPEC, replace(whole_model(SPEC), rank=1, size=2))
     assert held["decoder.layers.0.mlp.linear_fc1.weight"] == [
         Piece(f"{mlp}.gate_proj.weight", row=4, rows=4, column=0, columns=6),
         Piece(f"{mlp}.up_proj.weight", row=4, rows=4, column=0, columns=6),
@@ -87,3 +97,42 @@ def test_each_rank_joins_its_gate_and_up_rows() -> None:
     assert held["decoder.layers.0.mlp.linear_fc2.weight"] == [
         Piece(f"{mlp}.down_proj.weight", row=0, rows=6, column=4, columns=4)
     ]
+
+
+def test_an_expert_rank_holds_its_experts_whole() -> None:
+    """The second of two ranks has experts 2 and 3, and calls them 0 and 1."""
+    held = pieces(MOE, replace(whole_model(MOE), experts=range(2, 4)))
+    mlp = "model.layers.1.mlp"
+    ours = "decoder.layers.1.mlp.experts.local_experts"
+    assert {name: parts for name, parts in held.items() if "decoder.layers.1.mlp" in name} == {
+        "decoder.layers.1.mlp.router.weight": [Piece(f"{mlp}.gate.weight", 0, 4, 0, 6)],
+        f"{ours}.0.linear_fc1.weight": [
+            Piece(f"{mlp}.experts.2.gate_proj.weight", 0, 5, 0, 6),
+            Piece(f"{mlp}.experts.2.up_proj.weight", 0, 5, 0, 6),
+        ],
+        f"{ours}.0.linear_fc2.weight": [Piece(f"{mlp}.experts.2.down_proj.weight", 0, 6, 0, 5)],
+        f"{ours}.1.linear_fc1.weight": [
+            Piece(f"{mlp}.experts.3.gate_proj.weight", 0, 5, 0, 6),
+            Piece(f"{mlp}.experts.3.up_proj.weight", 0, 5, 0, 6),
+        ],
+        f"{ours}.1.linear_fc2.weight": [Piece(f"{mlp}.experts.3.down_proj.weight", 0, 6, 0, 5)],
+    }
+
+
+def test_transformer_engine_keeps_a_norm_in_the_layer_behind_it() -> None:
+    """But for the one in front of experts, which no single layer follows."""
+    layer, theirs = "decoder.layers.2", "model.layers.2"
+    for spec in (SPEC, MOE):
+        local, engine = (pieces(spec, whole_model(spec), flavour) for flavour in FLAVOURS)
+        assert len(local) == len(engine)
+        assert [part for parts in local.values() for part in parts] == [
+            part for parts in engine.values() for part in parts
+        ]
+        attention_norm = engine[f"{layer}.self_attention.linear_qkv.layer_norm_weight"]
+        assert attention_norm == [Piece(f"{theirs}.input_layernorm.weight", 0, 6, 0, 1)]
+        mlp_norm = "mlp.linear_fc1.layer_norm_weight" if spec is SPEC else "pre_mlp_layernorm.weight"
+        assert engine[f"{layer}.{mlp_norm}"] == [
+            Piece(f"{theirs}.post_attention_layernorm.weight", 0, 6, 0, 1)
+        ]
+        assert (f"{layer}.pre_mlp_layernorm.weight" in engine) == (spec is MOE)
+        assert f"{layer}.input_layernorm.weight" not in engine

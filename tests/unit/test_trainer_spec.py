@@ -3,16 +3,18 @@
 import json
 import shutil
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.config.schema import ParallelConfig
 from services.runtime.errors import UserError
-from services.runtime.model_spec import check_tensor_parallel, read_spec
+from services.runtime.model_spec import Experts, RopeScaling, check_layout, read_spec
 from services.trainer.hf import open_tensors
 from services.trainer.names import shapes
 
@@ -48,7 +50,40 @@ def test_reads_what_the_config_says(tiny_qwen3: Path) -> None:
         "tied": False,
         "qkv_bias": False,
         "qk_norm": True,
+        "rope_scaling": None,
+        "experts": None,
     }
+
+
+def test_reads_the_experts(tiny_qwen3_moe: Path, tiny_qwen3_moe_plain: Path, tmp_path: Path) -> None:
+    experts = Experts(num=4, per_token=2, intermediate_size=32, norm_topk_prob=True)
+    assert read_spec(tiny_qwen3_moe).experts == experts
+    assert read_spec(tiny_qwen3_moe_plain).experts == replace(experts, norm_topk_prob=False)
+    published = Path(shutil.copytree(tiny_qwen3_moe, tmp_path / "model"))
+    change_config(published, num_local_experts=None, num_experts=4)  # transformers 4 writes it so
+    assert read_spec(published).experts == experts
+    change_config(published, num_experts_per_tok=5)
+    with pytest.raises(UserError, match="num_experts is 4, num_experts_per_tok 5"):
+        read_spec(published)
+
+
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_llama3", "tiny_qwen3"])
+def test_frequencies_are_those_of_transformers(model: str, request: pytest.FixtureRequest) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder: Path = request.getfixturevalue(model)
+    expected = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb.inv_freq
+    spec = read_spec(folder)
+    assert torch.equal(spec.rotary_frequencies(torch.arange(0, 16, 2, dtype=torch.float32)), expected)
+
+
+def test_stretches_slow_turns_alone() -> None:
+    """Of 64 positions: a pair that turns 4 times or more stays, one of 1 or less is 8 times slower, and of
+    2.5 (half way) the mean: (1 + 1/8) / 2 = 0.5625."""
+    turns = np.array([6.0, 4.0, 2.5, 1.0, 0.5])
+    frequencies = 2 * np.pi * turns / 64
+    stretched = RopeScaling(8.0, 1.0, 4.0, 64).stretch(frequencies)
+    np.testing.assert_allclose(stretched / frequencies, [1, 1, 0.5625, 0.125, 0.125])
 
 
 def test_reads_the_rope_of_older_folders(folder: Path) -> None:
@@ -60,8 +95,8 @@ def test_reads_the_rope_of_older_folders(folder: Path) -> None:
     ("changes", "message"),
     [
         (
-            {"architectures": ["LlamaForCausalLM"]},
-            r"architectures is \['LlamaForCausalLM'\], expected one of",
+            {"architectures": ["MixtralForCausalLM"]},
+            r"architectures is \['MixtralForCausalLM'\], expected one of",
         ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type is 'yarn'"),
         ({"rope_parameters": None}, "rope_theta is None"),
@@ -69,6 +104,10 @@ def test_reads_the_rope_of_older_folders(folder: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', expected 'silu'"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], expected \[\]"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2, expected 1"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "'llama3' lacks factor"),
     ],
 )
 def test_refuses_what_it_cannot_build(folder: Path, changes: dict[str, Any], message: str) -> None:
@@ -107,11 +146,30 @@ def test_refuses_a_config_that_is_none(tmp_path: Path, text: str) -> None:
         read_spec(tmp_path)
 
 
-def test_refuses_a_tensor_size_that_does_not_divide(tiny_qwen3: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"critic\.parallel\.tensor = 4 does not divide .*num_key_value_heads = 2"
-    ):
-        check_tensor_parallel(read_spec(tiny_qwen3), 4, "critic")
+@pytest.mark.parametrize(
+    ("parallel", "experts", "message"),
+    [
+        ({"tensor": 4}, None, r"critic\.parallel\.tensor = 4 does not divide .*num_key_value_heads = 2"),
+        ({"pipeline": 4}, None, r"critic\.parallel\.pipeline = 4 does not divide .*num_hidden_layers = 2"),
+        (
+            {"pipeline": 2, "virtual_pipeline": 2},
+            None,
+            r"pipeline x virtual_pipeline = 4 does not divide .*num_hidden_layers = 2",
+        ),
+        ({"expert": 2, "data": 2}, None, r"critic\.parallel\.expert = 2: the model has no experts"),
+        ({"expert": 4, "data": 4}, 6, r"critic\.parallel\.expert = 4 does not divide .*num_experts = 6"),
+        ({"tensor": 2}, 4, r"set critic\.parallel\.sequence = true"),
+    ],
+)
+def test_refuses_a_layout_that_does_not_divide_the_model(
+    tiny_qwen3: Path, parallel: dict[str, int], experts: int | None, message: str
+) -> None:
+    spec = read_spec(tiny_qwen3)
+    if experts is not None:
+        spec = replace(spec, experts=Experts(experts, 2, 32, norm_topk_prob=True))
+    with pytest.raises(UserError, match=message):
+        check_layout(spec, ParallelConfig(**parallel), "critic")
+    check_layout(read_spec(tiny_qwen3), ParallelConfig(tensor=2, pipeline=2, data=3), "critic")
 
 
 def test_refuses_a_folder_without_weights(folder: Path) -> None:
@@ -156,6 +214,17 @@ def test_names_the_tensor_that_does_not_match(
     tensors.pop(name, None)
     save_file(tensors | ({} if tensor is None else {name: tensor}), folder / "model.safetensors")
     with pytest.raises(UserError, match=message):
+        open_all(folder)
+
+
+def test_refuses_fused_experts(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    """As transformers keeps them in memory, and a dump of its state dict on disk."""
+    folder = Path(shutil.copytree(tiny_qwen3_moe, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    dense = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    fused = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 64, 64)}
+    save_file(dense | fused, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"one tensor, model\.layers\.0\.mlp\.experts\.gate_up_proj"):
         open_all(folder)
 
 

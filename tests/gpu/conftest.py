@@ -1,0 +1,11 @@
+"""These tests need a GPU; what they show of kernels, others show of the logic on a CPU."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device is here")
+    return torch.device("cuda")

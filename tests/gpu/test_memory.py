@@ -1,0 +1,108 @@
+"""What a GPU frees, and what chunked log-probabilities and recomputation save there."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from services.config.schema import ParallelConfig
+from services.trainer.logprobs import token_logprobs
+from services.trainer.model import ModelSettings, initialize_parallel
+from services.trainer.residency import Part, Residency
+from tests.integration.test_trainer_memory import ADAMW, BF16, batch, key
+from tests.learners import policy_forward, policy_learner
+from tests.ranks import run_ranks
+
+VOCABULARY, TOKENS, HIDDEN = 151_936, 16_384, 896  # Qwen2.5-0.5B's
+
+
+def peak_bytes(function: Callable[[], torch.Tensor]) -> tuple[int, float]:
+    """Of a forward and backward pass, above what is there before; and its milliseconds."""
+    function().backward()  # kernels are chosen and compiled
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function().backward()
+    end.record()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, start.elapsed_time(end)
+
+
+def compare_logprobs() -> tuple[int, int, float, float]:
+    initialize_parallel(ParallelConfig())
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden_NH = torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16().requires_grad_()
+    weight_VH = torch.randn(VOCABULARY, HIDDEN, device="cuda", generator=generator).bfloat16() / HIDDEN**0.5
+    weight_VH.requires_grad_()
+    targets_N = torch.randint(VOCABULARY, (TOKENS,), device="cuda", generator=generator)
+    # both gradients are there before either is measured: they are no part of the comparison
+    hidden_NH.grad, weight_VH.grad = torch.zeros_like(hidden_NH), torch.zeros_like(weight_VH)
+
+    def naive() -> torch.Tensor:
+        logits_NV = (hidden_NH @ weight_VH.T).float()
+        return logits_NV.log_softmax(-1).gather(-1, targets_N[:, None]).sum()
+
+    def chunked() -> torch.Tensor:
+        return token_logprobs(hidden_NH, weight_VH, targets_N, 1.0, torch.distributed.group.WORLD)[0].sum()
+
+    torch.testing.assert_close(chunked(), naive(), rtol=1e-3, atol=0)
+    chunked_bytes, chunked_ms = peak_bytes(chunked)
+    naive_bytes, naive_ms = peak_bytes(naive)
+    return chunked_bytes, naive_bytes, chunked_ms, naive_ms
+
+
+def test_chunked_logprobs_take_a_twentieth_of_the_memory(
+    record_property: Callable[[str, object], None],
+) -> None:
+    chunked, naive, chunked_ms, naive_ms = run_ranks(compare_logprobs, 1)[0]
+    for name, value in (
+        ("bytes", chunked),
+        ("naive_bytes", naive),
+        ("ms", chunked_ms),
+        ("naive_ms", naive_ms),
+    ):
+        record_property(name, value)  # --junitxml: figures for docs/benchmarks.md
+    gradients = (
+        2 * (VOCABULARY + TOKENS) * HIDDEN + 4 * VOCABULARY * HIDDEN
+    )  # of both inputs; their float32 sum
+    assert chunked - gradients <= naive / 20
+    assert chunked_ms < 2 * naive_ms  # it computes the logits twice
+
+
+def check_offload(folder: Path) -> None:
+    initialize_parallel(ParallelConfig())
+    before = torch.cuda.memory_allocated()
+    learner = policy_learner(policy_forward(folder, settings=BF16), ADAMW)
+    learner.forward_backward(key(0), batch(0))
+    learner.optim_step(key(0), 1e-4)
+    memory, held = Residency(learner.model, learner), torch.cuda.memory_allocated()
+    freed = memory.offload()
+    assert held - torch.cuda.memory_allocated() >= freed > 0.9 * (held - before)
+    memory.bring(*Part)
+    assert torch.cuda.memory_allocated() >= held
+
+
+def test_offload_frees_the_device(tiny_qwen2: Path) -> None:
+    """The assertions are in check_offload."""
+    run_ranks(check_offload, 1, tiny_qwen2)
+
+
+def check_recomputation(folder: Path) -> None:
+    initialize_parallel(ParallelConfig())
+    peaks = []
+    for recompute in ("none", "selective", "full"):
+        settings = ModelSettings(torch.bfloat16, recompute=recompute)
+        learner = policy_learner(policy_forward(folder, 100_000, settings=settings), ADAMW)
+        learner.forward_backward(key(0), batch(0))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        learner.forward_backward(key(1), batch(1))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+def test_recomputation_lowers_the_peak(tiny_qwen2: Path) -> None:
+    """The assertions are in check_recomputation."""
+    run_ranks(check_recomputation, 1, tiny_qwen2)

@@ -1,0 +1,138 @@
+"""Weights from GPU to GPU: device memory by handle, and CuPy's NCCL with as many ranks as there are GPUs. The
+protocol is tested on CPUs over tcp (tests/unit/test_weight_transports.py)."""
+
+import importlib
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from services.rollout.refit import Refit
+from services.runtime.errors import WeightPushError
+from services.trainer.publish import DTYPES, Publisher
+from services.weights.boxes import checksum, copy_boxes, device_checksum
+from services.weights.delta import decode, encode
+from services.weights.plan import plan
+from services.weights.transport.base import open_receiver, open_sender
+from services.wire.types import Membership, Published, Version
+from tests.ranks import run_ranks
+from tests.unit.weight_layouts import Shard, random_model, shards
+
+V0, V1, V2 = (Version("a3f0", number) for number in range(3))
+DEADLINE_S = 20.0
+
+needs_cupy = pytest.mark.skipif(find_spec("cupy") is None, reason="CuPy is not installed")
+
+
+def test_checksums_equal_those_of_the_same_bytes_on_a_cpu():
+    boxes = [torch.randn(rows, 2047) for rows in (1, 7, 1500)]  # the last has three blocks of words
+    got = copy_boxes([box.cuda().bfloat16() for box in boxes], [box.cuda() for box in boxes])
+    expected = [int(device_checksum(box.bfloat16())) % 2**64 for box in boxes]
+    assert got.tolist() == expected
+    assert [checksum(box.cuda(), torch.bfloat16) for box in boxes] == expected
+
+
+def test_deltas_are_those_of_a_cpu():
+    old = torch.randn(100_000).bfloat16()
+    new = old.clone()
+    new[::997] += 1
+    delta = encode(old, new)
+    on_device = encode(old.cuda(), new.cuda())
+    assert torch.equal(on_device.cpu(), delta)
+    decoded = old.cuda()
+    decode(on_device, decoded)
+    assert torch.equal(decoded.cpu(), new)
+
+
+def check_pushes(transport: str, dtype: str, delta: bool) -> None:
+    """Rank 0 trains, the others are replicas of one rank; the process group carries manifests alone."""
+    dist.init_process_group("gloo")
+    rank, num_members = dist.get_rank(), dist.get_world_size() - 1
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    (source,), (target,) = shards(1), shards(1, dtype=DTYPES[dtype], gap=3)
+    weight_plan = plan([source.catalog], [target.catalog], part_elements=256)
+    mine = [buffer.cuda() for buffer in (target if rank else source).buffers]
+    publisher = refit = None
+    if rank == 0:
+        publisher = Publisher(
+            0, mine, lambda parts: open_sender(transport, DEADLINE_S, "", parts), delta=delta
+        )
+    else:
+        refit = Refit(mine, V0, open_receiver(transport, DEADLINE_S))
+    model = random_model(1)
+    for version in (V1, V2):
+        for tensor in model.values():
+            tensor[-1, -1] += 1
+        expected = {name: tensor.to(DTYPES[dtype]).float() for name, tensor in model.items()}
+        last, part, num_bytes = False, 0, 0
+        while not last:
+            published: list[Published | None] = [None]
+            if publisher is not None:
+                Shard(source.catalog, mine).fill(model)
+                members = {weight_plan.id: Membership(1, num_members)}
+                published = [publisher.publish(version, dtype, members, [weight_plan], part)]
+            dist.broadcast_object_list(published)
+            assert published[0] is not None
+            last, part = published[0].last, part + 1
+            num_bytes += published[0].num_bytes
+            if refit is not None:
+                membership = Membership(1, num_members, rank - 1)
+                if transport == "cuda_ipc" and part == 1:
+                    wrong = [replace(s, checksums=s.checksums ^ 1) for s in published[0].streams]
+                    with pytest.raises(WeightPushError, match="nothing was committed"):
+                        refit.receive(version, wrong, weight_plan, membership)
+                refit.receive(version, published[0].streams, weight_plan, membership)
+            dist.barrier()
+        assert (num_bytes < 1000) == (delta and version == V2)
+        if refit is not None:
+            got = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+            Shard(target.catalog, [buffer.cpu() for buffer in refit.commit(version)]).read_into(got)
+            for name, tensor in expected.items():
+                torch.testing.assert_close(got[name], tensor, rtol=0, atol=0, msg=name)
+    dist.barrier()
+    if publisher is not None:
+        publisher.close()
+    dist.destroy_process_group()
+
+
+@needs_cupy
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pushes_in_the_memory_of_one_gpu(dtype):
+    """The assertions are in check_pushes, on every rank."""
+    run_ranks(check_pushes, 3, "cuda_ipc", dtype, False)
+
+
+@needs_cupy
+@pytest.mark.parametrize("delta", [False, True])
+def test_pushes_between_gpus(delta):
+    """The assertions are in check_pushes, on every rank."""
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < 2:
+        pytest.skip("NCCL has one rank per GPU, and here is one")
+    run_ranks(check_pushes, num_gpus, "nccl", "bfloat16", delta)
+
+
+def check_nccl_alone() -> None:
+    nccl = importlib.import_module("services.weights.transport.nccl")
+    sender = nccl.open_sender(DEADLINE_S, [1 << 20] * 4)
+    sender.begin(Membership(1, 0))
+    for part in range(4):
+        sender.room(part).fill_(part)
+        _, offset = sender.send(part, 0, 1 << 20)
+        assert offset == part << 20
+    sender.room(3)
+    sender.begin(Membership(2, 2))  # whom nobody joins
+    sender.room(0)
+    sender.send(0, 0, 1 << 20)
+    sender.close()  # ends the wait for them
+
+
+@needs_cupy
+def test_nccl_with_the_sender_alone():
+    """What one GPU can show: a communicator of one rank broadcasts, and one that lacks ranks is left.
+
+    The assertions are in check_nccl_alone.
+    """
+    run_ranks(check_nccl_alone, 1, timeout_s=DEADLINE_S)

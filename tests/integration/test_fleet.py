@@ -1,0 +1,292 @@
+"""A trainer rank dies in mid-run: its group comes back and the run goes on, as if nothing had happened."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from asyncio.subprocess import STDOUT, Process
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from services.cli.arithmetic import build_arithmetic
+from services.cli.launcher import launch
+from services.cli.processes import ServiceDiedError
+from services.config.load import write_resolved
+from services.config.schema import RunConfig
+from services.coordinator.control import Control
+from services.coordinator.dump import read_dump
+from services.coordinator.registry import Joined, Left, Registry
+from services.coordinator.service import CoordinatorService
+from services.runtime.clients import Caller, CoordinatorClient, RunStatus, TrainerClient
+from services.runtime.errors import ServiceUnavailableError
+from services.runtime.ports import reserved_port
+from services.runtime.server import Server
+from services.runtime.store import Store
+
+pytestmark = pytest.mark.long
+
+STEPS = 6
+ENDLESS = {"steps": 1000}  # so that no death can come after the end; the run is stopped after STEPS
+STATES = ("starting", "warming up", "training")
+NO_SERVERS = SimpleNamespace(health=tuple)
+JOIN_TIMEOUT_S = 180  # a start takes ten seconds where the machine has nothing else to do
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("arithmetic")
+    build_arithmetic(folder, seed=0, digits=1)
+    return folder
+
+
+def make(folder: Path, name: str, **sections: dict[str, Any]) -> RunConfig:
+    """Six on-policy steps of 4 x 4 samples with an actor of two ranks, a checkpoint every two steps."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": name, "dir": folder / "runs", "steps": STEPS},
+        "model": {"path": folder / "model"},
+        "data": {"train": [{"path": folder / "train.parquet"}]},
+        "coordinator": {"prompts_per_step": 4, "samples_per_prompt": 4, "dump": True, "lease_s": 3.0},
+        "rollout": {"sampling": {"max_new_tokens": 6}, "local": {"slots": 16, "max_length": 24}},
+        "trainer": {"optimizer": {"learning_rate": 1e-3}, "parallel": {"data": 2}},
+        "warmup": {"steps": 10, "rows_per_step": 16, "source": {"path": folder / "warmup.parquet"}},
+        "checkpoint": {"every": 2},
+    }
+    for section, values in sections.items():
+        tree[section] = tree.get(section, {}) | values
+    return RunConfig.model_validate(tree)
+
+
+def processes() -> dict[str, psutil.Process]:
+    """Those of the run in this process, by name; the coordinator and the store among them."""
+    named = {}
+    for process in psutil.Process().children():
+        words = process.cmdline()
+        name = words[words.index("--name") + 1] if "--name" in words else Path(words[0]).name
+        named["coordinator" if "services.coordinator" in words else name] = process
+    return named
+
+
+async def reached(client: CoordinatorClient, state: str, step: int = 0) -> RunStatus:
+    """The first that is seen of this state and step, or of a later state."""
+    status = await client.status()
+    while status.state not in STATES[STATES.index(state) :] or (status.state == state and status.step < step):
+        status = await client.status(status.revision)
+    return status
+
+
+async def recovering(client: CoordinatorClient) -> RunStatus:
+    status = await client.status()
+    while status.state != "recovering":
+        status = await client.status(status.revision)
+    return status
+
+
+class Killer:
+    """Follows an endless run, kills ranks at their times or soon after, and stops it in the end; remembers
+    who was there before and afterwards."""
+
+    def __init__(self, *deaths: tuple[str, str, int]) -> None:
+        self._deaths = deaths  # name, state and step at which it is killed
+        self.before: dict[str, psutil.Process] = {}
+        self.after: dict[str, psutil.Process] = {}
+        self.seen: list[RunStatus] = []
+
+    async def __call__(self, client: CoordinatorClient) -> None:
+        for name, state, step in self._deaths:
+            await reached(client, state, step)
+            self.before = processes()
+            self.before[name].send_signal(signal.SIGKILL)
+            self.seen.append(await recovering(client))
+            self.seen.append(await reached(client, "training"))
+            self.after = processes()
+        await reached(client, "training", STEPS)
+        await client.stop_run()
+        await asyncio.Event().wait()
+
+    def check_who_stayed(self, *restarted: str) -> None:
+        assert self.before.keys() == self.after.keys()
+        changed = {name for name, process in self.before.items() if process != self.after[name]}
+        assert changed == set(restarted)
+
+
+def rows(config: RunConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(config: RunConfig) -> list[tuple[float, ...]]:
+    names = ("step", "critic/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy")
+    return [tuple(row[name] for name in names) for row in rows(config) if "actor/pg_loss" in row]
+
+
+def consumed(config: RunConfig) -> Counter[str]:
+    groups = [group for path in (config.folder / "dumps").glob("*.pb") for group in read_dump(path)[1]]
+    return Counter(str(sample.id).partition("/")[2] for group in groups for sample in group.samples)
+
+
+def check_as_if_nothing_had_happened(config: RunConfig, whole: RunConfig) -> None:
+    steps = [row["step"] for row in rows(config)]
+    assert steps == list(range(len(steps)))
+    assert curve(config)[:STEPS] == curve(whole)
+    assert consumed(config).keys() >= consumed(whole).keys()
+    assert len(consumed(config)) == 4 * 4 * steps[-1]
+    assert set(consumed(config).values()) == {1}
+
+
+async def watch(client: CoordinatorClient) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> RunConfig:
+    config = make(folder, "whole")
+    assert launch(config, watch, resume=False)
+    return config
+
+
+@pytest.mark.parametrize(("name", "rank"), [("follower", "actor-1"), ("leader", "actor-0")])
+def test_a_killed_rank_takes_its_group_down_and_the_run_goes_on(
+    folder: Path, whole: RunConfig, caplog: pytest.LogCaptureFixture, name: str, rank: str
+) -> None:
+    # a step that saves waits for the save before it: at step 4 that of step 2 is whole
+    config, killer = make(folder, name, run=ENDLESS), Killer((rank, "training", 4))
+    assert launch(config, killer, resume=False)
+    check_as_if_nothing_had_happened(config, whole)
+    killer.check_who_stayed("actor-0", "actor-1")
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    first, *log = told.splitlines()
+    assert first.startswith(f"restart 1 of 3 of actor-0, actor-1: {rank} died (signal SIGKILL); its log ")
+    assert all("another rank" not in line for line in log)
+    assert killer.seen[0].error
+    assert not killer.seen[1].error
+    assert re.search("resumes after step [1-9]", (config.folder / "logs" / "coordinator.log").read_text())
+
+
+def test_a_death_before_the_second_save_goes_back_to_the_first_one(folder: Path, whole: RunConfig) -> None:
+    config = make(folder, "first-save", run=ENDLESS, checkpoint={"every": 1000})
+    killer = Killer(("actor-1", "training", 1))
+    assert launch(config, killer, resume=False)
+    check_as_if_nothing_had_happened(config, whole)
+    assert "resumes after step 0" in (config.folder / "logs" / "coordinator.log").read_text()
+
+
+def test_before_the_first_checkpoint_the_run_begins_again_from_the_start(
+    folder: Path, whole: RunConfig
+) -> None:
+    """The first death is in the warm-up; the second in a run that saves nothing, after updates."""
+    config = make(folder, "early", run=ENDLESS, checkpoint={"every": 0})
+    killer = Killer(("actor-1", "warming up", 2), ("actor-0", "training", 2))
+    assert launch(config, killer, resume=False)
+    check_as_if_nothing_had_happened(config, whole)
+    killer.check_who_stayed("actor-0", "actor-1")
+
+
+def test_a_critic_dies_and_the_actor_that_lives_goes_back_with_it(folder: Path) -> None:
+    recipe: dict[str, dict[str, Any]] = {
+        "critic": {"optimizer": {"learning_rate": 1e-3}},
+        "algorithm": {"advantage": {"name": "gae", "lam": 0.95}},
+        "trainer": {"optimizer": {"learning_rate": 1e-3}},
+        "checkpoint": {"every": 0},
+    }
+    names = ("critic/vf_loss", "critic/values/mean", "actor/pg_loss", "critic/grad_norm", "actor/grad_norm")
+    whole = make(folder, "whole-ppo", **recipe)
+    broken = make(folder, "broken-ppo", run=ENDLESS, **recipe)
+    assert launch(whole, watch, resume=False)
+    killer = Killer(("critic-0", "training", 2))
+    assert launch(broken, killer, resume=False)
+    killer.check_who_stayed("critic-0")
+    curves = [[[row[name] for name in names] for row in rows(config)[1:]] for config in (whole, broken)]
+    assert curves[0] == curves[1][:STEPS]
+    assert len(curves[0]) == STEPS
+
+
+def test_after_the_last_restart_the_run_ends_with_the_cause(folder: Path) -> None:
+    config = make(folder, "exhausted", run=ENDLESS, trainer={"parallel": {"data": 2}, "max_restarts": 0})
+    killer = Killer(("actor-1", "warming up", 2))
+    with pytest.raises(ServiceDiedError, match=r"^actor-1 died \(signal SIGKILL\); its log .*actor-1\.log"):
+        launch(config, killer, resume=False)
+    assert not any(process.is_running() for process in killer.before.values())
+
+
+async def spawn(stack: AsyncExitStack, command: Sequence[str], log: Path) -> Process:
+    """A process whose output goes to `log`, and which ends with the stack."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=output, stderr=STDOUT, env=environment, start_new_session=True
+        )
+
+    async def end() -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+    stack.push_async_callback(end)
+    return process
+
+
+def kill_rank(nodes: Sequence[Process], rank: int) -> None:
+    children = [child for node in nodes for child in psutil.Process(node.pid).children()]
+    next(child for child in children if child.environ().get("RANK") == str(rank)).kill()
+
+
+async def test_torchrun_starts_ranks_on_several_hosts_and_starts_them_again(
+    folder: Path, tmp_path: Path, store: Store
+) -> None:
+    """Two nodes of one process each; which of them gets rank 0, torchrun says."""
+    config = make(folder, "nodes")
+    write_resolved(config, tmp_path / "config.json")
+    registry = Registry(store, lease_s=60)
+    control = Control(trains=True)
+    server = await Server.start(
+        "atoll.v1.Coordinator",
+        CoordinatorService("nodes", registry, NO_SERVERS, control).add_to,
+        host="127.0.0.1",
+        port=0,
+        token=None,
+        setting="coordinator.port",
+    )
+    changes = registry.changes()
+
+    async def joined() -> Joined | Left:
+        return await asyncio.wait_for(anext(changes), JOIN_TIMEOUT_S)
+
+    async with AsyncExitStack() as stack:
+        endpoint = f"127.0.0.1:{stack.enter_context(reserved_port())}"
+        command = (
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "toy"),
+            *("--local-addr", "127.0.0.1", "--max-restarts", "1"),
+            *("--no-python", str(Path(sys.executable).with_name("atoll")), "serve", "trainer"),
+            *("--config", str(tmp_path / "config.json"), "--coordinator", server.address),
+        )
+        logs = [tmp_path / f"node-{number}.log" for number in range(2)]
+        nodes = [await spawn(stack, command, log) for log in logs]
+        first = await joined()
+        assert isinstance(first, Joined)
+        assert (first.entry.name, first.entry.role) == ("actor-0", "actor")
+        kill_rank(nodes, 1)
+        assert await joined() == Left(first.entry)
+        second = await joined()
+        assert isinstance(second, Joined)
+        assert second.entry.name == "actor-0"
+        assert second.entry.incarnation > first.entry.incarnation
+        client = TrainerClient(second.entry.address, Caller(fence=1))
+        stack.push_async_callback(client.close)
+        assert (await client.info()).world_size == 2
+        kill_rank(nodes, 1)
+        async with asyncio.timeout(JOIN_TIMEOUT_S):
+            with suppress(ServiceUnavailableError):
+                while True:
+                    await client.info()
+        codes = [await asyncio.wait_for(node.wait(), JOIN_TIMEOUT_S) for node in nodes]
+        assert 0 not in codes
+    await server.stop(0)

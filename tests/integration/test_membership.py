@@ -1,0 +1,116 @@
+"""Services that join and leave, over real leases and real gRPC."""
+# ruff: noqa: N802 gRPC gives the methods their names
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from logging.handlers import QueueHandler
+from pathlib import Path
+
+import pytest
+
+from services.config.schema import RunConfig
+from services.coordinator.assembly import Assembly
+from services.coordinator.control import Control
+from services.coordinator.membership import Membership, TrainerLostError
+from services.coordinator.registry import Registry
+from services.coordinator.replicas import Replica, Replicas, State
+from services.coordinator.rewards import Rewards
+from services.coordinator.servers import Servers
+from services.external.protocols import connect
+from services.runtime.clients import Caller
+from services.runtime.server import Server
+from services.runtime.store import Store
+from services.wire.types import ServiceEntry, Version
+from services.wire.v1 import rollout_pb2, rollout_pb2_grpc
+
+CALLER = Caller(fence=1)
+Log = asyncio.Queue[logging.LogRecord]
+
+
+class SlowToDescribe(rollout_pb2_grpc.RolloutServicer):
+    def __init__(self) -> None:
+        self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def Info(self, request, context):  # type: ignore[no-untyped-def]
+        self.asked.set()
+        await self.may_answer.wait()
+        return rollout_pb2.RolloutInfoReply(slots=1)
+
+
+@asynccontextmanager
+async def serving(servicer: SlowToDescribe) -> AsyncIterator[str]:
+    server = await Server.start(
+        "atoll.v1.Rollout",
+        lambda s: rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, s),
+        host="127.0.0.1",
+        port=0,
+        token=None,
+        setting="--port",
+    )
+    yield server.address
+    await server.stop(0)
+
+
+@pytest.fixture
+async def log(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Log]:
+    """What the membership logs."""
+    records: Log = asyncio.Queue()
+    logger, handler = logging.getLogger("services.coordinator.membership"), QueueHandler(records)
+    caplog.set_level(logging.INFO, logger.name)
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+async def test_a_replica_that_answers_after_it_was_replaced_stays_away(store: Store, log: Log) -> None:
+    """Nobody would see it leave, and its successor would be lost for good."""
+    registry, replicas = Registry(store, lease_s=60), Replicas(CALLER, 60)
+
+    async def admit(replica: Replica) -> None:
+        raise AssertionError("neither generates")
+
+    membership = Membership(registry, replicas, Rewards(0), CALLER, 60, admit, "actor")
+
+    async def logged(text: str) -> None:
+        async with asyncio.timeout(30):
+            while text not in (await log.get()).getMessage():
+                pass
+
+    older, newer = SlowToDescribe(), SlowToDescribe()
+    newer.may_answer.set()
+    async with serving(older) as old_address, serving(newer) as new_address:
+        following = asyncio.create_task(membership.follow())
+        old = ServiceEntry("rollout", "rollout-0", "0001-a", old_address)
+        new = ServiceEntry("rollout", "rollout-0", "0002-b", new_address)
+        await registry.register(old)
+        await asyncio.wait_for(older.asked.wait(), 30)
+        await registry.register(new)
+        await logged(f"rollout-0 joins at {new_address}")
+        older.may_answer.set()
+        await logged(old_address)
+        following.cancel()
+    assert [(replica.entry, replica.state) for replica in replicas._all.values()] == [(new, State.UNWELL)]
+    assert list(membership._clients) == [new]
+
+
+async def test_a_push_that_begins_while_the_actor_is_away_has_lost_a_trainer(
+    store: Store, tmp_path: Path
+) -> None:
+    """A replica may ask for one then: the run goes on once the actor is back."""
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "toy", "dir": tmp_path, "steps": 1},
+            "model": {"path": tmp_path},
+            "data": {"train": [{"path": tmp_path / "rows.jsonl"}]},
+            "reward": {"graders": [{"name": "exact_match"}]},
+        }
+    )
+    control = Control(trains=True)
+    servers = Servers(store, asked=(), patience_s=1.0, changed=control.report, connect=connect)
+    registry = Registry(store, lease_s=60)
+    assembly = Assembly(config, store, registry, servers, control, CALLER)
+    assert assembly._sync is not None
+    with pytest.raises(TrainerLostError, match="the actor is gone"):
+        await assembly._sync.push(Version("a3f0", 1))

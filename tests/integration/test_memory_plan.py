@@ -1,0 +1,120 @@
+"""The arithmetic of `atoll plan --memory` against what is allocated, storage by storage.
+
+Segments of 64 tokens without a prefix, so that attention pads and repeats nothing.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.config.schema import OptimizerConfig, ParallelConfig, TrainerSection
+from services.runtime.memory import Memory, rank_memory
+from services.runtime.model_spec import read_spec
+from services.trainer.model import ModelSettings, initialize_parallel
+from services.trainer.publish import DTYPES
+from services.wire.types import Segments, StepKey, SupervisedBatch
+from tests.allocations import Allocations, nbytes
+from tests.conftest import write_model
+from tests.learners import policy_forward, policy_learner
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.long
+
+NUM_SEGMENTS, LENGTH = 8, 64
+KEY = StepKey("a3f0", 0, 0, "actor")
+
+
+def batch() -> SupervisedBatch:
+    num_tokens = NUM_SEGMENTS * LENGTH
+    segments = Segments(
+        np.random.default_rng(0).integers(3, 64, num_tokens).astype(np.int32),
+        np.arange(0, num_tokens + 1, LENGTH),
+        np.full(NUM_SEGMENTS, -1, np.int32),
+        np.arange(NUM_SEGMENTS, dtype=np.int32),
+    )
+    weights = np.full(num_tokens, 1 / num_tokens, np.float32)
+    weights[segments.offsets[:-1]] = 0
+    return SupervisedBatch(segments, weights)
+
+
+def allocated(folder: Path, section: TrainerSection) -> tuple[Memory, int]:
+    """What an update takes on this rank; and at its peak, beside what is there all the time."""
+    settings = ModelSettings(DTYPES[section.dtype], section.parallel.sequence, section.recompute)
+    tokens = section.max_tokens_per_microbatch
+    forward = policy_forward(folder, tokens, section.attention, settings=settings)
+    learner = policy_learner(forward, section.optimizer)
+    objective = learner._objectives[SupervisedBatch]
+    (part,) = forward.microbatches(objective.prepare(KEY, batch()))
+    kept = []
+
+    def last(part: SupervisedBatch, hidden_tH: torch.Tensor) -> torch.Tensor:
+        terms = objective.terms(part, hidden_tH)
+        loss = (terms.weights_N * terms.loss_N).sum()
+        kept.append(allocations.live)
+        return loss
+
+    with Allocations() as allocations:
+        forward.run([part], last, backward=True)
+    learner.forward_backward(KEY, batch())
+    learner.optim_step(KEY, 1e-4)
+    parameters = [*learner.model.parameters]
+    (inner,) = (part.optimizer for part in learner.optimizer.chained_optimizers)
+    own = {p.untyped_storage()._cdata for p in parameters}
+    state = [p for group in inner.param_groups for p in group["params"]]
+    state = [p for p in state if p.untyped_storage()._cdata not in own]
+    state += [moment for each in inner.state.values() for name, moment in each.items() if name != "step"]
+    gradients = nbytes(p.main_grad for p in parameters) + max(p.nbytes for p in parameters)
+    return Memory(nbytes(parameters), gradients, nbytes(state), kept[0], 0, 0), allocations.peak
+
+
+def check(folder: Path, sections: list[TrainerSection]) -> None:
+    initialize_parallel(sections[0].parallel)
+    for section in sections:
+        got, peak = allocated(folder, section)
+        planned = rank_memory(read_spec(folder), section, 0, "update")
+        what = f"{section.dtype}, {section.recompute}"
+        padding = 1e-2 if section.optimizer.distributed else 0  # of buckets, so that ranks share them evenly
+        np.testing.assert_allclose(planned.parameters, got.parameters, rtol=padding, err_msg=what)
+        np.testing.assert_allclose(planned.optimizer, got.optimizer, rtol=padding, err_msg=what)
+        np.testing.assert_allclose(planned.gradients, got.gradients, rtol=padding, err_msg=what)
+        np.testing.assert_allclose(planned.activations, got.activations, rtol=0.08, err_msg=what)
+        # the arithmetic names the largest tensors of the moment: it errs upwards where they do not meet
+        assert 0.94 < (planned.activations + planned.working) / peak < 1.27, what
+
+
+def sections(parallel: ParallelConfig, dtypes: tuple[str, ...]) -> list[TrainerSection]:
+    return [
+        TrainerSection(
+            parallel=parallel,
+            dtype=dtype,
+            recompute=recompute,
+            max_tokens_per_microbatch=NUM_SEGMENTS * LENGTH // parallel.data,
+            attention="segments",
+            optimizer=OptimizerConfig(distributed=parallel.data > 1),
+        )
+        for dtype in dtypes
+        for recompute in ("none", "selective", "full")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "dtypes"),
+    [
+        ("qwen2", ParallelConfig(), ("float32", "bfloat16")),
+        ("qwen3_moe", ParallelConfig(), ("float32",)),
+        ("qwen3", ParallelConfig(tensor=2, sequence=True), ("bfloat16",)),
+        ("qwen3", ParallelConfig(data=2), ("bfloat16",)),
+    ],
+    ids=["qwen2", "experts", "TP2+SP", "DP2+DistOpt"],
+)
+def test_planned_bytes_are_those_allocated(
+    tmp_path: Path, family: str, parallel: ParallelConfig, dtypes: tuple[str, ...]
+) -> None:
+    """The assertions are in check, on every rank."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    folder = write_model(
+        tmp_path, family, hidden_size=128, intermediate_size=384, **(experts if "moe" in family else {})
+    )
+    run_ranks(check, parallel.world_size, folder, sections(parallel, dtypes))

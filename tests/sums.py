@@ -1,0 +1,16 @@
+"""A response to grade, as tests of external servers send it."""
+
+from services.wire.types import FinishReason, GroupId, SampleId, ScoreItem
+
+
+def item(index: int = 0, response: str = "46", **extra: str) -> ScoreItem:
+    return ScoreItem(
+        SampleId(GroupId("run", 0, 7), index),
+        "17 + 29 =",
+        response,
+        "46",
+        "sums",
+        FinishReason.STOP,
+        2,
+        extra,
+    )

@@ -1,0 +1,77 @@
+"""Shares of reasons, counted by hand."""
+
+import numpy as np
+
+from services.coordinator.metrics import MAX_KINDS, Reasons
+from services.wire.types import (
+    FinishReason,
+    Group,
+    GroupId,
+    Node,
+    Prompt,
+    Provenance,
+    Sample,
+    SampleId,
+    TurnReward,
+    Version,
+    VersionSpan,
+)
+
+ID = GroupId("toy", 0, 0)
+PROMPT = Prompt(ID, np.array([1], np.int32), "1+1=", "2", "toy")
+
+
+def group(*reasons: dict[str, str]) -> Group:
+    """A sample for each, with its reasons by grader."""
+    node = Node(
+        -1,
+        np.array([3], np.int32),
+        np.ones(1, np.bool_),
+        np.zeros(1, np.float32),
+        (VersionSpan(Version("toy", 0), 0, 1),),
+    )
+    return Group(
+        PROMPT,
+        tuple(
+            Sample(
+                SampleId(ID, index),
+                0,
+                (node,),
+                FinishReason.STOP,
+                "2",
+                Provenance("rollout-0", "1", 0.0, 0.0),
+                (TurnReward(0, 1.0, dict.fromkeys(given, 1.0), given),),
+            )
+            for index, given in enumerate(reasons)
+        ),
+    )
+
+
+def test_shares_are_of_all_samples_of_the_step_by_kind() -> None:
+    reasons = Reasons()
+    first = group({"code": "timeout: case 3"}, {"code": "timeout: case 1", "maths": "no box"}, {}, {})
+    second = group({"code": "wrong: case 1"}, {"code": "right"}, {"code": "right"}, {})
+    assert reasons.shares([first, second]) == {
+        "reward/code/timeout": 2 / 8,
+        "reward/code/right": 2 / 8,
+        "reward/code/wrong": 1 / 8,
+        "reward/maths/no box": 1 / 8,
+    }
+    assert reasons.shares([group({"code": "right"}, {"code": "right"})]) == {
+        "reward/code/timeout": 0.0,
+        "reward/code/right": 1.0,
+        "reward/code/wrong": 0.0,
+        "reward/maths/no box": 0.0,
+    }
+
+
+def test_a_grader_that_says_something_else_each_time_makes_no_metric_of_each() -> None:
+    reasons = Reasons()
+    talk = [{"chatty": f"thought {index}"} for index in range(30)]
+    shares = reasons.shares([group(*talk, {"chatty": "right"}, {"chatty": "right"})])
+    assert len(shares) == MAX_KINDS + 1
+    assert shares["reward/chatty/right"] == 2 / 32  # the most frequent kinds come first
+    assert shares["reward/chatty/other"] == (30 - (MAX_KINDS - 1)) / 32
+    later = reasons.shares([group({"chatty": "something new"}, {"chatty": "x" * 1000})])
+    assert later.keys() == shares.keys()
+    assert later["reward/chatty/other"] == 1.0

@@ -1,0 +1,122 @@
+"""`atoll plan --memory`: bytes worked out by hand, who shares a device, what is said where nothing fits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.cli.main import main
+from services.config.schema import ParallelConfig, TrainerSection
+from services.runtime.memory import rank_memory
+from services.runtime.model_spec import read_spec
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+# qkv 128 x 64 and its bias, projection 64 x 64, three of 64 x 128, two norms
+LAYER = 128 * 64 + 128 + 64 * 64 + 3 * 64 * 128 + 2 * 64
+GIB = 1 << 30
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f"""
+        [run]
+        name = "toy"
+        steps = 1
+        [model]
+        path = "{tmp_path}"
+        [data]
+        train = [{{ path = "unused.jsonl" }}]
+        [algorithm.kl]
+        [trainer]
+        dtype = "bfloat16"
+        """
+    )
+    return file
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict]:
+    code = main(["plan", "--memory", "--json", *map(str, arguments)])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_bytes_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    spec = read_spec(tmp_path)
+    whole = 4 * LAYER + 2 * 1000 * 64 + 64  # embedding, output layer, norm
+    memory = rank_memory(spec, TrainerSection(dtype="bfloat16"), 0, "update")
+    assert memory.parameters == 2 * whole
+    assert memory.gradients == 4 * whole + 2 * 1000 * 64  # and the embedding's own
+    assert memory.optimizer == 12 * whole
+
+    staged = TrainerSection(parallel=ParallelConfig(pipeline=2, data=2), optimizer={"distributed": True})
+    first, last = (rank_memory(spec, staged, stage, "update") for stage in range(2))
+    assert first.parameters == 4 * (2 * LAYER + 1000 * 64)
+    assert last.parameters == 4 * (2 * LAYER + 1000 * 64 + 64)
+    assert (
+        first.optimizer == 8 * (2 * LAYER + 1000 * 64) // 2
+    )  # float32 weights need no copy; two ranks share
+    # the first stage keeps two micro-batches of two layers, the last one and what its output needs
+    extra = 3 * 64 * 4 * 8192
+    assert first.activations == 2 * (last.activations - extra)
+
+    full = rank_memory(spec, TrainerSection(recompute="full"), 0, "update")
+    # of 8192 tokens: four layers' inputs, cosines and sines of 16, the final norm's input, output, rows
+    assert full.activations == 8192 * 4 * (4 * 64 + 2 * 16 + 3 * 64)
+
+
+def test_roles_on_one_device_add_up(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, plan = planned(capsys, run_file)
+    assert code == 0
+    assert plan["warnings"] == []
+    assert [(row["role"], row["num_ranks"]) for row in plan["ranks"]] == [("actor", 1), ("reference", 1)]
+    actor, reference = plan["ranks"]
+    assert reference["update"]["gradients"] == reference["update"]["optimizer"] == 0
+    assert actor["host"] == 2 * 4 * actor["update"]["parameters"] // 2  # two halves in the engine's float32
+
+    need = sum(actor["update"].values())
+    resting = reference["update"]["parameters"] + reference["update"]["framework"]
+    asking = sum(actor["forward"].values()) + sum(reference["forward"].values())
+    capacity = (max(need + resting, asking) - 1) / GIB
+    code, plan = planned(capsys, run_file, "--gpu-memory", capacity)
+    assert code == 1
+    assert "actor (stage 0) and reference (stage 0)" in plan["warnings"][0]
+    assert "lower " in plan["warnings"][0] or "set " in plan["warnings"][0]
+
+
+def test_offload_takes_a_resting_model_away(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {}
+    for offload in ("false", "true"):
+        _, plan = planned(capsys, run_file, f"reference.offload={offload}", "reference.placement=colocated")
+        rows[offload] = plan["ranks"][1]
+    assert rows["true"]["forward"] == rows["false"]["forward"]
+    assert rows["true"]["host"] == rows["true"]["update"]["parameters"] > rows["false"]["host"] == 0
+    assert rows["true"]["update"]["framework"] == 0  # it lives in the actor's processes
+
+
+def test_the_table_names_every_role(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--memory", str(run_file)]) == 0
+    out = capsys.readouterr().out
+    assert "GiB per rank" in out
+    assert "actor" in out
+    assert "reference" in out
+
+
+def test_a_folder_without_config_is_said(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_file.parent / "config.json").unlink()
+    assert main(["plan", "--memory", str(run_file)]) == 2
+    assert "is no model folder" in capsys.readouterr().err

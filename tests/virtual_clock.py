@@ -1,0 +1,42 @@
+"""An event loop on which time passes only where every task waits, and then at once."""
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _Selector(selectors.DefaultSelector):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.before_time_passes: Callable[[], None] = lambda: None
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if not ready and timeout != 0:
+            self.before_time_passes()
+            if timeout is None:
+                raise RuntimeError("every task waits for another, and none for a time")
+            self.now += timeout
+        return ready
+
+
+class VirtualClock(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now
+
+    def before_time_passes(self, check: Callable[[], None]) -> None:
+        """`check` runs whenever all that can happen at this moment has happened."""
+        self._virtual.before_time_passes = check
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        return runner.run(main)
