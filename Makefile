@@ -1,7 +1,10 @@
+SHELL := /bin/bash -o pipefail
 PYTHON ?= python3.11
 BIN := .venv/bin
+LEARNING := tests/integration/test_learning.py
+SAYING_WHOSE = 2>&1 | sed --unbuffered 's/^/$@: /'
 
-.PHONY: quickstart test test-long test-sglang test-gpu lint proto docs
+.PHONY: quickstart test test-long test-learning test-services test-sglang test-gpu lint proto docs
 
 quickstart: .venv/installed
 	$(BIN)/atoll quickstart
@@ -10,13 +13,20 @@ quickstart: .venv/installed
 test: .venv/installed lint
 	$(BIN)/pytest -q -m "not long"
 
-# Learning runs, other environments.
-test-long: .venv/installed .venv-servers/installed test-sglang
-	$(BIN)/pytest -q -m long
+# Learning runs, other environments: two at a time, since most keep one core busy. Each line says whose it is.
+test-long: .venv/installed .venv-servers/installed .venv-sglang/installed
+	$(MAKE) --no-print-directory --jobs 2 --keep-going test-learning test-services test-sglang
+
+test-learning: .venv/installed
+	$(BIN)/pytest -v -m long $(LEARNING) $(SAYING_WHOSE)
+
+test-services: .venv/installed .venv-servers/installed .venv-sglang/installed
+	$(BIN)/pytest -v -m long --ignore $(LEARNING) $(SAYING_WHOSE)
 
 # The real SGLang on a CPU, one and two ranks; a part of the long tests.
 test-sglang: .venv-sglang/installed
-	.venv-sglang/bin/pytest -q tests/contract/test_engine.py tests/contract/test_engine_families.py tests/sglang
+	.venv-sglang/bin/pytest -v tests/contract/test_engine.py tests/contract/test_engine_families.py \
+		tests/sglang $(SAYING_WHOSE)
 
 # Kernels and device memory; each test skips with its reason where there is no GPU.
 test-gpu: .venv/installed

@@ -1,7 +1,6 @@
 """The examples learn: from the commands of the README to the curves that they leave."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,23 +14,16 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
 
 
-def atoll(folder: Path, *words: str | Path) -> float:
-    """Runs the command in `folder` to its end, which leaves no process and no address there.
-
-    Returns the CPU seconds of all its processes. Those of a step work one after the other, so this is
-    about what the run takes on idle cores; its wall time says more of what else the machine does.
-    """
+def atoll(folder: Path, *words: str | Path) -> None:
+    """Runs the command in `folder` to its end, which leaves no process and no address there."""
     command = [Path(sys.executable).with_name("atoll"), *words]
-    before = os.times()
-    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1200)
     assert answer.returncode == 0, answer.stderr
     left = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(folder)]
     _, alive = psutil.wait_procs(left, timeout=10)  # whose parent has ended may be ending still
     assert alive == []
     assert list(folder.rglob("coordinator.address")) == []
     assert [path for path in folder.rglob("*") if path.is_socket()] == []
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
 
 
 def results(run: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
@@ -46,8 +38,8 @@ def mean(rows: list[dict[str, float]], name: str) -> float:
     return sum(row[name] for row in rows) / len(rows)
 
 
-def test_the_quickstart_learns_sums_within_four_minutes(tmp_path: Path) -> None:
-    assert atoll(tmp_path, "quickstart", "--seed", "0") < 240
+def test_the_quickstart_learns_sums(tmp_path: Path) -> None:
+    atoll(tmp_path, "quickstart", "--seed", "0")
     (run,) = (tmp_path / "runs").glob("arithmetic-seed0-*")
     summary, (start, *steps) = results(run)
     assert 0.2 <= start["warmup/score/mean"] <= 0.4
@@ -64,7 +56,7 @@ def test_the_quickstart_learns_sums_within_four_minutes(tmp_path: Path) -> None:
 
 def test_gsm8k_learns_the_form_of_an_answer_in_twenty_steps(tmp_path: Path) -> None:
     atoll(tmp_path, "data", "gsm8k")
-    assert atoll(tmp_path, "run", ROOT / "examples" / "gsm8k.toml") < 300
+    atoll(tmp_path, "run", ROOT / "examples" / "gsm8k.toml")
     summary, (start, *steps) = results(tmp_path / "runs" / "gsm8k")
     assert summary["steps"] == 20
     assert {"val/test/avg@1", "val/test/pass@1"} <= start.keys() & steps[-1].keys()
