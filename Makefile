@@ -2,20 +2,28 @@ SHELL := /bin/bash -o pipefail
 PYTHON ?= python3.11
 BIN := .venv/bin
 LEARNING := tests/integration/test_learning.py
+TWO_AT_A_TIME = $(MAKE) --no-print-directory --jobs 2 --keep-going
 SAYING_WHOSE = 2>&1 | sed --unbuffered 's/^/$@: /'
 
-.PHONY: quickstart test test-long test-learning test-services test-sglang test-gpu lint proto docs
+.PHONY: quickstart test test-units test-integration test-long test-learning test-services test-sglang test-gpu lint proto docs
 
 quickstart: .venv/installed
 	$(BIN)/atoll quickstart
 
-# Static checks, then every test that takes less than ten minutes in all.
-test: .venv/installed lint
-	$(BIN)/pytest -q -m "not long"
+# Static checks and every test that takes less than ten minutes in all. Two targets at a time, since most keep
+# one core busy; each line says whose it is.
+test: .venv/installed
+	$(TWO_AT_A_TIME) lint test-units test-integration
 
-# Learning runs, other environments: two at a time, since most keep one core busy. Each line says whose it is.
+test-units: .venv/installed
+	$(BIN)/pytest -q -m "not long" --ignore tests/integration $(SAYING_WHOSE)
+
+test-integration: .venv/installed
+	$(BIN)/pytest -q -m "not long" tests/integration $(SAYING_WHOSE)
+
+# Learning runs, other environments.
 test-long: .venv/installed .venv-servers/installed .venv-sglang/installed
-	$(MAKE) --no-print-directory --jobs 2 --keep-going test-learning test-services test-sglang
+	$(TWO_AT_A_TIME) test-learning test-services test-sglang
 
 test-learning: .venv/installed
 	$(BIN)/pytest -v -m long $(LEARNING) $(SAYING_WHOSE)
@@ -33,10 +41,10 @@ test-gpu: .venv/installed
 	$(BIN)/pytest -q -rs tests/gpu
 
 lint: .venv/installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/ruff check . $(SAYING_WHOSE)
+	$(BIN)/ruff format --check . $(SAYING_WHOSE)
+	$(BIN)/mypy $(SAYING_WHOSE)
+	$(BIN)/lint-imports $(SAYING_WHOSE)
 
 # Generated code is committed; tests/unit/test_proto.py checks that this changes nothing.
 proto: .venv/installed

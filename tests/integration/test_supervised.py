@@ -136,11 +136,13 @@ def test_a_supervised_run_is_a_plain_loop_that_can_be_resumed_and_exported(
     steps, validated, model = plain_loop(assets)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     for row, (loss, norm, rate) in zip(rows[1:], steps, strict=True):
-        assert row["actor/nll_loss"] == pytest.approx(loss, abs=1e-5)
-        assert row["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+        # What rounding differs by, which depends on the processor, thirty steps of Adam amplify.
+        is_early = row["step"] <= 3
+        assert row["actor/nll_loss"] == pytest.approx(loss, abs=1e-5 if is_early else 2e-4)
+        assert row["actor/grad_norm"] == pytest.approx(norm, rel=1e-4 if is_early else 2e-3)
         assert row["actor/lr"] == pytest.approx(rate)
     measured = {row["step"]: row["val/sums/nll"] for row in rows[1:] if "val/sums/nll" in row}
-    assert measured == pytest.approx(validated, abs=1e-5)
+    assert measured == pytest.approx(validated, abs=2e-4)
     best = min(validated, key=lambda step: validated[step])
     summary = json.loads((whole.folder / "summary.json").read_text())
     assert summary["best"] == {"step": best, "value": measured[best]}

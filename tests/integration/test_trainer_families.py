@@ -74,7 +74,7 @@ def check_value_family(folder: Path, target: Path, segments: Segments, expected_
     with cpu_compat.apply():
         model = hf.load_model(folder, spec, ModelSettings())
     forward = Forward(model, Budget(60, 100), BACKENDS["shared_prefix"], 1.0)
-    np.testing.assert_allclose(forward.compute_values(segments), expected_T, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(forward.compute_values(segments), expected_T, rtol=1e-5, atol=1e-5)  # up to 18
     hf.export_hf(model, target)
     assert read_spec(target, ("value",)) == spec
     source = load_file(folder / "model.safetensors")
