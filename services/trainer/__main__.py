@@ -7,6 +7,7 @@ from services.config.load import read_resolved, trainer_rank
 from services.runtime.errors import MemoryExhaustedError, UserError
 from services.runtime.process import EXIT_RANK_LOST, announce, parse_arguments, run_service
 from services.runtime.telemetry import configure_logging
+from services.trainer import cpu_compat  # noqa: F401 - before anything of Megatron's
 from services.trainer.ranks import LEADER, RankLostError, follow, watched
 from services.trainer.service import Rank, TrainerService
 

@@ -5,6 +5,8 @@ since its patches would stay.
 """
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -44,6 +46,13 @@ def test_megatron_dispatcher_takes_what_its_replacement_takes(name: str) -> None
     replacement = cpu_compat.MEGATRON_DISPATCHER[name]
     assert callable(replacement)
     assert _names(getattr(megatron_dispatcher, name)) == _names(replacement)
+
+
+def test_a_trainer_starts_without_the_compiler() -> None:
+    """Which it never calls on a CPU, and which would be a third of its start."""
+    loaded = "import sys, services.trainer.__main__; print('torch._dynamo' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=120)
+    assert answer.stdout == "False\n"
 
 
 def _names(function: Callable[..., object]) -> list[str]:
