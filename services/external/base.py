@@ -23,6 +23,18 @@ MAX_ANSWER_BYTES = 16 << 20
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
+def item_fields(item: ScoreItem) -> dict[str, Json]:
+    """What an item holds, by the names that servers know it under; its further fields are `item.extra`."""
+    return {
+        "prompt": item.prompt,
+        "response": item.response,
+        "ground_truth": item.ground_truth,
+        "data_source": item.data_source,
+        "finish_reason": item.finish_reason.value,
+        "response_length": item.response_length,
+    }
+
+
 class ExternalClient(Protocol):
     server: ExternalServer
 

@@ -21,7 +21,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from services.external.answers import Answer, Number, Options, each, number_under, read_options, told
-from services.external.base import Json
+from services.external.base import Json, item_fields
 from services.external.channel import Channel
 from services.external.probes import probe_reward
 from services.runtime.errors import BadAnswerError
@@ -149,16 +149,7 @@ def _filled(template: str, fields: Mapping[str, str]) -> str:
 
 
 def _plain_item(item: ScoreItem) -> Json:
-    return {
-        "id": str(item.id),
-        "prompt": item.prompt,
-        "response": item.response,
-        "ground_truth": item.ground_truth,
-        "data_source": item.data_source,
-        "finish_reason": item.finish_reason.value,
-        "response_length": item.response_length,
-        "extra": dict(item.extra),
-    }
+    return {"id": str(item.id), **item_fields(item), "extra": dict(item.extra)}
 
 
 def _check_number(channel: Channel, what: str, got: int, expected: int) -> None:

@@ -26,7 +26,7 @@ from services.external.answers import (
     read_options,
     shown,
 )
-from services.external.base import MAX_ANSWER_BYTES, Json, Tool, ToolResult
+from services.external.base import MAX_ANSWER_BYTES, Json, Tool, ToolResult, item_fields
 from services.external.channel import Channel
 from services.external.probes import probe_reward
 from services.runtime.errors import AtollError, BadAnswerError, ServiceUnavailableError, UserError
@@ -88,15 +88,7 @@ class McpReward:
         await self._channel.close()
 
     async def _grade(self, item: ScoreItem) -> Verdict:
-        known: dict[str, Json] = {
-            **item.extra,
-            "prompt": item.prompt,
-            "response": item.response,
-            "ground_truth": item.ground_truth,
-            "data_source": item.data_source,
-            "finish_reason": item.finish_reason.value,
-            "response_length": item.response_length,
-        }
+        known: dict[str, Json] = {**item.extra, **item_fields(item)}
         arguments = {name: value for name, value in known.items() if name in self._fields}
         async with _session(self._channel) as client:
             result = await client.call_tool(self._name, arguments)
