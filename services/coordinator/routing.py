@@ -54,6 +54,7 @@ class Seat:
     in_hand: int = 0  # samples that it was sent and has not answered
     prompt_tokens: float = 0.0  # of those; a group's prompt counts once
     heard: float = 0.0  # when it last finished a sample, or was sent one while it had none
+    measured: float = 0.0  # when its throughput last was
     _given: int = 0  # in hand after it was last sent something
     _tokens: float = field(default=0.0, repr=False)  # finished while it was full, older ones count less
     _seconds: float = field(default=0.0, repr=False)  # of those
@@ -89,6 +90,7 @@ class Seat:
             kept = math.exp(-elapsed / MEMORY_S)
             self._tokens = self._tokens * kept + response_tokens
             self._seconds = self._seconds * kept + elapsed
+            self.measured = now
         self.heard = now
         self.released(num_samples, prompt_tokens)
 
@@ -96,6 +98,10 @@ class Seat:
         """Not in hand any more, finished or not."""
         self.in_hand -= num_samples
         self.prompt_tokens = self.prompt_tokens - prompt_tokens if self.in_hand else 0.0
+
+    def forget(self) -> None:
+        """It counts as one that was never measured."""
+        self._tokens = self._seconds = 0.0
 
 
 class Router:
@@ -119,10 +125,19 @@ class Router:
             self.response_length = max(self.response_length, float(max_tokens))
 
     def share(self, waiting: Iterable[Work], seats: Iterable[Seat], now: float) -> list[tuple[Work, Seat]]:
-        """Places what waits, in its order, until every replica has what it takes."""
+        """Places what waits, in its order, until every replica has what it takes.
+
+        One that others were measured MEMORY_S after is measured anew: where there is little to do, it would
+        never get work again for having been slow once, say while it compiled its kernels.
+        """
+        seats = list(seats)
         takers = [seat for seat in seats if seat.hungry]
         if not takers:
             return []
+        latest = max(seat.measured for seat in seats)
+        for seat in takers:
+            if not seat.in_hand and latest - seat.measured > MEMORY_S:
+                seat.forget()
         numbers = {seat.name: number for number, seat in enumerate(takers)}
         known = [seat.rate for seat in takers if seat.rate]
         typical = sum(known) / len(known) if known else 1.0

@@ -42,6 +42,20 @@ def test_before_a_measure_a_replica_counts_as_the_mean_of_the_others():
     assert counts(Router().share([work(n) for n in range(12)], seats, 0.0)) == {"a": 6, "b": 2, "new": 4}
 
 
+def test_a_replica_that_was_slow_once_is_tried_again():
+    """At a tenth of the speed all goes to the other. A minute of the other's work later it counts like that
+    one, unless it is at work itself."""
+    router, fast, slow = Router(), measured("fast", 1000, 300), measured("slow", 1000, 30)
+    assert counts(router.share([work(n) for n in range(10)], [fast, slow], 500.0)) == {"fast": 10}
+    fast.finished(80, 20, 61 * 300, 561.0)
+    slow.sent(8, 2, 561.0)
+    assert router.share([], [fast, slow], 561.0) == []
+    assert slow.rate == 30
+    slow.released(8, 2)
+    placed = router.share([work(n) for n in range(10, 20)], [fast, slow], 561.0)
+    assert counts(placed) == {"fast": 5, "slow": 5}
+
+
 def test_load_is_counted_in_tokens():
     """A prompt of 4 * 8 * LONGEST tokens weighs as four more groups of eight responses."""
     seats = [Seat("a", 1000), Seat("b", 1000)]
