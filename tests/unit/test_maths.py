@@ -111,6 +111,14 @@ def test_thousands_as_math_writes_them(written: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "truth", "value"),
+    [("100,200", "100, 200", 1.0), ("100,200", "100200", 1.0), ("100, 200", "100200", 0.0)],
+)
+def test_a_comma_without_a_space_may_be_of_a_list(written: str, truth: str, value: float) -> None:
+    assert maths(item(rf"\boxed{{{written}}}", truth)).value == value
+
+
+@pytest.mark.parametrize(
     ("answer", "truth", "value"),
     [
         (r"\text{5 apples}", "5", 1.0),
@@ -234,6 +242,9 @@ def test_arithmetic_is_exact(expression: tuple[str, Fraction]) -> None:
         ("\\sqrt{99980002}", None),
         ("\\sqrt[3]{27^{100}/8}", Fraction(3**100, 2)),
         ("\\sqrt[64]{2^{64}}", 2),
+        ("\\sqrt[3]{-8/27}", Fraction(-2, 3)),
+        ("(-8)^{2/3}", 4),
+        ("\\sqrt[4]{-16}", None),
         ("\\sqrt[64]{2^{64}-1}", None),
         ("1/0", None),
         ("0^0", None),

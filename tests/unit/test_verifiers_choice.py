@@ -54,6 +54,7 @@ def test_the_last_statement_counts(response: str) -> None:
     "response",
     [
         "Answer: A or B",
+        "Answer: A as well as B",
         "Answer: B or A",
         "Answer: A, B",
         "Answer: B/C",

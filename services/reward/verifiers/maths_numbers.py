@@ -207,7 +207,9 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 def _root(value: Fraction, degree: Fraction) -> Fraction:
-    """The principal root, where it is rational."""
+    """The real root, of even degree the positive one, where it is rational."""
+    if value < 0 and degree % 2 == 1:
+        return -_root(-value, degree)
     if value < 0 or degree.denominator != 1 or not 2 <= degree <= 64:
         raise _NotRationalError
     return Fraction(
