@@ -90,7 +90,8 @@ class Checkpoints:
         await self.finish()
         partial = self._folder / f".partial-{state.step:06d}"
         with self._explained(state.step):
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in self._folder.glob(".*"):  # by a process that was killed: nothing is being written
+                shutil.rmtree(left, ignore_errors=True)
             partial.mkdir(parents=True)
             await asyncio.gather(*(model.save_checkpoint(partial / role) for role, model in models.items()))
         self._write = asyncio.create_task(self._commit(partial, state, journal, models, committed))
@@ -145,9 +146,9 @@ class Checkpoints:
     def _publish(self, partial: Path, state: CoordinatorState, journal: bytes) -> None:
         _write(partial / JOURNAL, journal)
         _write(partial / STATE, json.dumps(asdict(state), indent=2).encode())
-        path = self.path(state.step)
-        shutil.rmtree(path, ignore_errors=True)  # of a lineage that was left behind
-        partial.rename(path)
+        if state.step in self.steps():  # of a lineage that was left behind
+            self._remove(state.step)
+        partial.rename(self.path(state.step))
         self._remove_old(state)
 
     @contextmanager
@@ -175,8 +176,13 @@ class Checkpoints:
         keep = set(self.steps()[-self._keep :]) | ({state.best.step} if state.best else set())
         for step in self.steps():
             if step not in keep:
-                shutil.rmtree(self.path(step))
+                self._remove(step)
                 log.info("removed the checkpoint of step %d: the last %d are kept", step, self._keep)
+
+    def _remove(self, step: int) -> None:
+        """What is half removed is no checkpoint."""
+        removed = self.path(step).rename(self._folder / f".removed-{step:06d}")
+        shutil.rmtree(removed)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -167,7 +167,7 @@ class _Tally:
         self._losses, self._values = tuple(nothing.losses), tuple(nothing.values)
         num_sums = 1 + len(self._losses) + len(self._values)
         self._sums = nothing.loss_N.new_zeros(num_sums, dtype=torch.float64)
-        self._maxima = nothing.loss_N.new_zeros(len(self._values), dtype=torch.float64)
+        self._maxima = nothing.loss_N.new_full((len(self._values),), -math.inf, dtype=torch.float64)
 
     @torch.no_grad()
     def add(self, terms: Terms) -> None:
@@ -187,7 +187,7 @@ class _Tally:
         losses = dict(zip(self._losses, sums, strict=False))
         means = zip(self._values, sums[len(losses) :], self._maxima.tolist(), strict=True)
         values = {
-            name: maximum if name.endswith("_max") else total / max(count, 1)
+            name: (maximum if count else 0.0) if name.endswith("_max") else total / max(count, 1)
             for name, total, maximum in means
         }
         return losses | {f"{role}/num_tokens": count} | values

@@ -181,9 +181,17 @@ def check_layout(folder: Path, reference_folder: Path, parallel: ParallelConfig)
     settings = PolicySettings(partial(kl_cov, share=0.3), partial(choose_kl_cov, share=0.3))
     loss_N = plain.kl_cov(share=0.3)
     check(learner(settings), beside, plain, loss_N, {"actor/pg_loss": loss_N})
+
+    metrics = learner(PolicySettings(reinforce)).forward_backward(KEY, beside)
+    np.testing.assert_allclose(metrics["actor/logprob_max"], plain.logprobs_N.max().item(), atol=1e-5)
     if parallel.world_size == 1:
         check_cuts(folder, beside)
         check_refusals(forward, beside)
+
+
+def reinforce(tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of a user's, and a maximum below zero."""
+    return -tokens.advantages_N * tokens.logprobs_N, {"actor/logprob_max": tokens.logprobs_N}
 
 
 def check(

@@ -1,6 +1,7 @@
 """A checkpoint becomes valid when all of it is written, and training goes on meanwhile."""
 
 import asyncio
+import shutil
 import threading
 from pathlib import Path
 
@@ -160,3 +161,26 @@ async def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     assert run.names == ["step-000001", "step-000003", "step-000004"]
     await run.save(5, Best(step=5, value=1.0))
     assert run.names == ["step-000004", "step-000005"]
+
+
+async def test_one_that_is_half_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process dies while it removes the one before, then one of a lineage that was left behind."""
+    rmtree, run = shutil.rmtree, Run(tmp_path, keep=1)
+
+    def dies(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            (path / "journal.bin").unlink()
+            raise RuntimeError("died")
+        rmtree(path, ignore_errors)
+
+    await run.save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "rmtree", dies)
+        with pytest.raises(RuntimeError, match="died"):
+            await run.save(2)
+        assert run.checkpoints.steps() == [2]
+        with pytest.raises(RuntimeError, match="died"):
+            await run.save(2)
+        assert run.checkpoints.steps() == []
+    await run.save(3)
+    assert run.names == ["step-000003"]

@@ -18,7 +18,8 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _NEGATION = re.compile(r"\b(?:not|neither|none|except)\b|n['’]t\b", re.IGNORECASE)
 _ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
 _BEGINS = re.compile(r"[\W_]*[A-Z][\W_]*[).:]")
-_AND = r"(?:[\W_]|\b(?:and|or|as well as|option|choice|maybe|perhaps|possibly|also)\b)*"  # joins the letters of a list
+# joins the letters of a list
+_AND = r"(?:[\W_]|\b(?:and|or|as well as|option|choice|maybe|perhaps|possibly|also)\b)*"
 
 
 def multiple_choice(item: ScoreItem, *, choices: int = 4) -> float | Grade:
