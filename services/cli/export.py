@@ -23,13 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    checkpoint = newest_checkpoint(arguments.source)
+    checkpoint = newest_checkpoint(arguments.source.resolve())
     if arguments.out.exists():
         raise UserError(
             f"{arguments.out} exists: give a folder that does not, so that nothing is overwritten"
         )
     config = read_resolved(checkpoint.parents[1] / "config.json")
-    asyncio.run(export(config, checkpoint.absolute() / ACTOR, arguments.out.absolute()))
+    asyncio.run(export(config, checkpoint / ACTOR, arguments.out.absolute()))
     print(f"{checkpoint} -> {arguments.out}")
     return 0
 

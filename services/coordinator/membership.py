@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from services.coordinator.health import Health
+from services.coordinator.health import RETRY_S, Health
 from services.coordinator.registry import Joined, Registry
 from services.coordinator.replicas import Replica, Replicas
 from services.coordinator.rewards import Rewards
@@ -103,15 +103,21 @@ class Membership:
             await _close(trainer)
 
     async def _join(self, entry: ServiceEntry) -> None:
-        """Connects to a service that answers; a lease may outlive its process. Watches a replica's health
-        for as long as it is there."""
-        try:
-            await self._connect(entry)
-        except UserError:
-            raise  # it serves another model: the config is wrong, not the service
-        except AtollError as error:
-            log.warning("%s is registered at %s and cannot be used: %s", entry.name, entry.address, error)
-            return
+        """Connects to a service once it answers, if it does while it is registered: it may be busy, and a
+        lease may outlive its process. Watches a replica's health for as long as it is there."""
+        while True:
+            try:
+                await self._connect(entry)
+                break
+            except UserError:
+                raise  # it serves another model: the config is wrong, not the service
+            except AtollError as error:
+                log.warning("%s is registered at %s and cannot be used: %s", entry.name, entry.address, error)
+                if not isinstance(error, ServiceUnavailableError):
+                    return
+            await asyncio.sleep(RETRY_S)
+            if entry not in self._registry.services():
+                return
         log.info("%s joins at %s", entry.name, entry.address)
         await self._notify()
         if isinstance(replica := self._clients.get(entry), Replica):

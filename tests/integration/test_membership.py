@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from logging.handlers import QueueHandler
 from pathlib import Path
 
+import grpc
 import pytest
 
 from services.config.schema import RunConfig
@@ -30,12 +31,17 @@ Log = asyncio.Queue[logging.LogRecord]
 
 
 class SlowToDescribe(rollout_pb2_grpc.RolloutServicer):
-    def __init__(self) -> None:
+    def __init__(self, too_late: int = 0) -> None:
+        """The first `too_late` answers do not come in time."""
         self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
+        self._too_late = too_late
 
     async def Info(self, request, context):  # type: ignore[no-untyped-def]
         self.asked.set()
         await self.may_answer.wait()
+        if self._too_late > 0:
+            self._too_late -= 1
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED)
         return rollout_pb2.RolloutInfoReply(slots=1)
 
 
@@ -93,6 +99,29 @@ async def test_a_replica_that_answers_after_it_was_replaced_stays_away(store: St
         following.cancel()
     assert [(replica.entry, replica.state) for replica in replicas._all.values()] == [(new, State.UNWELL)]
     assert list(membership._clients) == [new]
+
+
+async def test_a_replica_that_is_too_busy_to_answer_is_asked_again(
+    store: Store, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays registered, so it never joins anew."""
+    monkeypatch.setattr("services.coordinator.membership.RETRY_S", 0.01)
+    registry, replicas = Registry(store, lease_s=60), Replicas(CALLER, 60)
+
+    async def admit(replica: Replica) -> None:
+        raise AssertionError("it does not generate")
+
+    membership = Membership(registry, replicas, Rewards(0), CALLER, 60, admit, "actor")
+    busy = SlowToDescribe(too_late=2)
+    busy.may_answer.set()
+    async with serving(busy) as address:
+        following = asyncio.create_task(membership.follow())
+        await registry.register(ServiceEntry("rollout", "rollout-0", "0001-a", address))
+        async with asyncio.timeout(30):
+            messages = [(await log.get()).getMessage() for _ in range(3)]
+        following.cancel()
+    assert ["cannot be used" in message for message in messages] == [True, True, False]
+    assert messages[2] == f"rollout-0 joins at {address}"
 
 
 async def test_a_push_that_begins_while_the_actor_is_away_has_lost_a_trainer(
