@@ -41,6 +41,7 @@ class Membership:
         self._timeout_s = request_timeout_s
         self._admit = admit
         self._health = Health(replicas, model, self._bring_in)
+        self._connecting: set[ServiceEntry] = set()
         self._unseen: set[ServiceEntry] = set()  # replicas that have not generated yet
         self._clients: dict[ServiceEntry, RewardClient | Replica] = {}
         self._trainers: dict[ServiceEntry, Trainer] = {}
@@ -103,25 +104,36 @@ class Membership:
             await _close(trainer)
 
     async def _join(self, entry: ServiceEntry) -> None:
-        """Connects to a service once it answers, if it does while it is registered: it may be busy, and a
-        lease may outlive its process. Watches a replica's health for as long as it is there."""
-        while True:
-            try:
-                await self._connect(entry)
-                break
-            except UserError:
-                raise  # it serves another model: the config is wrong, not the service
-            except AtollError as error:
-                log.warning("%s is registered at %s and cannot be used: %s", entry.name, entry.address, error)
-                if not isinstance(error, ServiceUnavailableError):
-                    return
-            await asyncio.sleep(RETRY_S)
-            if entry not in self._registry.services():
-                return
+        """Connects to a service and watches a replica's health for as long as it is there."""
+        if entry in self._connecting:
+            return  # its lease lapsed and it came back while it was asked
+        self._connecting.add(entry)
+        try:
+            is_there = await self._connect_once_it_answers(entry)
+        finally:
+            self._connecting.discard(entry)
+        if not is_there:
+            return
         log.info("%s joins at %s", entry.name, entry.address)
         await self._notify()
         if isinstance(replica := self._clients.get(entry), Replica):
             await self._health.watch(replica)
+
+    async def _connect_once_it_answers(self, entry: ServiceEntry) -> bool:
+        """False where it does not while it is registered: it may be busy, and a lease may outlive its
+        process. Raises UserError where it serves another model: the config is wrong, not the service."""
+        while entry in self._registry.services():
+            try:
+                await self._connect(entry)
+                return True
+            except UserError:
+                raise
+            except AtollError as error:
+                log.warning("%s is registered at %s and cannot be used: %s", entry.name, entry.address, error)
+                if not isinstance(error, ServiceUnavailableError):
+                    return False
+            await asyncio.sleep(RETRY_S)
+        return False
 
     async def _bring_in(self, replica: Replica) -> None:
         await self._admit(replica)
