@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat
 
 from services.reward.sources import data_source
 from services.reward.verifiers.choice import multiple_choice
@@ -92,7 +91,7 @@ def judge_quickly(grade: Callable[[ScoreItem], Grade | None], item: ScoreItem) -
 def checked(value: object) -> Grade:
     """What a grader returned, as a finite number and a short reason. Raises where it is none."""
     got: object = value.value if isinstance(value, Grade) else value
-    if not isinstance(got, Real):
+    if not isinstance(got, SupportsFloat):
         raise TypeError(f"got {type(got).__name__} {got!r}, expected a number")
     number = float(got)
     if not math.isfinite(number):

@@ -204,7 +204,9 @@ def test_a_sum_that_is_no_finite_number_is_an_error(value: float, weight: float,
     assert verdict == GradingError(item("").id, "", cause, retryable=False)
 
 
-@pytest.mark.parametrize("value", [True, 1, np.float32(1), np.int64(1), Grade(True), Grade(np.float64(1))])
+@pytest.mark.parametrize(
+    "value", [True, 1, np.float32(1), np.int64(1), np.True_, np.array(1), Grade(True), Grade(np.float64(1))]
+)
 def test_every_kind_of_number_is_a_reward(value: float | Grade) -> None:
     outcome = judge(lambda _: value, item("46"))
     assert outcome == Grade(1.0, "")
