@@ -147,7 +147,7 @@ class Checkpoints:
         _write(partial / JOURNAL, journal)
         _write(partial / STATE, json.dumps(asdict(state), indent=2).encode())
         if state.step in self.steps():  # of a lineage that was left behind
-            self._remove(state.step)
+            self._set_aside(state.step)
         partial.rename(self.path(state.step))
         self._remove_old(state)
 
@@ -176,13 +176,14 @@ class Checkpoints:
         keep = set(self.steps()[-self._keep :]) | ({state.best.step} if state.best else set())
         for step in self.steps():
             if step not in keep:
-                self._remove(step)
+                self._set_aside(step)
                 log.info("removed the checkpoint of step %d: the last %d are kept", step, self._keep)
+        for removed in self._folder.glob(".removed-*"):
+            shutil.rmtree(removed)
 
-    def _remove(self, step: int) -> None:
+    def _set_aside(self, step: int) -> None:
         """What is half removed is no checkpoint."""
-        removed = self.path(step).rename(self._folder / f".removed-{step:06d}")
-        shutil.rmtree(removed)
+        self.path(step).rename(self._folder / f".removed-{step:06d}")
 
 
 def _write(path: Path, content: bytes) -> None:
