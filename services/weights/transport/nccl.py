@@ -32,7 +32,9 @@ def open_receiver(deadline_s: float) -> collective.Receiver:
 
 
 def _allocate(device: int, num_bytes: int) -> torch.Tensor:
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{device}")
+    part = torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{device}")
+    torch.cuda.synchronize(device)  # the streams of broadcasts do not wait for torch's, which zeroes it
+    return part
 
 
 def _device() -> int:
