@@ -7,10 +7,11 @@ once, however many replicas receive it.
 """
 
 import asyncio
+import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, repeat
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -61,9 +62,12 @@ def run(num_bytes: int, rounds: int, setting: Setting) -> dict[str, Any]:
 
 
 async def _run(num_bytes: int, rounds: int, setting: Setting) -> dict[str, Any]:
-    writer = Worker(Writer, num_bytes, setting.transport)
+    # a tcp sender's own thread takes a core, too
+    cores: Iterator[int | None] = repeat(None) if setting.transport == "tcp" else count()
+    writer = Worker(next(cores), Writer, num_bytes, setting.transport)
     readers = [
-        Worker(Reader, num_bytes, setting.transport, setting.in_place) for _ in range(setting.num_readers)
+        Worker(next(cores), Reader, num_bytes, setting.transport, setting.in_place)
+        for _ in range(setting.num_readers)
     ]
     workers = [writer, *readers]
     try:
@@ -159,12 +163,15 @@ class Pusher:
 
 
 class Worker:
-    """An object that lives in a process of its own."""
+    """An object that lives in a process of its own.
 
-    def __init__(self, kind: type["Writer"] | type["Reader"], *arguments: object) -> None:
+    `core`: where alone it runs. Free to choose, both ends of a push share one for a part of the rounds.
+    """
+
+    def __init__(self, core: int | None, kind: type["Writer"] | type["Reader"], *arguments: object) -> None:
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, kind, arguments), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, core, kind, arguments), daemon=True)
         self._process.start()
 
     async def __call__(self, method: str, *arguments: object) -> Any:
@@ -179,8 +186,13 @@ class Worker:
         self._process.join()
 
 
-def _serve(pipe: Connection, kind: Callable[..., object], arguments: tuple[object, ...]) -> None:
+def _serve(
+    pipe: Connection, core: int | None, kind: Callable[..., object], arguments: tuple[object, ...]
+) -> None:
     torch.set_num_threads(1)
+    if core is not None:
+        allowed = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {allowed[core % len(allowed)]})
     target = kind(*arguments)
     while True:
         method, arguments = pipe.recv()

@@ -51,7 +51,7 @@ def run(rounds: int) -> dict[str, Any]:
 
 async def _push(folder: Path, address: str, rounds: int) -> dict[str, Any]:
     catalog, num_bytes = flat(trainer_catalogs(read_spec(folder), ParallelConfig())[0])
-    writer = Worker(Writer, num_bytes, "shm")
+    writer = Worker(0, Writer, num_bytes, "shm")
     try:
         client = RolloutClient(address, Caller(fence=1), timeout_s=60)
         pusher = Pusher(writer, catalog, {client: (await client.info()).catalogs}, "shm")

@@ -35,7 +35,7 @@ class Case:
     trainer: ParallelConfig
     tp_size: int  # of a replica
     dtype: str = "bfloat16"  # that is served
-    bucket_mb: int = 32
+    bucket_mb: int = 64
 
 
 @dataclass(frozen=True, slots=True)

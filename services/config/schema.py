@@ -417,7 +417,7 @@ class WeightsSection(Section):
     """How the policy reaches the replicas. See docs/weights.md."""
 
     transport: Literal["shm", "cuda_ipc", "nccl", "tcp"] = "shm"
-    bucket_mb: PositiveInt = 32  # MiB of a rank's part of one round
+    bucket_mb: PositiveInt = 64  # MiB of a rank's part of one round
     deadline_s: Annotated[float, Field(gt=0)] = 60.0  # for a part to arrive
     delta: bool = False  # only what differs from the last version travels
     canary_every: NonNegativeInt = 1  # pushes; 0: fixed prompts are never scored by trainer and replica
