@@ -90,12 +90,20 @@ async def recovering(client: CoordinatorClient) -> RunStatus:
     return status
 
 
+async def saved(client: CoordinatorClient, checkpoint: Path) -> None:
+    """It is written beside the steps, which go on."""
+    status = await client.status()
+    while not await asyncio.to_thread(checkpoint.exists):
+        status = await client.status(status.revision)
+
+
 class Killer:
     """Follows an endless run, kills ranks at their times or soon after, and stops it in the end; remembers
     who was there before and afterwards."""
 
-    def __init__(self, *deaths: tuple[str, str, int]) -> None:
-        self._deaths = deaths  # name, state and step at which it is killed
+    def __init__(self, *deaths: tuple[str, str, int], checkpoint: Path | None = None) -> None:
+        """`deaths`: name, state and step at which it is killed, once the checkpoint is there."""
+        self._deaths, self._checkpoint = deaths, checkpoint
         self.before: dict[str, psutil.Process] = {}
         self.after: dict[str, psutil.Process] = {}
         self.seen: list[RunStatus] = []
@@ -103,12 +111,15 @@ class Killer:
     async def __call__(self, client: CoordinatorClient) -> None:
         for name, state, step in self._deaths:
             await reached(client, state, step)
+            if self._checkpoint:
+                await saved(client, self._checkpoint)
             self.before = processes()
             self.before[name].send_signal(signal.SIGKILL)
             self.seen.append(await recovering(client))
             self.seen.append(await reached(client, "training"))
             self.after = processes()
-        await reached(client, "training", STEPS)
+        # beyond what was dumped before a death
+        await reached(client, "training", max(STEPS, *(status.step + 1 for status in self.seen)))
         await client.stop_run()
         await asyncio.Event().wait()
 
@@ -172,7 +183,7 @@ def test_a_killed_rank_takes_its_group_down_and_the_run_goes_on(
 
 def test_a_death_before_the_second_save_goes_back_to_the_first_one(folder: Path, whole: RunConfig) -> None:
     config = make(folder, "first-save", run=ENDLESS, checkpoint={"every": 1000})
-    killer = Killer(("actor-1", "training", 1))
+    killer = Killer(("actor-1", "training", 1), checkpoint=config.folder / "checkpoints" / "step-000000")
     assert launch(config, killer, resume=False)
     check_as_if_nothing_had_happened(config, whole)
     assert "resumes after step 0" in (config.folder / "logs" / "coordinator.log").read_text()
