@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from services.config.schema import ParallelConfig, RunConfig
+from services.config.schema import ParallelConfig, RunConfig, WeightsSection
 from services.rollout.engines.sglang.parameters import parameters
 from services.runtime.memory import BYTES
 from services.runtime.model_spec import Experts, ModelSpec, check_layout, read_spec
@@ -35,7 +35,7 @@ class Case:
     trainer: ParallelConfig
     tp_size: int  # of a replica
     dtype: str = "bfloat16"  # that is served
-    bucket_mb: int = 64
+    bucket_mb: int = WeightsSection().bucket_mb
 
 
 @dataclass(frozen=True, slots=True)
