@@ -43,7 +43,7 @@ def write_model(folder: Path, family: str, **overrides: object) -> Path:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
         "eos_token_id": 1,
         "pad_token_id": 0,

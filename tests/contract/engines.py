@@ -35,7 +35,7 @@ PROMPTS = [[7, 30, 12], [5], [40, 41, 42, 43, 44, 45, 46, 47, 3, 4, 5, 6], [9, 9
 
 
 async def start_local(
-    folder: Path, *, slots: int = 8, max_length: int = 512, dtype: str = "float32"
+    folder: Path, *, slots: int = 8, max_length: int = 4096, dtype: str = "float32"
 ) -> Engine:
     return LocalEngine(
         folder,
@@ -54,6 +54,9 @@ class Kind:
 
     start: Callable[[Path], Awaitable[Engine]]  # serves the folder's weights as V0, in fp32
     families: tuple[str, ...]
+    # tokens that take it seconds: a sequence which something is to catch in its midst, though processes
+    # stand still for a moment, as they do on a busy machine
+    long: int
 
 
 LOCAL = {
@@ -67,6 +70,7 @@ LOCAL = {
             "tiny_qwen3_moe",
             "tiny_qwen3_moe_plain",
         ),
+        long=600,
     )
 }
 
@@ -79,8 +83,8 @@ def kinds() -> dict[str, Kind]:
 
     families = ("tiny_qwen2_tied", "tiny_llama3", "tiny_qwen3_moe")
     return {
-        "sglang": Kind(started_with(tp_size=1), families),
-        "sglang-tp2": Kind(started_with(tp_size=2), families[:1]),
+        "sglang": Kind(started_with(tp_size=1), families, long=1000),
+        "sglang-tp2": Kind(started_with(tp_size=2), families[:1], long=200),
     }
 
 
@@ -124,6 +128,7 @@ class Live:
     engine: Engine
     folder: Path  # whose weights are live
     other: Path  # other weights of the same model
+    long: int  # see Kind
     version: Version = V0
     _trainer: FakeTrainer = field(init=False)
 
@@ -158,7 +163,7 @@ async def start_live(kind: str, folder: Path, other: Path) -> Live:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
     model.save_pretrained(other)
-    return Live(await KINDS[kind].start(folder), folder, other)
+    return Live(await KINDS[kind].start(folder), folder, other, KINDS[kind].long)
 
 
 @cache

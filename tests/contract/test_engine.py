@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from services.rollout.engines.base import Completion
 from services.runtime.errors import UserError, WeightPushError
 from services.wire.types import FinishReason, GroupRequest, PauseMode, Sampling, Version, VersionSpan
 from tests.contract.engines import (
@@ -31,6 +32,7 @@ from tests.contract.engines import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HELD_S = 0.3  # in which what is held would have come, were it not
+ENDLESS = 3000  # tokens of a sequence that is not to end
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
@@ -120,11 +122,11 @@ async def test_response_ends_where_the_model_does(live: Live) -> None:
 
 
 async def test_abort_returns_what_was_produced(live: Live) -> None:
-    long = Sampling(300, temperature=0.0)
+    endless = replace(GREEDY, max_new_tokens=ENDLESS)
     requests = [
-        ask(PROMPTS[0], long, row=10),
-        ask(PROMPTS[0], long, row=11, indices=(0, 1)),
-        ask(PROMPTS[3], replace(GREEDY, max_new_tokens=150), row=2),
+        ask(PROMPTS[0], endless, row=10),
+        ask(PROMPTS[0], endless, row=11, indices=(0, 1)),
+        ask(PROMPTS[3], replace(GREEDY, max_new_tokens=live.long), row=2),
         ask(PROMPTS[1], replace(GREEDY, max_new_tokens=30), row=1),
     ]
     async with asyncio.timeout(60), aclosing(live.engine.generate(requests)) as stream:
@@ -132,17 +134,17 @@ async def test_abort_returns_what_was_produced(live: Live) -> None:
         assert await live.engine.abort("toy/0/1") == 3
         done = {(c.group.prompt, c.index): c async for completions in stream for c in completions}
     untouched = done.pop((2, 0))
-    assert untouched.token_ids.tolist() == reference_greedy(live.folder, PROMPTS[3], 150)
+    assert untouched.token_ids.tolist() == reference_greedy(live.folder, PROMPTS[3], live.long)
     assert sorted(done) == [(10, 0), (11, 0), (11, 1)]
     for partial in done.values():
-        assert_partial(live, PROMPTS[0], partial, 300)
+        assert_partial(live, PROMPTS[0], partial)
     assert await live.engine.abort("") == 0
 
 
-def assert_partial(live: Live, prompt: list[int], partial, limit: int) -> None:
+def assert_partial(live: Live, prompt: list[int], partial: Completion) -> None:
     produced = len(partial.token_ids)
     assert partial.finish_reason is FinishReason.ABORT
-    assert 0 < produced == len(partial.logprobs) < limit
+    assert 0 < produced == len(partial.logprobs) < ENDLESS
     assert partial.spans == (VersionSpan(live.version, 0, produced),)
     assert partial.token_ids.tolist() == reference_greedy(live.folder, prompt, produced)
 
@@ -153,12 +155,12 @@ async def test_pause_wait_finishes_what_runs_and_holds_the_rest(live: Live) -> N
         *(ask(PROMPTS[0], replace(GREEDY, max_new_tokens=40), row=row) for row in (2, 3)),
     ]
     async with asyncio.timeout(60), aclosing(live.engine.generate(requests)) as stream:
-        await anext(stream)
+        done = await anext(stream)
         await live.engine.pause(PauseMode.WAIT)
         await live.engine.pause(PauseMode.WAIT)
         assert (live.engine.info().running, live.engine.info().queued) == (0, 0)
-        done = [c async for completions in stream for c in completions]
-    assert sorted(c.group.prompt for c in done) == [2, 3]
+        done += [c async for completions in stream for c in completions]
+    assert sorted(c.group.prompt for c in done) == [1, 2, 3]
     assert {c.finish_reason for c in done} == {FinishReason.LENGTH}
     await assert_held_until_resume(live)
 
@@ -183,7 +185,7 @@ async def assert_held_until_resume(live: Live) -> None:
 async def test_a_pause_keeps_the_sequences(live: Live, modes: list[PauseMode]) -> None:
     requests = [
         ask(PROMPTS[1], replace(GREEDY, max_new_tokens=3), row=1),
-        ask(PROMPTS[0], Sampling(150, temperature=0.0), row=2),
+        ask(PROMPTS[0], replace(GREEDY, max_new_tokens=live.long), row=2),
     ]
     async with asyncio.timeout(60), aclosing(live.engine.generate(requests)) as stream:
         await anext(stream)
@@ -195,8 +197,8 @@ async def test_a_pause_keeps_the_sequences(live: Live, modes: list[PauseMode]) -
         await live.engine.resume()
         await live.engine.resume()
         (completion,) = await arrival
-    assert completion.token_ids.tolist() == reference_greedy(live.folder, PROMPTS[0], 150)
-    assert completion.spans == (VersionSpan(live.version, 0, 150),)
+    assert completion.token_ids.tolist() == reference_greedy(live.folder, PROMPTS[0], live.long)
+    assert completion.spans == (VersionSpan(live.version, 0, live.long),)
     expected = logprobs_of(live.folder, PROMPTS[0], completion.token_ids)
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
@@ -206,7 +208,7 @@ async def test_pause_abort_ends_what_is_there_and_holds_what_comes(
     live: Live, first: PauseMode | None
 ) -> None:
     requests = [
-        ask(PROMPTS[0], Sampling(400, temperature=0.0), row=2, indices=(0, 1)),
+        ask(PROMPTS[0], replace(GREEDY, max_new_tokens=ENDLESS), row=2, indices=(0, 1)),
         ask(PROMPTS[1], replace(GREEDY, max_new_tokens=30), row=1),
     ]
     async with asyncio.timeout(60), aclosing(live.engine.generate(requests)) as stream:
@@ -217,7 +219,7 @@ async def test_pause_abort_ends_what_is_there_and_holds_what_comes(
         done = [c async for completions in stream for c in completions]
     assert len(done) == 2
     for partial in done:
-        assert_partial(live, PROMPTS[0], partial, 400)
+        assert_partial(live, PROMPTS[0], partial)
     assert (live.engine.info().running, live.engine.info().queued) == (0, 0)
     held = asyncio.create_task(one(live.engine, ask(PROMPTS[2], row=8)))
     await asyncio.wait({held}, timeout=HELD_S)
@@ -231,7 +233,7 @@ async def test_weights_change_while_sequences_run(live: Live, pause: PauseMode |
     old_version, old = live.version, live.folder
     requests = [
         ask(PROMPTS[1], replace(GREEDY, max_new_tokens=5), row=1),
-        ask(PROMPTS[0], Sampling(250, temperature=0.0), row=2),
+        ask(PROMPTS[0], replace(GREEDY, max_new_tokens=live.long), row=2),
     ]
     async with asyncio.timeout(60), aclosing(live.engine.generate(requests)) as stream:
         version = await live.stage()
@@ -245,13 +247,13 @@ async def test_weights_change_while_sequences_run(live: Live, pause: PauseMode |
         assert live.engine.version == version
         ((crossed,),) = [completions async for completions in stream]
     (before, after) = crossed.spans
-    assert (before.version, before.start, after.version, after.end) == (old_version, 0, version, 250)
-    assert 0 < before.end == after.start < 250
+    assert (before.version, before.start, after.version, after.end) == (old_version, 0, version, live.long)
+    assert 0 < before.end == after.start < live.long
     tokens = crossed.token_ids.tolist()
     assert tokens[: before.end] == reference_greedy(old, PROMPTS[0], before.end)
     if pause is PauseMode.RETRACT:  # keys and values of all tokens are the new weights'
         prompt = [*PROMPTS[0], *tokens[: before.end]]
-        assert tokens[before.end :] == reference_greedy(live.folder, prompt, 250 - before.end)
+        assert tokens[before.end :] == reference_greedy(live.folder, prompt, live.long - before.end)
         expected = logprobs_of(live.folder, prompt, tokens[before.end :])
         np.testing.assert_allclose(crossed.logprobs[before.end :], expected, atol=1e-4)
     else:
@@ -288,7 +290,7 @@ async def test_rolled_back_weights_never_live(live: Live) -> None:
         (ask([3, 64]), "token id 64, expected 0 to 63"),
         (ask([-1, 3]), "token id -1"),
         (ask([]), "has 0 tokens"),
-        (ask([3] * 512), r"has 512 tokens, expected 1 to \d+"),
+        (ask([3] * 4096), r"has 4096 tokens, expected 1 to \d+"),
         (ask([3], Sampling(0)), "max_new_tokens"),
         (ask([3], Sampling(1, top_p=0.0)), "top_p"),
         (ask([3], Sampling(1, temperature=float("nan"))), "temperature"),
@@ -307,7 +309,7 @@ async def test_bad_requests_are_refused_and_harm_nobody(
 
 @pytest.mark.parametrize(
     ("ids", "message"),
-    [([3, 64], "token id 64"), ([-1], "token id -1"), ([], "has 0 tokens"), ([3] * 600, "has 600 tokens")],
+    [([3, 64], "token id 64"), ([-1], "token id -1"), ([], "has 0 tokens"), ([3] * 5000, "has 5000 tokens")],
 )
 async def test_what_cannot_be_scored_is_refused(live: Live, ids: list[int], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -317,7 +319,7 @@ async def test_what_cannot_be_scored_is_refused(live: Live, ids: list[int], mess
 async def test_scores_come_while_others_generate(live: Live) -> None:
     requests = [
         ask(PROMPTS[1], replace(GREEDY, max_new_tokens=3), row=1),
-        ask(PROMPTS[0], Sampling(250, temperature=0.0), row=2),
+        ask(PROMPTS[0], replace(GREEDY, max_new_tokens=live.long), row=2),
     ]
     async with asyncio.timeout(60), aclosing(live.engine.generate(requests)) as stream:
         await anext(stream)
@@ -325,11 +327,11 @@ async def test_scores_come_while_others_generate(live: Live) -> None:
         (completion,) = await anext(stream)
     expected = logprobs_of(live.folder, PROMPTS[2][:1], PROMPTS[2][1:])
     np.testing.assert_allclose(scored, expected, atol=1e-4)
-    assert completion.token_ids.tolist() == reference_greedy(live.folder, PROMPTS[0], 250)
+    assert completion.token_ids.tolist() == reference_greedy(live.folder, PROMPTS[0], live.long)
 
 
 async def test_a_call_that_ends_early_leaves_nothing_running(live: Live) -> None:
-    endless = [ask(PROMPTS[0], Sampling(500), row=row, indices=range(4)) for row in range(5)]
+    endless = [ask(PROMPTS[0], Sampling(ENDLESS), row=row, indices=range(4)) for row in range(5)]
 
     async def drain() -> None:
         async with asyncio.timeout(0.05), aclosing(live.engine.generate(endless)) as stream:

@@ -117,7 +117,7 @@ async def test_an_engine_that_is_killed_comes_back_and_goes_with_its_service(
         client = RolloutClient(first.address, Caller(fence=1), timeout_s=60)
         await check_ends_by_length(client, ask(0, 5))
         await check_both_cuts(client, tiny_qwen3)
-        running = asyncio.create_task(generated(client, ask(1, 480)))
+        running = asyncio.create_task(generated(client, ask(1, 3000)))
         async with asyncio.timeout(END_S):
             while (await client.info()).running == 0:
                 pass

@@ -45,7 +45,7 @@ def test_reads_what_the_config_says(tiny_qwen3: Path) -> None:
         "head_dim": 16,
         "rope_theta": 10000.0,
         "norm_eps": 1e-6,
-        "max_positions": 512,
+        "max_positions": 4096,
         "head": "language",
         "tied": False,
         "qkv_bias": False,
