@@ -176,7 +176,7 @@ async def test_a_token_id_outside_the_vocabulary_costs_the_replica_nothing(asset
 
 @pytest.mark.long
 def test_a_full_disk_at_checkpoint_time_costs_that_checkpoint_alone(config: Path) -> None:
-    run = load(config, ["run.mode=train", "checkpoint.every=2"])
+    run = load(config, ["run.mode=train", "run.steps=12", "checkpoint.every=2", "checkpoint.keep=7"])
 
     async def fill_disk(client: CoordinatorClient) -> None:
         await step_reached(client, 2)
@@ -187,12 +187,12 @@ def test_a_full_disk_at_checkpoint_time_costs_that_checkpoint_alone(config: Path
     async def watch(client: CoordinatorClient) -> None:
         await asyncio.Event().wait()
 
-    # of step 2, or, where that was written before the disk was full, of step 4
-    cause = r"checkpoint of step [24] in .* bytes are free .* last valid one is step ([02]); .*--resume"
+    # of step 2, or, where that was written before the disk was full, of a later one
+    cause = r"checkpoint of step \d+ in .* bytes are free .* last valid one is step (\d+); .*--resume"
     with pytest.raises(AtollError, match=cause) as raised:
         launch(run, fill_disk, resume=False)
     last = int(re.search(cause, str(raised.value))[1])  # type: ignore[index]
     valid = [f"step-{step:06d}" for step in range(0, last + 1, 2)]
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == valid
     assert launch(run, watch, resume=True)
-    assert json.loads((run.folder / "summary.json").read_text())["steps"] == 4
+    assert json.loads((run.folder / "summary.json").read_text())["steps"] == 12
