@@ -217,9 +217,11 @@ async def test_pause_abort_ends_what_is_there_and_holds_what_comes(
             await live.engine.pause(first)
         await live.engine.pause(PauseMode.ABORT)
         done = [c async for completions in stream for c in completions]
-    assert len(done) == 2
+    assert [c.finish_reason for c in done] == [FinishReason.ABORT] * 2
     for partial in done:
-        assert_partial(live, PROMPTS[0], partial)
+        # what SGLang took back and has not taken up again comes without its tokens
+        if first is not PauseMode.RETRACT or len(partial.token_ids):
+            assert_partial(live, PROMPTS[0], partial)
     assert (live.engine.info().running, live.engine.info().queued) == (0, 0)
     held = asyncio.create_task(one(live.engine, ask(PROMPTS[2], row=8)))
     await asyncio.wait({held}, timeout=HELD_S)

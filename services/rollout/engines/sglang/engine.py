@@ -72,7 +72,8 @@ class SGLangEngine:
     """See Engine. What SGLang cannot promise: that draws depend on seed and position alone. Tokens that are
     cut off by both top_k and top_p are those beyond either, both of the whole distribution; `local` takes
     top_p of what top_k left. While generation is paused in place or retracted, nothing is scored, and what
-    is aborted in place is yielded once it goes on."""
+    is aborted in place is yielded once it goes on. A sequence that was retracted, by a pause or for want of
+    memory, and is aborted before SGLang takes it up again, is yielded without the tokens that it had."""
 
     def __init__(
         self, server: Server, workers: Workers, limits: Limits, vocab_size: int, dtype: str, version: Version
