@@ -238,13 +238,20 @@ async def tokens_of(replica: Replica) -> int:
     return (await replica.client.info()).tokens_generated
 
 
+async def unfinished(replica: Replica) -> int:
+    """How many sequences it has; of those that run, SGLang may not have begun with any."""
+    info = await replica.client.info()
+    return info.running + info.queued
+
+
 async def tokens_until_commit(replica: Replica) -> int:
-    """How many tokens it has produced when its next commit is asked for: in the midst of a group, and not
-    between two, both of whose calls a test that is short of time may begin late."""
+    """How many tokens it has produced when its next commit is asked for: in the midst of a group, some of
+    whose sequences have ended, while the other call's group is there, too."""
     commit, asked = replica.client.commit_weights, asyncio.get_running_loop().create_future()
+    both = sum(map(len, CAUGHT))
 
     async def counted(version: Version, *, finish_running: bool) -> float:
-        while (await replica.client.info()).running < len(CAUGHT[0]) // 2:
+        while not both // 2 < await unfinished(replica) < both:
             pass
         asked.set_result(await tokens_of(replica))
         replica.client.commit_weights = commit
