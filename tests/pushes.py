@@ -239,20 +239,22 @@ async def tokens_of(replica: Replica) -> int:
 
 
 async def unfinished(replica: Replica) -> int:
-    """How many sequences it has; of those that run, SGLang may not have begun with any."""
+    """How many sequences it was handed and has not given back."""
     info = await replica.client.info()
     return info.running + info.queued
 
 
 async def tokens_until_commit(replica: Replica) -> int:
     """How many tokens it has produced when its next commit is asked for: in the midst of a group, some of
-    whose sequences have ended, while the other call's group is there, too."""
+    whose sequences have ended, while the other call's group is there, too. That a replica runs sequences
+    would not do: SGLang may not have begun with them."""
     commit, asked = replica.client.commit_weights, asyncio.get_running_loop().create_future()
     both = sum(map(len, CAUGHT))
 
     async def counted(version: Version, *, finish_running: bool) -> float:
-        while not both // 2 < await unfinished(replica) < both:
-            pass
+        async with asyncio.timeout(60):
+            while not both // 2 < await unfinished(replica) < both:
+                pass
         asked.set_result(await tokens_of(replica))
         replica.client.commit_weights = commit
         return await commit(version, finish_running=finish_running)

@@ -31,6 +31,7 @@ from services.wire.types import (
 V0 = Version("a3f0", 0)
 ALONE = Membership(epoch=0, num_members=1)
 GREEDY = Sampling(max_new_tokens=24, temperature=0.0)
+ENDLESS = 3000  # tokens of a sequence that is not to end
 PROMPTS = [[7, 30, 12], [5], [40, 41, 42, 43, 44, 45, 46, 47, 3, 4, 5, 6], [9, 9, 9, 9, 9, 9]]
 
 

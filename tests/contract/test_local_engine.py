@@ -16,6 +16,7 @@ from services.rollout.engines.base import Engine
 from services.runtime.errors import EngineDiedError
 from services.wire.types import FinishReason, PauseMode, Sampling
 from tests.contract.engines import (
+    ENDLESS,
     GREEDY,
     PROMPTS,
     ask,
@@ -138,7 +139,8 @@ async def test_retracted_samples_draw_what_they_would_have_drawn(start_engine, t
 
 async def test_pauses_produce_no_token_and_an_abort_ends_what_waits_for_a_slot(start_engine, tiny_qwen2):
     engine = await start_engine(tiny_qwen2, slots=2)
-    requests = [ask(PROMPTS[0], Sampling(3000, temperature=0.0), row=row, indices=(0, 1)) for row in (1, 2)]
+    endless = replace(GREEDY, max_new_tokens=ENDLESS)
+    requests = [ask(PROMPTS[0], endless, row=row, indices=(0, 1)) for row in (1, 2)]
     requests.insert(0, ask(PROMPTS[1], replace(GREEDY, max_new_tokens=3)))
     async with asyncio.timeout(60), aclosing(engine.generate(requests)) as stream:
         await anext(stream)

@@ -22,7 +22,7 @@ from services.runtime.errors import ServiceUnavailableError
 from services.runtime.server import Server
 from services.runtime.store import Store, embedded
 from services.wire.types import FinishReason, GroupId, GroupRequest, Sample, Sampling, ServiceEntry
-from tests.contract.engines import reference_logits
+from tests.contract.engines import ENDLESS, reference_logits
 
 START_S = 240.0  # for a server of SGLang on a machine that does other things, too
 END_S = 20.0
@@ -117,7 +117,7 @@ async def test_an_engine_that_is_killed_comes_back_and_goes_with_its_service(
         client = RolloutClient(first.address, Caller(fence=1), timeout_s=60)
         await check_ends_by_length(client, ask(0, 5))
         await check_both_cuts(client, tiny_qwen3)
-        running = asyncio.create_task(generated(client, ask(1, 3000)))
+        running = asyncio.create_task(generated(client, ask(1, ENDLESS)))
         async with asyncio.timeout(END_S):
             while (await client.info()).running == 0:
                 pass
