@@ -1,46 +1,23 @@
-"""Prompts in, scored groups out: sends, receives, sends again what was lost, has samples graded."""
+"""Prompts in, scored groups out: sends, receives, sends again what was lost, has samples graded.
+
+How they are graded is in grading.py.
+"""
 
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Generic, Protocol, TypeVar
 
-from services.coordinator.groups import PendingGroup
+from services.coordinator.grading import Grading
+from services.coordinator.groups import InFlight, PendingGroup, Sink
 from services.coordinator.replicas import Replica, Replicas
 from services.coordinator.rewards import Rewards
 from services.runtime.clients import Arrival
 from services.runtime.errors import AtollError, StaleFenceError, StoreError
-from services.wire.types import (
-    FinishReason,
-    Graded,
-    GroupId,
-    Sample,
-    SampleId,
-    ScoreItem,
-)
+from services.wire.types import FinishReason, GroupId, Sample, SampleId
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-NUM_GRADERS = 4  # batches in grading at once: what arrives while all are out goes into the next one
-NUM_WITH_SERVERS = 64  # where a batch may wait for a slow external server, while others have room
-
-
-class Sink(Protocol):
-    """Where groups go. A training run journals them, a validation only counts."""
-
-    async def finished(self, samples: Sequence[Sample], payload: bytes) -> None:
-        """These samples are generated, not yet graded; `payload` holds them as they came."""
-        ...
-
-    async def retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
-
-    async def completed(self, group: PendingGroup) -> None: ...
-
-    async def dropped(self, group: PendingGroup, reason: str) -> None: ...
 
 
 class Generation:
@@ -48,20 +25,19 @@ class Generation:
         self, replicas: Replicas, rewards: Rewards, *, model: str, max_attempts: int, timeout_s: float
     ) -> None:
         self._replicas = replicas
-        self._rewards = rewards
         self._model = model
         self._max_attempts = max_attempts
         self._timeout_s = timeout_s
-        self._groups: dict[GroupId, tuple[PendingGroup, Sink]] = {}
+        self._groups: InFlight = {}
+        self._grading = Grading(rewards, self._groups, self._drop)
         self._waiting: OrderedDict[GroupId, PendingGroup] = OrderedDict()  # for a replica with room
         self._filled = asyncio.Event()
-        self._to_grade = _Inbox[Sample]()
 
     def submit(self, groups: Sequence[PendingGroup], sink: Sink) -> None:
         """Generates and grades whatever the groups lack."""
         for group in groups:
             self._groups[group.prompt.id] = (group, sink)
-            self._to_grade.put(
+            self._grading.submit(
                 sample
                 for sample, graded in zip(group.samples, group.graded, strict=True)
                 if sample is not None and not graded
@@ -88,8 +64,7 @@ class Generation:
         """Runs until cancelled; an error of any part ends all of it."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._send(tasks))
-            for _ in range(NUM_WITH_SERVERS if self._rewards.has_servers else NUM_GRADERS):
-                tasks.create_task(self._grade())
+            self._grading.start(tasks)
 
     async def _send(self, tasks: asyncio.TaskGroup) -> None:
         """Consumes groups to send, oldest first; waits for one, and for a replica with room; unblocked by
@@ -146,7 +121,7 @@ class Generation:
                 accepted.setdefault(sink, []).append(sample)
         for sink, finished in accepted.items():
             await sink.finished(finished, arrival.payload)
-            self._to_grade.put(finished)
+            self._grading.submit(finished)
 
     async def _retry(self, group: PendingGroup, indices: Sequence[int], reason: str) -> None:
         if not indices or group.prompt.id not in self._groups:
@@ -165,59 +140,8 @@ class Generation:
         self._waiting.move_to_end(group.prompt.id, last=False)  # it was issued before what waits
         self._filled.set()
 
-    async def _grade(self) -> None:
-        """Consumes finished samples; waits for them, then for their verdicts; unblocked by `_receive`."""
-        while True:
-            samples = await self._to_grade.take_all()
-            pending = [(sample, *known) for sample in samples if (known := self._groups.get(sample.id.group))]
-            verdicts = await self._rewards.score([_score_item(sample, group) for sample, group, _ in pending])
-            for (_, group, sink), verdict in zip(pending, verdicts, strict=True):
-                if group.prompt.id not in self._groups:
-                    continue  # dropped with an earlier sample
-                if not isinstance(verdict, Graded):
-                    await self._drop(group, sink, f"reward {verdict.grader or 'service'}: {verdict.cause}")
-                    continue
-                group.grade(verdict)
-                if group.complete:
-                    del self._groups[group.prompt.id]
-                    await sink.completed(group)
-
     async def _drop(self, group: PendingGroup, sink: Sink, reason: str) -> None:
         """A group is dropped whole, never shrunk."""
         log.warning("group %s is dropped: %s", group.prompt.id, reason)
         await self.cancel(f"{group.prompt.id}/")
         await sink.dropped(group, reason)
-
-
-def _score_item(sample: Sample, group: PendingGroup) -> ScoreItem:
-    return ScoreItem(
-        id=sample.id,
-        prompt=group.prompt.text,
-        response=sample.text,
-        ground_truth=group.prompt.ground_truth,
-        data_source=group.prompt.data_source,
-        finish_reason=sample.finish_reason,
-        response_length=sample.num_tokens,
-        extra=group.prompt.extra,
-    )
-
-
-class _Inbox(Generic[T]):
-    """What came in since the last look, for one or several tasks that take all of it at once."""
-
-    def __init__(self) -> None:
-        self._items: list[T] = []
-        self._filled = asyncio.Event()
-
-    def put(self, items: Iterable[T]) -> None:
-        self._items.extend(items)
-        if self._items:
-            self._filled.set()
-
-    async def take_all(self) -> list[T]:
-        """Waits until there is something."""
-        while not self._items:
-            self._filled.clear()
-            await self._filled.wait()
-        items, self._items = self._items, []
-        return items

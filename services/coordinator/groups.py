@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from services.runtime.errors import AtollError, UserError
 from services.wire.types import (
     Graded,
     Group,
+    GroupId,
     GroupRequest,
     Prompt,
     Sample,
@@ -127,6 +129,23 @@ class PendingGroup:
 
     def ids(self) -> list[SampleId]:
         return [SampleId(self.prompt.id, index) for index in range(len(self.samples))]
+
+
+class Sink(Protocol):
+    """Where groups go. A training run journals them, a validation only counts."""
+
+    async def finished(self, samples: Sequence[Sample], payload: bytes) -> None:
+        """These samples are generated, not yet graded; `payload` holds them as they came."""
+        ...
+
+    async def retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
+
+    async def completed(self, group: PendingGroup) -> None: ...
+
+    async def dropped(self, group: PendingGroup, reason: str) -> None: ...
+
+
+InFlight = dict[GroupId, tuple[PendingGroup, Sink]]  # groups on their way, and where each goes
 
 
 def scores_differ(group: Group, *, component: str = "") -> bool:
