@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from services.config.schema import FilterConfig
@@ -29,15 +28,12 @@ from services.runtime.errors import AtollError, ServiceUnavailableError, StoreEr
 from services.runtime.store import Script, Store, embedded
 from services.wire import codec
 from services.wire.types import (
-    FinishReason,
     Graded,
     GradingError,
     Group,
     GroupId,
     GroupRequest,
-    Node,
     Prompt,
-    Provenance,
     Sample,
     SampleId,
     Sampling,
@@ -45,8 +41,9 @@ from services.wire.types import (
     ServiceEntry,
     Verdict,
     Version,
-    VersionSpan,
 )
+from tests import builders
+from tests.builders import group_id, node, pending, sample_id
 
 GREEDY_SCORE = 0.25
 
@@ -58,11 +55,11 @@ class Prompts:
         self._next = 0
 
     def prompt(self, id: GroupId) -> Prompt:
-        return Prompt(id, np.array([1, 2], np.int32), "1+1=", "2", "toy")
+        return builders.prompt(id.prompt)
 
     def draw(self, n: int) -> list[Prompt]:
         first, self._next = self._next, self._next + n
-        return [self.prompt(GroupId("toy", 0, number)) for number in range(first, first + n)]
+        return [builders.prompt(number) for number in range(first, first + n)]
 
 
 @dataclass
@@ -103,17 +100,18 @@ class SimulatedReplica:
         if self.hangs(id):
             await asyncio.Event().wait()
         # a push may have come between
-        spans = (VersionSpan(first, 0, 1), VersionSpan(self.version, 1, 2))
         text = "greedy" if request.sampling.temperature == 0 else "2"
-        finished.put_nowait(made(id, attempt, text, self.name, spans))
+        finished.put_nowait(made(id, attempt, text, self.name, (first, self.version)))
 
     async def abort(self, id_prefix: str) -> int:
         return 0
 
 
-def made(id: SampleId, attempt: int, text: str, replica: str, spans: tuple[VersionSpan, ...]) -> Sample:
-    node = Node(-1, np.array([3, 4], np.int32), np.ones(2, np.bool_), np.zeros(2, np.float32), spans)
-    return Sample(id, attempt, (node,), FinishReason.STOP, text, Provenance(replica, "1", 0.0, 0.0))
+def made(
+    id: SampleId, attempt: int, text: str, replica: str, versions: Version | Sequence[Version]
+) -> Sample:
+    tokens = node([3, 4], logprobs=0.0, versions=versions)
+    return builders.sample(id, tokens, attempt=attempt, text=text, replica=replica)
 
 
 class Graders:
@@ -333,20 +331,16 @@ async def test_a_group_that_is_dropped_while_its_retry_is_noted_is_not_sent_agai
             for simulated in flow.simulated:
                 simulated.death_rate = 0.0
             await flow.publish(flow.version)
-            generation.submit([pending(1)], self)
+            generation.submit([pending(1, 2)], self)
 
         async def completed(self, group: PendingGroup) -> None:
             completed.set()
 
         async def dropped(self, group: PendingGroup, reason: str) -> None: ...
 
-    def pending(number: int) -> PendingGroup:
-        prompt = Prompts().prompt(GroupId("toy", 0, number))
-        return PendingGroup(prompt, number, Sampling(8), [None, None], 0)
-
     await flow.publish(flow.version)
     running = asyncio.create_task(generation.run())
-    generation.submit([pending(0)], Sink())
+    generation.submit([pending(0, 2)], Sink())
     await asyncio.wait_for(completed.wait(), 20)
     running.cancel()
     assert [(id.group.prompt, id.index, attempt) for id, attempt, _ in flow.asked] == [
@@ -405,7 +399,7 @@ async def test_the_greedy_sample_becomes_the_baseline(store: Store) -> None:
     await source.published(flow.version)
     groups = await asyncio.wait_for(source.take(1, 10, flow.version), 20)
     running.cancel()
-    ids = [SampleId(GroupId("toy", 0, prompt), index) for prompt in range(10) for index in range(9)]
+    ids = [sample_id(prompt, index) for prompt in range(10) for index in range(9)]
     assert sorted(flow.asked) == [(id, 0, 0.0 if id.index == 8 else 1.0) for id in ids]
     for group in groups:
         assert [sample.score for sample in group.samples] == [0.0, 1.0] * 4
@@ -441,7 +435,7 @@ async def test_a_restart_in_mid_group_keeps_what_is_there_of_samples_and_baselin
     await source.published(flow.version)
     groups = await asyncio.wait_for(source.take(1, 10, flow.version), 20)
     running.cancel()
-    ids = [SampleId(GroupId("toy", 0, prompt), index) for prompt in range(10) for index in range(9)]
+    ids = [sample_id(prompt, index) for prompt in range(10) for index in range(9)]
     assert sorted(flow.asked) == [(id, 1, 0.0 if id.index == 8 else 1.0) for id in ids if hangs(id)]
     assert len(groups) == 10
     for group in groups:
@@ -479,15 +473,14 @@ async def test_a_stale_baseline_is_generated_again_alone(store: Store) -> None:
     flow = Dataflow(store)
     await flow.start()
     current = Version(flow.version.lineage, 1)
-    ids = [SampleId(GroupId("toy", 0, prompt), index) for prompt in range(10) for index in range(9)]
-    old, new = (VersionSpan(flow.version, 0, 2),), (VersionSpan(current, 0, 2),)
-    samples = [made(id, 0, "2", "rollout-0", old if id.index == 8 else new) for id in ids]
+    ids = [sample_id(prompt, index) for prompt in range(10) for index in range(9)]
+    samples = [made(id, 0, "2", "rollout-0", flow.version if id.index == 8 else current) for id in ids]
     await flow.journal.issue(ids)
     await flow.journal.finish(samples, codec.encode_samples(samples).SerializeToString())
     await flow.publish(current)
     source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
     groups = [
-        RestoredGroup(GroupId("toy", 0, prompt), tuple(samples[9 * prompt : 9 * prompt + 9]), (0,) * 9)
+        RestoredGroup(group_id(prompt), tuple(samples[9 * prompt : 9 * prompt + 9]), (0,) * 9)
         for prompt in range(10)
     ]
     source.restore(groups, current)
@@ -508,7 +501,7 @@ async def test_restored_groups_of_several_steps_keep_their_order(store: Store) -
     """As after a checkpoint some steps older than the journal: each step trains on what it trained on."""
     flow = Dataflow(store)
     await flow.start()
-    groups = [RestoredGroup(GroupId("toy", 0, prompt), (None,) * 8, (1,) * 8) for prompt in range(20)]
+    groups = [RestoredGroup(group_id(prompt), (None,) * 8, (1,) * 8) for prompt in range(20)]
     await flow.journal.issue([SampleId(group.id, index) for group in groups for index in range(8)])
     source = flow.source(max_staleness=0, steps=2)
     source.restore(groups, flow.version)
@@ -524,7 +517,7 @@ async def test_restored_groups_of_several_steps_keep_their_order(store: Store) -
 async def test_a_restart_with_another_group_size_is_refused(store: Store) -> None:
     flow = Dataflow(store)
     await flow.start()
-    group = RestoredGroup(GroupId("toy", 0, 3), (None,) * 8, (1,) * 8)
+    group = RestoredGroup(group_id(3), (None,) * 8, (1,) * 8)
     source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
     with pytest.raises(UserError, match="toy/0/3 was in flight with 8 samples, the config asks for 9"):
         source.restore([group], flow.version)

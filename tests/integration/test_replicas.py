@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from services.coordinator.generation import Generation
@@ -20,22 +19,18 @@ from services.coordinator.routing import AHEAD_S
 from services.runtime.clients import Arrival, Caller
 from services.runtime.errors import ServiceUnavailableError
 from services.wire.types import (
-    FinishReason,
     Graded,
     GroupId,
     GroupRequest,
-    Node,
-    Prompt,
-    Provenance,
     Sample,
     SampleId,
     Sampling,
     ScoreItem,
     ServiceEntry,
     Version,
-    VersionSpan,
 )
 from tests import virtual_clock
+from tests.builders import node, pending, sample
 from tests.virtual_clock import VirtualClock
 
 SPEED = 50.0  # tokens per second of a sample in a slot
@@ -89,11 +84,11 @@ class SimulatedReplica:
         self.streams.add(stream)
         try:
             for done in range(1, len(ids) + 1):
-                sample = None if self.is_dead else await stream.get()
-                if sample is None:
+                arrived = None if self.is_dead else await stream.get()
+                if arrived is None:
                     raise ServiceUnavailableError(f"{self.name} was killed")
                 self.in_hand -= len(samples) > 0
-                yield Arrival([sample], b"")
+                yield Arrival([arrived], b"")
                 del samples[len(ids) - done :]
         finally:
             self.streams.discard(stream)
@@ -106,16 +101,8 @@ class SimulatedReplica:
         async with self._slots:
             await asyncio.sleep(length / self.speed)
             await self.goes_on.wait()
-        node = Node(
-            -1,
-            np.zeros(length, np.int32),
-            np.ones(length, np.bool_),
-            np.full(length, self.logprob, np.float32),
-            (VersionSpan(self.version, 0, length),),
-        )
-        stream.put_nowait(
-            Sample(id, 0, (node,), FinishReason.STOP, "2", Provenance(self.name, "1", 0.0, 0.0))
-        )
+        tokens = node([0] * length, logprobs=self.logprob, versions=self.version)
+        stream.put_nowait(sample(id, tokens, replica=self.name))
 
     async def abort(self, id_prefix: str) -> int:
         return 0
@@ -178,16 +165,7 @@ class Run:
     def submit(self, num_groups: int, *, first: int = 0) -> Collector:
         collector = Collector(num_groups)
         self.generation.submit(
-            [
-                PendingGroup(
-                    Prompt(GroupId("toy", 0, number), np.array([1, 2], np.int32), "", "", ""),
-                    number,
-                    Sampling(LENGTHS[1]),
-                    [None] * GROUP,
-                    0,
-                )
-                for number in range(first, first + num_groups)
-            ],
+            [pending(number, GROUP, Sampling(LENGTHS[1])) for number in range(first, first + num_groups)],
             collector,
         )
         return collector

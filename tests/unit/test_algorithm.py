@@ -10,28 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.config.schema import RunConfig
 from services.coordinator.algorithm import Algorithm, AlgorithmState, Prepared
 from services.coordinator.experience import lay_out
 from services.runtime.errors import AtollError
 from services.runtime.telemetry import StepTimer
 from services.wire.types import (
-    FinishReason,
     Float32,
     Group,
-    GroupId,
-    Node,
     PolicyBatch,
-    Prompt,
-    Provenance,
     Sample,
-    SampleId,
     Segments,
     TurnReward,
     ValueBatch,
-    Version,
-    VersionSpan,
 )
+from tests import builders
+from tests.builders import group, node, run_config, sample_id
 
 
 @dataclass
@@ -55,29 +48,14 @@ class Model:
 
 
 def sample(prompt: int, index: int, ids: list[int], reward: float, cost: float) -> Sample:
-    node = Node(
-        -1,
-        np.array(ids, np.int32),
-        np.ones(len(ids), np.bool_),
-        np.full(len(ids), -1.0, np.float32),
-        (VersionSpan(Version("l", 0), 0, len(ids)),),
-    )
     rewards = (TurnReward(0, reward, {"exact_match": reward, "length_cost": cost}),)
-    origin = Provenance("rollout-0", "1", 0.0, 1.0)
-    return Sample(
-        SampleId(GroupId("toy", 0, prompt), index), 0, (node,), FinishReason.STOP, "", origin, rewards
-    )
-
-
-def group(prompt: int, *samples: Sample, baseline: Sample | None = None) -> Group:
-    ids = np.array([1], np.int32)
-    return Group(Prompt(GroupId("toy", 0, prompt), ids, "1+1=", "2", "toy"), samples, baseline)
+    return builders.sample(sample_id(prompt, index), node(ids), rewards=rewards)
 
 
 # flat tokens: prompt, [3, 4], [5], prompt, [6], [7, 8]; the policy produced 1, 2, 3, 5, 6 and 7
 GROUPS = [
-    group(0, sample(0, 0, [3, 4], 1.0, 2.0), sample(0, 1, [5], 0.0, 0.0)),
-    group(1, sample(1, 0, [6], 0.0, 0.0), sample(1, 1, [7, 8], 1.0, 2.0)),
+    group(sample(0, 0, [3, 4], 1.0, 2.0), sample(0, 1, [5], 0.0, 0.0)),
+    group(sample(1, 0, [6], 0.0, 0.0), sample(1, 1, [7, 8], 1.0, 2.0)),
 ]
 TRAINED = [1, 2, 3, 5, 6, 7]
 
@@ -89,11 +67,8 @@ def prepare(
     graders: tuple[dict[str, Any], ...] = ({"name": "exact_match"},),
     **sections: Any,
 ) -> tuple[Prepared, Algorithm]:
-    config = RunConfig.model_validate(
-        {
-            "run": {"name": "toy", "steps": 1},
-            "model": {"path": "m"},
-            "data": {"train": [{"path": "d"}]},
+    config = run_config(
+        **{
             "coordinator": {"prompts_per_step": 2, "samples_per_prompt": 2},
             "reward": {"graders": graders},
         }
@@ -235,8 +210,8 @@ def test_a_reward_model_that_gives_no_number_is_an_error() -> None:
 
 def test_the_greedy_sample_is_remaxs_baseline_and_is_not_trained_on() -> None:
     groups = [
-        group(0, sample(0, 0, [3, 4], 1.0, 0.0), baseline=sample(0, 1, [5], 0.25, 0.0)),
-        group(1, sample(1, 0, [6], 0.0, 0.0), baseline=sample(1, 1, [7], 1.0, 0.0)),
+        group(sample(0, 0, [3, 4], 1.0, 0.0), baseline=sample(0, 1, [5], 0.25, 0.0)),
+        group(sample(1, 0, [6], 0.0, 0.0), baseline=sample(1, 1, [7], 1.0, 0.0)),
     ]
     prepared, _ = prepare(
         {"actor": Model([])},
@@ -314,8 +289,8 @@ def batches(draw: st.DrawFn) -> tuple[list[Group], list[Group]]:
                 logprobs=np.where(mask, -1, 0).astype(np.float32),
             )
             both[1].append(replace(whole, nodes=(node,)))
-        plain.append(group(number, *both[0]))
-        padded.append(group(number, *both[1]))
+        plain.append(group(*both[0]))
+        padded.append(group(*both[1]))
     return plain, padded
 
 

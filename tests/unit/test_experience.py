@@ -9,54 +9,29 @@ from numpy.typing import NDArray
 from services.coordinator import experience
 from services.coordinator.metrics import critic_metrics, mean_of, step_metrics
 from services.coordinator.validation import set_metrics
-from services.wire.types import (
-    FinishReason,
-    Group,
-    GroupId,
-    Node,
-    Prompt,
-    Provenance,
-    Sample,
-    SampleId,
-    TurnReward,
-    Version,
-    VersionSpan,
-)
-
-ORIGIN = Provenance("rollout-0", "1", 0.0, 1.0)
-
-
-def prompt(number: int, *ids: int) -> Prompt:
-    return Prompt(GroupId("toy", 0, number), np.array(ids, np.int32), "12+34=", "46", "toy")
+from services.wire.types import FinishReason, Group, Node, Sample, TurnReward, Version
+from tests import builders
+from tests.builders import prompt, sample_id
 
 
 def node(parent: int, ids: list[int], mask: list[int], version: int = 0) -> Node:
-    return Node(
-        parent,
-        np.array(ids, np.int32),
-        np.array(mask, np.bool_),
-        np.array(ids, np.float32) / -10,
-        (VersionSpan(Version("l", version), 0, len(ids)),),
-    )
+    logprobs = [id / -10 for id in ids]
+    return builders.node(ids, mask, parent=parent, logprobs=logprobs, versions=Version("l", version))
 
 
-def sample(
-    number: int, index: int, *nodes: Node, score: float = 0.0, reason: FinishReason = FinishReason.STOP
-) -> Sample:
-    rewards = (TurnReward(len(nodes) - 1, score, {"exact_match": score}),)
-    return Sample(SampleId(GroupId("toy", 0, number), index), 0, nodes, reason, "46", ORIGIN, rewards)
+def sample(number: int, index: int, *nodes: Node, score: float = 0.0) -> Sample:
+    return builders.sample(sample_id(number, index), *nodes, score=score)
 
 
+EMPTY = builders.sample(sample_id(9, 0), node(-1, [], []), score=0.0, reason=FinishReason.LENGTH)
 GROUPS = [
-    Group(
-        prompt(7, 1, 2),
-        (
-            sample(7, 0, node(-1, [3, 4], [1, 1], version=4), score=1.0),
-            # two turns: the policy's [5], then the tool's [6] and the policy's [8, 9]
-            sample(7, 1, node(-1, [5], [1], version=3), node(0, [6, 8, 9], [0, 1, 1], version=4)),
-        ),
+    builders.group(
+        sample(7, 0, node(-1, [3, 4], [1, 1], version=4), score=1.0),
+        # two turns: the policy's [5], then the tool's [6] and the policy's [8, 9]
+        sample(7, 1, node(-1, [5], [1], version=3), node(0, [6, 8, 9], [0, 1, 1], version=4)),
+        ids=[1, 2],
     ),
-    Group(prompt(9, 1), (sample(9, 0, node(-1, [], []), reason=FinishReason.LENGTH),)),
+    builders.group(EMPTY),
 ]
 
 
@@ -84,7 +59,7 @@ def test_rewards_stand_at_the_last_trained_token_of_their_turn() -> None:
     rewards = tuple(TurnReward(i, value, {}) for i, value in enumerate([0.1, 0.2, 0.3, 0.4]))
     turns = replace(sample(7, 0, *nodes), rewards=rewards)
     empty = sample(7, 1, node(-1, [], []), score=5.0)
-    layout = experience.lay_out([Group(prompt(7, 1, 2), (turns, empty, sample(7, 2, node(-1, [4], [1]))))])
+    layout = experience.lay_out([Group(prompt(7, [1, 2]), (turns, empty, sample(7, 2, node(-1, [4], [1]))))])
     # trained tokens 5, 8, 9, 4: the first turn's reward falls on the first of its sample's, the tool's on 9
     np.testing.assert_allclose(layout.rewards_R, [0.1 + 0.2, 0, 0.3 + 0.4, 0])
     np.testing.assert_array_equal(layout.at_the_end(np.array([1.0, 2.0, 3.0])), [0, 0, 1, 3])
@@ -168,7 +143,7 @@ def test_mean_of_averages_what_each_minibatch_reports() -> None:
 
 def test_validation_metrics_by_hand() -> None:
     graded = [
-        Group(prompt(i, 1), tuple(sample(i, k, node(-1, [3], [1]), score=s) for k, s in enumerate(scores)))
+        Group(prompt(i), tuple(sample(i, k, node(-1, [3], [1]), score=s) for k, s in enumerate(scores)))
         for i, scores in enumerate([(1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (0.5, 0.0)])
     ]
     metrics = set_metrics("sums", graded)

@@ -10,42 +10,26 @@ from services.config.schema import FilterConfig
 from services.coordinator.dump import read_dump, write_dump
 from services.coordinator.groups import DynamicSampling, PendingGroup, scores_differ, staleness
 from services.runtime.errors import AtollError
-from services.wire.types import (
-    FinishReason,
-    Graded,
-    Group,
-    GroupId,
-    Node,
-    Prompt,
-    Provenance,
-    Sample,
-    SampleId,
-    Sampling,
-    TurnReward,
-    Version,
-    VersionSpan,
-)
+from services.wire.types import Graded, Group, Sample, Sampling, TurnReward, Version
+from tests import builders
+from tests.builders import group_id, node, prompt, sample_id
 
-ID = GroupId("toy", 0, 7)
-PROMPT = Prompt(ID, np.array([1, 2], np.int32), "12+34=", "46", "toy")
+ID = group_id(7)
+PROMPT = prompt(7, [1, 2])
 SAMPLING = Sampling(8, temperature=0.7, top_p=0.9, stop_token_ids=(1,), stop=("\n",), seed=3)
 GREEDY = Sampling(8, temperature=0.0, top_p=0.9, stop_token_ids=(1,), stop=("\n",), seed=3)
 
 
 def sample(index: int, versions: tuple[int, ...], *rewards: TurnReward, attempt: int = 0) -> Sample:
     """One token per version."""
-    count = len(versions)
-    spans = tuple(VersionSpan(Version("l", number), i, i + 1) for i, number in enumerate(versions))
-    tokens = np.array([5 + attempt] * count, np.int32)
-    node = Node(-1, tokens, np.ones(count, np.bool_), np.full(count, -0.5, np.float32), spans)
-    origin = Provenance("rollout-0", "1", 0.0, 1.0)
-    return Sample(SampleId(ID, index), attempt, (node,), FinishReason.STOP, "46", origin, rewards)
+    tokens = node([5 + attempt] * len(versions), versions=[Version("l", number) for number in versions])
+    return builders.sample(sample_id(7, index), tokens, rewards=rewards, attempt=attempt)
 
 
 def scored(*values: tuple[float, float]) -> Group:
     """By each sample's accuracy and penalty; the score is their sum."""
     rewards = [TurnReward(0, a + b, {"gsm8k": a, "overlong": b}) for a, b in values]
-    return Group(PROMPT, tuple(sample(i, (4,), reward) for i, reward in enumerate(rewards)))
+    return builders.group(*(sample(i, (4,), reward) for i, reward in enumerate(rewards)), ids=[1, 2])
 
 
 def test_staleness_counts_from_the_oldest_token() -> None:
@@ -61,7 +45,7 @@ def test_pending_group_first_attempt_wins_and_a_retry_starts_over() -> None:
     pending.grade(Graded(first.id, 0.5, {"exact_match": 0.5}))
     assert (pending.missing, pending.complete, pending.oldest) == ((1,), False, [4, 3])
     pending.accept(sample(1, (5,)))
-    pending.grade(Graded(SampleId(ID, 1), 1.0, {}))
+    pending.grade(Graded(sample_id(7, 1), 1.0, {}))
     assert pending.complete
     assert [s.score for s in pending.group().samples] == [0.5, 1.0]
     assert pending.group().baseline is None
@@ -79,11 +63,11 @@ def test_a_baseline_is_asked_for_greedily_and_kept_apart() -> None:
     assert (greedy.indices, greedy.attempts, greedy.sampling) == ((2,), (0,), GREEDY)
     for index, score in enumerate([1.0, 0.0, 0.25]):
         pending.accept(sample(index, (3,)))
-        pending.grade(Graded(SampleId(ID, index), score, {}))
+        pending.grade(Graded(sample_id(7, index), score, {}))
     group = pending.group()
     assert [s.score for s in group.samples] == [1.0, 0.0]
     assert group.baseline is not None
-    assert (group.baseline.id, group.baseline.score) == (SampleId(ID, 2), 0.25)
+    assert (group.baseline.id, group.baseline.score) == (sample_id(7, 2), 0.25)
     assert [id.index for id in pending.ids()] == [0, 1, 2]
     pending.again([2])
     (again,) = pending.requests()
@@ -104,7 +88,7 @@ def test_a_dump_carries_the_baseline(tmp_path: Path) -> None:
     assert step == 5
     back = groups[0].baseline
     assert back is not None
-    assert (back.id, back.score, back.rewards[0].components) == (SampleId(ID, 2), 0.25, {"a": 1.0})
+    assert (back.id, back.score, back.rewards[0].components) == (sample_id(7, 2), 0.25, {"a": 1.0})
     np.testing.assert_array_equal(back.nodes[0].token_ids, [5, 5])
     assert back.versions() == {Version("l", 3), Version("l", 4)}
     assert [s.id.index for s in groups[0].samples] == [0, 1]

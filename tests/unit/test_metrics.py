@@ -1,50 +1,16 @@
 """Shares of reasons, counted by hand."""
 
-import numpy as np
-
 from services.coordinator.metrics import MAX_KINDS, Reasons
-from services.wire.types import (
-    FinishReason,
-    Group,
-    GroupId,
-    Node,
-    Prompt,
-    Provenance,
-    Sample,
-    SampleId,
-    TurnReward,
-    Version,
-    VersionSpan,
-)
-
-ID = GroupId("toy", 0, 0)
-PROMPT = Prompt(ID, np.array([1], np.int32), "1+1=", "2", "toy")
+from services.wire.types import Group, TurnReward
+from tests import builders
+from tests.builders import node, sample, sample_id
 
 
 def group(*reasons: dict[str, str]) -> Group:
     """A sample for each, with its reasons by grader."""
-    node = Node(
-        -1,
-        np.array([3], np.int32),
-        np.ones(1, np.bool_),
-        np.zeros(1, np.float32),
-        (VersionSpan(Version("toy", 0), 0, 1),),
-    )
-    return Group(
-        PROMPT,
-        tuple(
-            Sample(
-                SampleId(ID, index),
-                0,
-                (node,),
-                FinishReason.STOP,
-                "2",
-                Provenance("rollout-0", "1", 0.0, 0.0),
-                (TurnReward(0, 1.0, dict.fromkeys(given, 1.0), given),),
-            )
-            for index, given in enumerate(reasons)
-        ),
-    )
+    rewards = [TurnReward(0, 1.0, dict.fromkeys(given, 1.0), given) for given in reasons]
+    samples = [sample(sample_id(0, i), node([3]), rewards=(reward,)) for i, reward in enumerate(rewards)]
+    return builders.group(*samples)
 
 
 def test_shares_are_of_all_samples_of_the_step_by_kind() -> None:

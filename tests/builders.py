@@ -1,0 +1,147 @@
+"""Samples, groups and configs for tests: of the run "toy", with defaults for whatever a test leaves out.
+
+group(sample(sample_id(7, 0), node([3, 4]), score=1.0), sample(sample_id(7, 1), node([5])))
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.config.schema import RunConfig
+from services.coordinator.groups import PendingGroup
+from services.runtime.model_spec import ModelSpec
+from services.wire.types import (
+    FinishReason,
+    Group,
+    GroupId,
+    Node,
+    Prompt,
+    Provenance,
+    Sample,
+    SampleId,
+    Sampling,
+    TurnReward,
+    Version,
+    VersionSpan,
+)
+
+V0 = Version("l", 0)
+SAMPLING = Sampling(max_new_tokens=8)
+
+
+def group_id(prompt: int = 0) -> GroupId:
+    return GroupId("toy", 0, prompt)
+
+
+def sample_id(prompt: int = 0, index: int = 0) -> SampleId:
+    return SampleId(group_id(prompt), index)
+
+
+def prompt(number: int = 0, ids: Sequence[int] = (1,)) -> Prompt:
+    return Prompt(group_id(number), np.array(ids, np.int32), "1+1=", "2", "toy")
+
+
+def node(
+    ids: Sequence[int],
+    mask: Sequence[int] | None = None,
+    *,
+    parent: int = -1,
+    logprobs: float | Sequence[float] = -1.0,
+    versions: Version | Sequence[Version] = V0,
+) -> Node:
+    """`mask`, `logprobs` and `versions` by token; the last two also one for all."""
+    if isinstance(versions, Version):
+        spans: tuple[VersionSpan, ...] = (VersionSpan(versions, 0, len(ids)),)
+    else:
+        spans = tuple(VersionSpan(version, i, i + 1) for i, version in enumerate(versions))
+    return Node(
+        parent,
+        np.array(ids, np.int32),
+        np.ones(len(ids), np.bool_) if mask is None else np.array(mask, np.bool_),
+        np.broadcast_to(np.array(logprobs, np.float32), len(ids)).copy(),
+        spans,
+    )
+
+
+def sample(
+    id: SampleId,
+    *nodes: Node,
+    score: float | None = None,
+    rewards: tuple[TurnReward, ...] = (),
+    attempt: int = 0,
+    reason: FinishReason = FinishReason.STOP,
+    text: str = "2",
+    replica: str = "rollout-0",
+) -> Sample:
+    """`score`: one reward by `exact_match`, at the last node."""
+    if score is not None:
+        rewards = (TurnReward(len(nodes) - 1, score, {"exact_match": score}),)
+    return Sample(id, attempt, nodes, reason, text, Provenance(replica, "1", 0.0, 1.0), rewards)
+
+
+def group(*samples: Sample, ids: Sequence[int] = (1,), baseline: Sample | None = None) -> Group:
+    """`ids`: the prompt's."""
+    return Group(prompt(samples[0].id.group.prompt, ids), samples, baseline)
+
+
+def pending(
+    number: int, num_samples: int, sampling: Sampling = SAMPLING, *, has_baseline: bool = False
+) -> PendingGroup:
+    """A group of which nothing has been generated."""
+    return PendingGroup(prompt(number), number, sampling, [None] * num_samples, 0, has_baseline)
+
+
+def run_config(**sections: Mapping[str, Any]) -> RunConfig:
+    """One step on files that need not exist; the keys of `sections` override it one by one."""
+    return _merged(
+        {
+            "run": {"name": "toy", "steps": 1},
+            "model": {"path": "model"},
+            "data": {"train": [{"path": "train.jsonl"}]},
+        },
+        sections,
+    )
+
+
+def arithmetic_config(assets: Path, folder: Path, **sections: Mapping[str, Any]) -> RunConfig:
+    """Six on-policy steps of 4 x 4 samples on what `build_arithmetic` left in `assets`."""
+    return _merged(
+        {
+            "run": {"name": "toy", "dir": folder, "steps": 6},
+            "model": {"path": assets / "model"},
+            "data": {"train": [{"path": assets / "train.parquet"}]},
+            "coordinator": {"prompts_per_step": 4, "samples_per_prompt": 4, "dump": True},
+            "rollout": {"sampling": {"max_new_tokens": 6}, "local": {"slots": 16, "max_length": 24}},
+            "trainer": {"optimizer": {"learning_rate": 1e-3}},
+        },
+        sections,
+    )
+
+
+def _merged(tree: dict[str, dict[str, Any]], sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    for section, values in sections.items():
+        tree[section] = tree.get(section, {}) | dict(values)
+    return RunConfig.model_validate(tree)
+
+
+def model_spec(**overrides: Any) -> ModelSpec:
+    """A Qwen2 of two narrow layers."""
+    settings: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "rope_theta": 10000.0,
+        "norm_eps": 1e-6,
+        "max_positions": 64,
+        "head": "language",
+        "tied": False,
+        "qkv_bias": True,
+        "qk_norm": False,
+    }
+    return ModelSpec(**(settings | overrides))
