@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.config.load import write_resolved
-from services.config.schema import ParallelConfig, RunConfig, WeightsSection
+from services.config.schema import ParallelConfig, WeightsSection
 from services.coordinator.canary import Canary
 from services.coordinator.generation import Generation
 from services.coordinator.groups import PendingGroup
@@ -47,7 +47,8 @@ from services.wire.types import (
     Verdict,
     Version,
 )
-from tests.integration.test_trainer_service import Fleet, read_line, update
+from tests.builders import run_config
+from tests.trainer_fleet import Fleet, read_line, update
 
 PROMPT = np.array([5, 9, 14, 7, 16], np.int32)
 LOCAL = {"local": {"slots": 8, "max_length": 256}}
@@ -84,15 +85,12 @@ class Rollouts:
         return entries
 
     def _popen(self, name: str, rollout: Mapping[str, object]) -> int:
-        config = RunConfig.model_validate(
-            {
-                "run": {"name": "toy", "steps": 1, "dir": self._folder},
-                "model": {"path": self._model},
-                "data": {"train": [{"path": "unused"}]},
-                "rollout": rollout,
-                "trainer": self._trainer,
-                "weights": self._weights,
-            }
+        config = run_config(
+            run={"dir": self._folder},
+            model={"path": self._model},
+            rollout=rollout,
+            trainer=self._trainer,
+            weights=self._weights,
         )
         path = self._folder / f"{name}.json"
         write_resolved(config, path)

@@ -14,7 +14,6 @@ from services.weights.transport import shm
 from services.wire.types import (
     ServiceEntry,
 )
-from tests.integration.test_trainer_service import Fleet, fleet, update
 from tests.pushes import (
     LOCAL,
     Rollouts,
@@ -27,6 +26,7 @@ from tests.pushes import (
     rollouts,
     tensor_sums,
 )
+from tests.trainer_fleet import Fleet, fleet, update
 
 Two = Callable[[Path], Sequence[ServiceEntry]]
 

@@ -12,8 +12,8 @@ import torch
 
 from services.config.schema import ParallelConfig
 from services.wire.types import ServiceEntry
-from tests.integration.test_trainer_service import Fleet, fleet, update
 from tests.pushes import LOCAL, Rollouts, assert_hold, check_kill, check_layout, connected, push, rollouts
+from tests.trainer_fleet import Fleet, fleet, update
 
 pytestmark = pytest.mark.long
 
