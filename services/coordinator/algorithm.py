@@ -22,23 +22,22 @@ from services.coordinator.correction import correct
 from services.coordinator.experience import Layout, lay_out, loss_weights, split
 from services.coordinator.groups import component_of
 from services.coordinator.kl import adapted, kl_penalty
+from services.coordinator.learners import Model, Models
 from services.coordinator.metrics import critic_metrics, extent
 from services.coordinator.reweight import REWEIGHTS
-from services.runtime.clients import TrainerClient
 from services.runtime.errors import AtollError
 from services.runtime.telemetry import StepTimer
 from services.wire.types import Batch, Bool, Float32, Group, PolicyBatch, Segments, ValueBatch
 
-Models = Mapping[str, TrainerClient]  # by role
-Question = Callable[[TrainerClient], Awaitable[Float32]]
+Question = Callable[[Model], Awaitable[Float32]]
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmState:
     """What an algorithm carries from step to step; part of every checkpoint."""
 
-    kl_coef: float  # of an adaptive penalty in the reward
-    log_multiplier: float  # of the constraint on the cost
+    kl_coef: float = 0.0  # of an adaptive penalty in the reward
+    log_multiplier: float = 0.0  # of the constraint on the cost
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,10 +125,10 @@ class Algorithm:
             or (kl is not None and kl.where == "reward")
         )  # else the update takes them from its own forward pass
 
-        def logprobs(model: TrainerClient) -> Awaitable[Float32]:
+        def logprobs(model: Model) -> Awaitable[Float32]:
             return model.compute_logprobs(segments)
 
-        def values(model: TrainerClient) -> Awaitable[Float32]:
+        def values(model: Model) -> Awaitable[Float32]:
             return model.compute_values(segments)
 
         async def ask(role: Role, phase: str, question: Question, needed: bool = True) -> Float32 | None:

@@ -3,60 +3,45 @@
 import asyncio
 import json
 import logging
+import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-from services.config.schema import RunConfig, SamplingConfig
-from services.coordinator.algorithm import Algorithm, Models
+from services.config.schema import RunConfig
+from services.coordinator.algorithm import Algorithm, AlgorithmState
 from services.coordinator.canary import Canary
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.control import Control, State
-from services.coordinator.data import (
-    Pair,
-    PromptSource,
-    SupervisedSource,
-    read_pairs,
-    read_prompts,
-    short_enough,
-)
 from services.coordinator.generation import Generation
 from services.coordinator.groups import DynamicSampling
-from services.coordinator.journal import Checkpoint, Journal
-from services.coordinator.loop import Loop, Parts
+from services.coordinator.journal import Checkpoint, Journal, Restored
+from services.coordinator.learners import Learners, Models
+from services.coordinator.loop import WARM, Loop, Parts, Push, Settings, Start, no_push
 from services.coordinator.membership import Membership, TrainerLostError
 from services.coordinator.registry import Registry
 from services.coordinator.rendering import Renderer
 from services.coordinator.replicas import Replicas
 from services.coordinator.rewards import Rewards, ServerGrader
+from services.coordinator.run_data import RunData, read_data
 from services.coordinator.servers import Servers
 from services.coordinator.source import GenerateSource, ReplaySource, Source
-from services.coordinator.supervised import HeldOutSet, Supervised
+from services.coordinator.steps import GroupSteps, NoRecipe, StepSource
+from services.coordinator.supervised import SupervisedSteps
 from services.coordinator.sync import WeightSync
-from services.coordinator.validation import ValidationSet
+from services.coordinator.validation import evaluate
+from services.coordinator.warmup import NoWarmUp, SupervisedWarmUp, WarmUp
 from services.runtime.clients import Caller, TrainerClient
 from services.runtime.errors import ServiceUnavailableError, UserError
-from services.runtime.model_spec import read_spec
 from services.runtime.store import Store
 from services.runtime.telemetry import MetricsFile
-from services.wire.types import ExternalServer, Sampling, Version
+from services.wire.types import ExternalServer, Version
 
 log = logging.getLogger(__name__)
 
 POLICY = "actor"  # the model that replicas serve
 START_TIMEOUT_S = 300.0  # for every service to load its model and register
-
-
-@dataclass(frozen=True, slots=True)
-class _Data:
-    """What the run reads from its files before the services are needed."""
-
-    renderer: Renderer
-    prompts: PromptSource | None  # not in a replay and in supervised
-    warmup: SupervisedSource | None
-    rows: SupervisedSource | None  # in supervised, like the held-out ones
-    validation_sets: tuple[ValidationSet, ...]
-    held_out: tuple[HeldOutSet, ...]
 
 
 class Assembly:
@@ -168,7 +153,7 @@ class Assembly:
         config = self._config
         trains, generates = config.run.mode != "rollout_only", config.run.mode in ("train", "rollout_only")
         # reading takes seconds: in a thread, since services register and progress is asked for meanwhile
-        data = await asyncio.to_thread(self._read_data, trains, generates)
+        data = await asyncio.to_thread(read_data, config)
         # everything that can be wrong with the data has been said: now the services
         await self._membership.wait_for(
             (dict.fromkeys(config.roles, 1) if trains else {})
@@ -195,137 +180,122 @@ class Assembly:
             await self._control.report(error=reason)
             await self._servers.wait_for_all()
 
-    async def _loop(self, resume: bool, data: _Data, models: Models, generation: Generation) -> Loop:
+    async def _loop(
+        self, resume: bool, data: RunData, models: Mapping[str, TrainerClient], generation: Generation
+    ) -> Loop:
         """Restores the last checkpoint where asked to, and opens the run's next lineage."""
         config, checkpoint, best, carried, step = self._config, None, None, None, 0
+        trained = [role for role in config.trained if role in models]
         prompts = data.prompts or data.rows
-        if resume and (steps := self._checkpoints.steps()):
-            state, snapshot, folder = self._checkpoints.load(steps[-1])
+        if resume and (saved := self._checkpoints.steps()):
+            state, snapshot, folder = self._checkpoints.load(saved[-1])
             step, best, checkpoint = state.step, state.best, Checkpoint(state.step, state.version, snapshot)
             carried = state.algorithm
-            for role in config.trained if models else ():
+            for role in trained:
                 await models[role].load_checkpoint(folder / role)
             if prompts and state.cursor:
                 prompts.load(state.cursor)
             log.info("resumes after step %d, version %s", step, state.version)
         elif resume:
-            for role in config.trained:
+            for role in trained:
                 await models[role].load_checkpoint(None)
             log.info("nothing was saved yet: begins again from the start")
         restored = await self._journal.restore(checkpoint)
-        sampling = _sampling(config.rollout.sampling, data.renderer, config.run.seed)
         version = Version(restored.lineage, checkpoint.version.number if checkpoint else 0)
-        source: Source | None = None
-        if data.prompts:
-            source = self._generate_source(data.prompts, generation, sampling, config.run.steps - step)
-            source.restore(restored.groups, version)
-        elif config.data.replay:
-            source = ReplaySource(config.data.replay, step + 1)
         metrics = config.folder / "metrics.jsonl"
+        push = _pushes(self._sync) if self._sync else no_push
         parts = Parts(
-            source=source,
+            steps=self._steps(data, models, generation, restored, version, step, carried),
+            learners=Learners(
+                models,
+                {role: section for role, section in config.roles.items() if role in models},
+                num_steps=config.run.steps,
+                num_epochs=config.algorithm.num_epochs,
+                critic_warmup=config.critic.warmup_steps if config.critic else 0,
+                followers=config.followers,
+            ),
+            push=push,
+            warmup=self._warmup(data, models, generation, push),
             control=self._control,
             metrics=MetricsFile(metrics, step if checkpoint else None),
             journal=self._journal,
             checkpoints=self._checkpoints,
-            prompts=prompts,
-            rewards=self._rewards,
-            generation=generation,
-            sync=self._sync,
-            models=models,
-            algorithm=Algorithm(config, models, carried) if models else None,
-            warmup=data.warmup,
-            supervised=(
-                Supervised(data.rows, data.held_out, models["actor"], config.coordinator.prompts_per_step)
-                if data.rows
-                else None
-            ),
-            validation_sets=data.validation_sets,
-            sampling=sampling,
         )
-        return Loop(config, parts, version, step, best, _rows_before(metrics), resumed=checkpoint is not None)
+        start = Start(version, step, best, rows_before(metrics), resumed=checkpoint is not None)
+        settings = Settings(config.run, config.validation, config.checkpoint, config.guards)
+        return Loop(settings, parts, start, time.monotonic)
 
-    def _read_data(self, trains: bool, generates: bool) -> _Data:
-        config = self._config
-        renderer = Renderer(config.model.path)
-        if config.run.mode == "supervised":
-            return _Data(renderer, None, None, self._rows(renderer), (), self._held_out(renderer))
-        prompts = None if config.data.replay else self._prompt_source(renderer)
-        warmup = (
-            SupervisedSource([read_pairs(config.warmup.source.path, renderer)], [1.0], config.run.seed, True)
-            if trains and config.warmup.steps and config.warmup.source
-            else None
-        )
-        return _Data(
-            renderer, prompts, warmup, None, self._validation_sets(renderer) if generates else (), ()
-        )
+    def _steps(
+        self,
+        data: RunData,
+        models: Models,
+        generation: Generation,
+        restored: Restored,
+        version: Version,
+        step: int,
+        carried: AlgorithmState | None,
+    ) -> StepSource:
+        """What the steps after `step` train on."""
+        config, coordinator = self._config, self._config.coordinator
+        if data.rows:
+            actor, rows_per_step = models["actor"], coordinator.prompts_per_step
+            return SupervisedSteps(data.rows, data.held_out, actor, rows_per_step)
 
-    def _rows(self, renderer: Renderer) -> SupervisedSource:
-        data = self._config.data
-        rows = [self._pairs(source.path, renderer) for source in data.train]
-        weights = [source.weight for source in data.train]
-        return SupervisedSource(rows, weights, self._config.run.seed, data.shuffle)
+        async def validate(version: Version) -> Mapping[str, float]:
+            return await evaluate(data.validation_sets, generation, config.run.name, version.number)
 
-    def _held_out(self, renderer: Renderer) -> tuple[HeldOutSet, ...]:
-        return tuple(
-            HeldOutSet(entry.name, self._pairs(entry.path, renderer)[: entry.max_prompts])
-            for entry in self._config.validation.sets
+        return GroupSteps(
+            self._groups(data, generation, restored, version, step),
+            Algorithm(config, models, carried) if models else NoRecipe(),
+            self._control,
+            prompts_per_step=coordinator.prompts_per_step,
+            dumps=config.folder / "dumps" if coordinator.dump else None,
+            meters=[
+                self._rewards.take_metrics,
+                lambda: {"timing_s/reward": self._rewards.take_seconds()},
+                generation.take_metrics,
+            ],
+            evaluate=validate,
         )
 
-    def _pairs(self, path: Path, renderer: Renderer) -> list[Pair]:
-        """The rows with their answers that the model can take as a whole."""
-        limit = read_spec(self._config.model.path).max_positions
-        pairs = read_pairs(path, renderer)
-        return short_enough(
-            path,
-            pairs,
-            [len(prompt) + len(response) for prompt, response in pairs],
-            limit,
-            self._config.data.overlong_prompts,
-            what="prompt and response",
-            expected=f"the model's max_position_embeddings = {limit}; shorten it",
-        )
-
-    def _prompt_source(self, renderer: Renderer) -> PromptSource:
-        data, run = self._config.data, self._config.run
-        return PromptSource(
-            data.train,
-            renderer,
-            run=run.name,
-            seed=run.seed,
-            shuffle=data.shuffle,
-            max_prompt_tokens=data.max_prompt_tokens,
-            overlong=data.overlong_prompts,
-        )
-
-    def _generate_source(
-        self, prompts: PromptSource, generation: Generation, sampling: Sampling, steps: int
-    ) -> GenerateSource:
+    def _groups(
+        self, data: RunData, generation: Generation, restored: Restored, version: Version, step: int
+    ) -> Source:
         coordinator, wanted = self._config.coordinator, self._config.algorithm.filter
-        return GenerateSource(
-            prompts,
+        if not data.prompts:
+            assert self._config.data.replay is not None  # by a rule of the config
+            return ReplaySource(self._config.data.replay, step + 1)
+        source = GenerateSource(
+            data.prompts,
             generation,
             self._journal,
-            sampling=sampling,
+            sampling=data.sampling,
             prompts_per_step=coordinator.prompts_per_step,
             samples_per_prompt=coordinator.samples_per_prompt,
             max_staleness=coordinator.max_staleness,
-            steps=steps,
+            steps=self._config.run.steps - step,
             max_dropped_share=coordinator.max_dropped_share,
             greedy_baseline=coordinator.greedy_baseline,
             dynamic_sampling=DynamicSampling(wanted, coordinator.prompts_per_step) if wanted else None,
         )
+        source.restore(restored.groups, version)
+        return source
 
-    def _validation_sets(self, renderer: Renderer) -> tuple[ValidationSet, ...]:
-        return tuple(
-            ValidationSet(
-                name=entry.name,
-                prompts=tuple(read_prompts(entry.path, renderer, self._config.run.name)[: entry.max_prompts]),
-                num_samples=entry.num_samples,
-                sampling=_sampling(entry.sampling, renderer, self._config.run.seed),
-            )
-            for entry in self._config.validation.sets
-        )
+    def _warmup(self, data: RunData, models: Models, generation: Generation, push: Push) -> WarmUp:
+        config = self._config
+        if not data.warmup:
+            return NoWarmUp()
+
+        async def score(version: Version) -> float:
+            """The mean score of the first validation set, sampled as in training."""
+            await push(version)
+            first = data.validation_sets[0]
+            probe = replace(first, name="warmup", sampling=data.sampling, num_samples=1)
+            metrics = await evaluate([probe], generation, config.run.name, version.number)
+            return metrics["val/warmup/avg@1"]
+
+        export = config.folder.absolute() / WARM if config.followers else None
+        return SupervisedWarmUp(config.warmup, data.warmup, models["actor"], self._control, score, export)
 
     async def _check_tokenizer(self, role: str, model: TrainerClient, renderer: Renderer) -> None:
         info = await model.info()
@@ -336,24 +306,19 @@ class Assembly:
             )
 
 
-def _rows_before(path: Path) -> list[dict[str, float]]:
+def _pushes(sync: WeightSync) -> Push:
+    async def push(version: Version) -> Mapping[str, float]:
+        return (await sync.push(version)).metrics()
+
+    return push
+
+
+def rows_before(path: Path) -> list[dict[str, float]]:
     """What a metrics file has of each step; null, which was not finite, is left out."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [
         {name: value for name, value in row.items() if name != "step" and value is not None} for row in rows
     ]
-
-
-def _sampling(config: SamplingConfig, renderer: Renderer, seed: int) -> Sampling:
-    return Sampling(
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        stop_token_ids=renderer.stop_ids,
-        stop=config.stop,
-        seed=seed,
-    )
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from services.coordinator.data import PromptSource
+from services.coordinator.data import Cursor, PromptSource
 from services.coordinator.dump import read_dump
 from services.coordinator.generation import Generation
 from services.coordinator.groups import DynamicSampling, PendingGroup
@@ -24,6 +24,11 @@ MIN_JUDGED = 2  # batches issued before the share of dropped groups is judged
 
 
 class Source(Protocol):
+    @property
+    def cursor(self) -> Cursor | None:
+        """How far its prompts are drawn; None in a replay."""
+        ...
+
     async def take(self, step: int, count: int, current: Version) -> list[Group]:
         """The batch that `step` trains on, at version `current`."""
         ...
@@ -78,6 +83,10 @@ class GenerateSource:
         self.drops: dict[str, int] = {}  # kind of reason -> groups or samples, since the run began
         self._failed = 0  # groups dropped for an error, out of self._issued
         self._metrics: Mapping[str, float] = {}
+
+    @property
+    def cursor(self) -> Cursor:
+        return self._prompts.cursor
 
     async def take(self, step: int, count: int, current: Version) -> list[Group]:
         """Waits for `count` groups with no sample older than max_staleness at `current`.
@@ -233,6 +242,8 @@ class GenerateSource:
 
 class ReplaySource:
     """The batches of a dump folder, in the order in which they were consumed."""
+
+    cursor = None
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._files = sorted(folder.glob("step-*.pb"))[first_step - 1 :]

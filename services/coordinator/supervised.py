@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.coordinator.algorithm import Prepared
-from services.coordinator.data import Pair, SupervisedSource
+from services.coordinator.algorithm import AlgorithmState, Prepared
+from services.coordinator.data import Cursor, Pair, SupervisedSource
 from services.coordinator.experience import supervised
-from services.runtime.clients import TrainerClient
-from services.wire.types import SupervisedBatch
+from services.coordinator.learners import Model
+from services.runtime.telemetry import StepTimer
+from services.wire.types import SupervisedBatch, Version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,12 +21,15 @@ class HeldOutSet:
     rows: Sequence[Pair]
 
 
-class Supervised:
+class SupervisedSteps:
+    higher_is_better = False  # a loss
+    state = AlgorithmState()
+
     def __init__(
         self,
         rows: SupervisedSource,
         held_out: Sequence[HeldOutSet],
-        actor: TrainerClient,
+        actor: Model,
         rows_per_step: int,
     ) -> None:
         self._rows = rows
@@ -33,7 +37,11 @@ class Supervised:
         self._actor = actor
         self._rows_per_step = rows_per_step
 
-    def prepare(self) -> Prepared:
+    @property
+    def cursor(self) -> Cursor:
+        return self._rows.cursor
+
+    async def prepare(self, step: int, version: Version, timer: StepTimer) -> Prepared:
         """The next batch; its loss is the mean over all response tokens."""
         batch = SupervisedBatch(*supervised(self._rows.draw(self._rows_per_step)))
         cursor, num_tokens = self._rows.cursor, len(batch.segments.token_ids)
@@ -43,7 +51,9 @@ class Supervised:
         }
         return Prepared({"actor": [batch]}, metrics)
 
-    async def validate(self) -> dict[str, float]:
+    async def published(self, version: Version) -> None: ...
+
+    async def validate(self, version: Version) -> dict[str, float]:
         """val/SET/nll: the mean negative log-likelihood of a response token, in nats."""
         metrics = {}
         for held_out in self._held_out:

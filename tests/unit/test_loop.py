@@ -1,14 +1,15 @@
 """What the loop knows of the steps before it, where a run continues."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from services.config.schema import RunConfig
-from services.coordinator.assembly import _rows_before
+from services.coordinator.assembly import rows_before
 from services.coordinator.control import Control
-from services.coordinator.loop import Loop
+from services.coordinator.loop import Loop, Settings, Start
 from services.runtime.telemetry import MetricsFile
 from services.wire.types import Version
 
@@ -32,8 +33,10 @@ def test_the_window_of_the_target_goes_on_where_a_run_continues(
         }
     )
     parts = SimpleNamespace(control=Control(trains=True))
-    rows = _rows_before(path)
-    loop = Loop(config, parts, Version("a3f0", 3), 3, None, rows, resumed=True)  # type: ignore[arg-type]
+    rows = rows_before(path)
+    settings = Settings(config.run, config.validation, config.checkpoint, config.guards)
+    start = Start(Version("a3f0", 3), 3, rows=rows, resumed=True)
+    loop = Loop(settings, parts, start, time.monotonic)  # type: ignore[arg-type]
     assert rows[0] == {"val/sums/avg@1": 0.125}
     assert loop._scores == [0.25, 0.75, last]
     assert loop._ends() is ends  # the mean of the last two is 0.625, or 0.875

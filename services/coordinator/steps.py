@@ -1,0 +1,115 @@
+"""What a step trains on, behind one protocol: groups of samples here, rows with answers in supervised.py."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from services.coordinator.algorithm import AlgorithmState, Prepared
+from services.coordinator.control import Control
+from services.coordinator.data import Cursor
+from services.coordinator.dump import write_dump
+from services.coordinator.metrics import Reasons, step_metrics
+from services.coordinator.source import Source
+from services.runtime.telemetry import StepTimer
+from services.wire.types import Group, Version
+
+Meter = Callable[[], Mapping[str, float]]  # what was counted since its last call
+
+
+class StepSource(Protocol):
+    higher_is_better: bool  # of two values of the metric that validation.best names
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """How far the run's data is drawn; None: nothing is drawn."""
+        ...
+
+    @property
+    def state(self) -> AlgorithmState:
+        """What is carried from step to step."""
+        ...
+
+    async def prepare(self, step: int, version: Version, timer: StepTimer) -> Prepared | None:
+        """What `step` trains on, at `version`; None if the run is to stop before that is there."""
+        ...
+
+    async def published(self, version: Version) -> None:
+        """The step prepared last is trained on, and `version` is live."""
+        ...
+
+    async def validate(self, version: Version) -> Mapping[str, float]: ...
+
+
+class Recipe(Protocol):
+    """From scored groups to batches; `Algorithm` is one."""
+
+    state: AlgorithmState
+
+    async def prepare(self, groups: Sequence[Group], timer: StepTimer) -> Prepared: ...
+
+
+class NoRecipe:
+    """In rollout_only: nothing is trained."""
+
+    state = AlgorithmState()
+
+    async def prepare(self, groups: Sequence[Group], timer: StepTimer) -> Prepared:
+        return Prepared({}, {})
+
+
+class GroupSteps:
+    """Scored groups, generated now or replayed, become batches by a recipe."""
+
+    higher_is_better = True
+
+    def __init__(
+        self,
+        source: Source,
+        recipe: Recipe,
+        control: Control,
+        *,
+        prompts_per_step: int,
+        dumps: Path | None,
+        meters: Sequence[Meter],
+        evaluate: Callable[[Version], Awaitable[Mapping[str, float]]],
+    ) -> None:
+        """`dumps`: the folder for consumed groups; None: they are not kept. `meters` are read once a step."""
+        self._source = source
+        self._recipe = recipe
+        self._control = control
+        self._prompts_per_step = prompts_per_step
+        self._dumps = dumps
+        self._meters = [source.take_metrics, *meters]
+        self._evaluate = evaluate
+        self._reasons = Reasons()
+
+    @property
+    def cursor(self) -> Cursor | None:
+        return self._source.cursor
+
+    @property
+    def state(self) -> AlgorithmState:
+        return self._recipe.state
+
+    async def prepare(self, step: int, version: Version, timer: StepTimer) -> Prepared | None:
+        """Consumes prompts_per_step groups; waits for the source; unblocked by finished generation."""
+        with timer.phase("gen"):
+            groups = await self._control.unless_stopped(
+                self._source.take(step, self._prompts_per_step, version)
+            )
+        if groups is None:
+            return None
+        if self._dumps:
+            write_dump(self._dumps, step, groups)
+        metrics = step_metrics(groups, version) | self._reasons.shares(groups)
+        for meter in self._meters:
+            metrics |= meter()
+        prepared = await self._recipe.prepare(groups, timer)
+        return replace(prepared, metrics={**metrics, **prepared.metrics})
+
+    async def published(self, version: Version) -> None:
+        await self._source.published(version)
+
+    async def validate(self, version: Version) -> Mapping[str, float]:
+        return await self._evaluate(version)

@@ -1,0 +1,86 @@
+"""The warm-up: supervised steps before the first rollout."""
+
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from services.config.schema import WarmupSection
+from services.coordinator.control import Control, State
+from services.coordinator.data import SupervisedSource
+from services.coordinator.experience import supervised
+from services.coordinator.learners import Model
+from services.wire.types import StepKey, SupervisedBatch, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """The policy after the warm-up."""
+
+    version: Version
+    metrics: Mapping[str, float]
+
+
+class WarmUp(Protocol):
+    async def run(self, version: Version) -> Warm:
+        """Starts from `version`, which no replica has yet."""
+        ...
+
+
+class NoWarmUp:
+    async def run(self, version: Version) -> Warm:
+        return Warm(version, {})
+
+
+class SupervisedWarmUp:
+    """With the same step code as training, every response token with equal weight."""
+
+    def __init__(
+        self,
+        section: WarmupSection,
+        rows: SupervisedSource,
+        actor: Model,
+        control: Control,
+        score: Callable[[Version], Awaitable[float]],
+        export: Path | None,
+    ) -> None:
+        """`score` publishes the policy as a version and returns its mean reward. `export`: where the policy
+        is left for models that begin with it."""
+        self._section = section
+        self._rows = rows
+        self._actor = actor
+        self._control = control
+        self._score = score
+        self._export = export
+
+    async def run(self, version: Version) -> Warm:
+        section = self._section
+        await self._control.report(state=State.WARMING_UP)
+        metrics: dict[str, float] = {}
+        looked_at = 0  # the step that replicas were last given
+        for number in range(1, section.steps + 1):
+            metrics |= await self._step(version.lineage, number)
+            reached = False
+            if section.target_reward is not None and number % section.check_every == 0:
+                version, looked_at = replace(version, number=version.number + 1), number
+                metrics["warmup/score/mean"] = await self._score(version)
+                reached = metrics["warmup/score/mean"] >= section.target_reward
+            await self._control.report(step=number, num_steps=section.steps, metrics=metrics)
+            if reached or self._control.stopping:
+                break
+        if 0 < looked_at < metrics["warmup/steps"]:  # a version is one state of the weights
+            version = replace(version, number=version.number + 1)
+        if self._export:
+            shutil.rmtree(self._export, ignore_errors=True)  # of a start that got no further than this
+            await self._actor.export_hf(self._export)
+        warm = {name: value for name, value in metrics.items() if name.startswith("warmup/")}
+        return Warm(version, warm)
+
+    async def _step(self, lineage: str, number: int) -> dict[str, float]:
+        batch = SupervisedBatch(*supervised(self._rows.draw(self._section.rows_per_step)))
+        # warm-up steps count up to 0, so that their keys never meet those of training
+        key = StepKey(lineage, number - self._section.steps, 0, "actor")
+        metrics = dict(await self._actor.forward_backward(key, batch))
+        await self._actor.optim_step(key, self._section.learning_rate)
+        return metrics | {"warmup/steps": float(number)}
