@@ -12,16 +12,38 @@ from services.runtime.errors import UserError
 CHECKOUT = Path(__file__).parents[2]
 
 
+WHAT = ("coordinator", "loop", "reward", "rollout", "routing", "trainer", "weights")
+LOAD = (  # of the coordinator
+    ("replicas", 256, "rollout replicas"),
+    ("reward-workers", 64, "reward services"),
+    ("rate", 5000.0, "samples per second"),
+    ("seconds", 20.0, "for how long, after the first steps"),
+    ("in-flight", 100_000, "samples between issue and publish; then a tenth of them"),
+    ("tokens", 512, "of a response"),
+    ("group-size", 8, "samples of a prompt"),
+    ("memory-rate", 1000.0, "samples per second while memory is watched"),
+    ("memory-seconds", 120.0, "for how long; 0: not at all"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["loop", "reward", "rollout", "routing", "trainer", "weights"])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    benchmarks = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    for what in WHAT:
+        benchmark = benchmarks.add_parser(what)
+        benchmark.add_argument("--json", action="store_true", help="print one JSON object")
+        for name, default, meaning in LOAD if what == "coordinator" else ():
+            benchmark.add_argument(
+                f"--{name}", type=type(default), default=default, help=f"{meaning} (default: {default:g})"
+            )
 
 
 def run(arguments: argparse.Namespace) -> int:
     if not (CHECKOUT / "benchmarks").is_dir():
         raise UserError("the benchmarks are not part of an installed package: run this from a checkout")
     sys.path.insert(0, str(CHECKOUT))
-    result = importlib.import_module(f"benchmarks.{arguments.what}").run()
+    names = [name.replace("-", "_") for name, _, _ in LOAD] if arguments.what == "coordinator" else []
+    options = {name: getattr(arguments, name) for name in names}
+    result = importlib.import_module(f"benchmarks.{arguments.what}").run(**options)
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:

@@ -1,0 +1,137 @@
+"""The coordinator process, with a look every millisecond at what its event loop computes.
+
+A look adds the CPU time that the thread took since the last one to the part whose code is innermost on its
+stack. `python -m benchmarks.coordinator_parts READINGS --config ...` runs services.coordinator so, and
+appends a line to the file READINGS ten times a second.
+"""
+
+import json
+import resource
+import signal
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from services.coordinator.__main__ import main
+
+LOOK_S = 0.001
+READING_S = 0.1
+REST = "gRPC and event loop"
+GRPC = "/grpc/"  # in the path of a file: what it does is gRPC's, whoever called it
+OWN = "/services/"
+
+# File below services/, function, part: the first line of which file and function begin so counts. Files that
+# are not here, such as runtime/store.py, work for their caller.
+PARTS = (
+    ("wire/codec.py", "decode_", "decode"),
+    ("wire/codec.py", "encode_forward_backward", "prepare"),
+    ("coordinator/journal", "", "journal"),
+    ("coordinator/ledger", "", "journal"),
+    ("coordinator/grading.py", "", "grading"),
+    ("coordinator/rewards.py", "", "grading"),
+    ("runtime/clients.py", "RewardClient", "grading"),
+    ("coordinator/groups.py", "PendingGroup.grade", "grading"),
+    ("coordinator/groups.py", "PendingGroup.request", "dispatch"),
+    ("coordinator/groups.py", "PendingGroup._request", "dispatch"),
+    ("coordinator/groups.py", "", "take"),
+    ("coordinator/source.py", "", "take"),
+    ("coordinator/data.py", "", "take"),
+    ("coordinator/generation.py", "", "dispatch"),
+    ("coordinator/replicas.py", "", "dispatch"),
+    ("coordinator/routing.py", "", "dispatch"),
+    ("runtime/clients.py", "RolloutClient.generate", "dispatch"),
+    ("runtime/clients.py", "TrainerClient.publish", "push"),
+    ("runtime/clients.py", "TrainerClient", "prepare"),
+    ("runtime/clients.py", "RolloutClient", "push"),
+    ("coordinator/sync.py", "", "push"),
+    ("coordinator/plans.py", "", "push"),
+    ("coordinator/checkpoints.py", "", "checkpoint"),
+    ("coordinator/algorithm.py", "", "prepare"),
+    ("coordinator/experience.py", "", "prepare"),
+    ("coordinator/advantage.py", "", "prepare"),
+    ("coordinator/metrics.py", "", "prepare"),
+    ("coordinator/loop.py", "", "prepare"),
+    ("coordinator/__main__.py", "main", REST),
+    ("coordinator/", "", "membership"),
+    ("runtime/server.py", "", "membership"),
+)
+
+
+class Looks:
+    """CPU seconds of the calling thread, by part and by the part's function; and readings of them."""
+
+    def __init__(self, readings: Path) -> None:
+        self._file = readings.open("a")
+        self._cpu: defaultdict[str, float] = defaultdict(float)
+        self._functions: defaultdict[str, float] = defaultdict(float)
+        self._known: dict[Any, str | None] = {}  # code -> its part
+        self._seen = time.thread_time()
+        self._next_reading = 0.0
+
+    def start(self) -> None:
+        signal.signal(signal.SIGALRM, self._look)
+        signal.siginterrupt(signal.SIGALRM, False)
+        signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
+
+    def stop(self) -> None:
+        """Before the interpreter ends: it takes its handlers of signals away."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _look(self, number: int, frame: FrameType | None) -> None:
+        part, function = self._place(frame)
+        taken = time.thread_time() - self._seen
+        self._cpu[part] += taken
+        self._functions[f"{part}: {function}"] += taken
+        if time.time() >= self._next_reading:
+            self._next_reading = time.time() + READING_S
+            self._write()
+        self._seen = time.thread_time()  # the look itself is nobody's
+
+    def _place(self, frame: FrameType | None) -> tuple[str, str]:
+        """The part at work and the function of ours that is innermost."""
+        function = ""
+        while frame is not None:
+            code = frame.f_code
+            if code not in self._known:
+                self._known[code] = part_of(code.co_filename, code.co_qualname)
+            part = self._known[code]
+            if not function and OWN in code.co_filename:
+                function = f"{code.co_filename.rpartition(OWN)[2]} {code.co_qualname}"
+            if part is not None:
+                return part, function
+            frame = frame.f_back
+        return REST, function
+
+    def _write(self) -> None:
+        reading = {
+            "time": time.time(),
+            "parts": self._cpu,
+            "functions": self._functions,
+            "other_threads": time.process_time() - time.thread_time(),
+            "rss": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
+        }
+        self._file.write(json.dumps(reading) + "\n")
+        self._file.flush()
+
+
+def part_of(file: str, function: str) -> str | None:
+    """None: it works for its caller."""
+    if GRPC in file:
+        return REST
+    _, ours, path = file.rpartition(OWN)
+    if not ours:
+        return None
+    fitting = (part for start, name, part in PARTS if path.startswith(start) and function.startswith(name))
+    return next(fitting, None)
+
+
+if __name__ == "__main__":
+    looks = Looks(Path(sys.argv.pop(1)))
+    looks.start()
+    try:
+        main()
+    finally:
+        looks.stop()

@@ -1,0 +1,22 @@
+"""The coordinator's benchmark, at a load that any machine drives: it measures, and the run is a real one."""
+
+import asyncio
+from pathlib import Path
+
+from benchmarks.coordinator import AIMED_AT, Load, drive, prepared_run
+from services.runtime.store import embedded
+
+LOAD = Load(replicas=4, reward_workers=2, rate=200.0, in_flight=200, tokens=16, group_size=4)
+
+
+def test_the_coordinator_benchmark_runs_steps_and_says_what_each_part_costs(tmp_path: Path) -> None:
+    config = prepared_run(LOAD, tmp_path)
+    with embedded(config.folder / "store") as store:
+        result = asyncio.run(drive(LOAD, 0.5, config, store))
+    samples_per_step = LOAD.prompts_per_step * LOAD.group_size
+    assert (LOAD.max_staleness + 1) * samples_per_step == LOAD.in_flight
+    assert result["samples"] % samples_per_step == 0
+    parts = result["coordinator_us_by_part"]
+    assert all(parts[part] > 0 for part in AIMED_AT)
+    assert sum(parts.values()) == result["coordinator_us"] > result["decode_journal_grading_take_us"]
+    assert list((config.folder / "checkpoints").glob("step-*"))
