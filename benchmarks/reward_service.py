@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from services.config.load import TOKEN
 from services.runtime.clients import Caller, RewardClient
 from services.runtime.errors import OverloadedError
 from services.wire.types import FinishReason, GradingError, GroupId, SampleId, ScoreItem
@@ -89,9 +91,10 @@ async def service(folder: str, reward: dict[str, Any]) -> AsyncIterator[Service]
     config["data"] = {"train": [{"path": "unused.jsonl"}]}
     path = Path(folder) / "config.json"
     path.write_text(json.dumps(config))
-    process, address = await asyncio.to_thread(start, path)
+    token = secrets.token_urlsafe()
+    process, address = await asyncio.to_thread(start, path, token)
     try:
-        client = RewardClient(address, Caller(), timeout_s=120.0)
+        client = RewardClient(address, Caller(token=token), timeout_s=120.0)
         yield Service(client, psutil.Process(process.pid))
         await client.close()
     finally:
@@ -99,14 +102,14 @@ async def service(folder: str, reward: dict[str, Any]) -> AsyncIterator[Service]
         await asyncio.to_thread(process.wait)
 
 
-def start(config: Path) -> tuple[subprocess.Popen[bytes], str]:
+def start(config: Path, token: str) -> tuple[subprocess.Popen[bytes], str]:
     """The process and its address, once it serves."""
     ready, write_end = os.pipe()
     command = [sys.executable, "-m", "services.reward", "--config", str(config), "--name", "reward-0"]
     process = subprocess.Popen(
         [*command, "--ready-fd", str(write_end)],
         pass_fds=(write_end,),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, TOKEN: token, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.DEVNULL,
     )
     os.close(write_end)

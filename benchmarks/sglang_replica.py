@@ -8,6 +8,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from services.config.load import access_token
 from services.config.schema import SGLangConfig
 from services.rollout.engines.sglang.engine import SGLangEngine
 from services.rollout.service import RolloutService
@@ -27,7 +28,7 @@ async def main(folder: Path) -> None:
     )
     service = RolloutService(engine, "rollout-0", "bench")
     server = await Server.start(
-        "atoll.v1.Rollout", service.add_to, host="127.0.0.1", port=0, token=None, setting=""
+        "atoll.v1.Rollout", service.add_to, host="127.0.0.1", port=0, token=access_token(), setting=""
     )
     print(server.address, flush=True)
     await asyncio.to_thread(sys.stdin.read)

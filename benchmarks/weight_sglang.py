@@ -1,6 +1,8 @@
 """A weight push to a real SGLang server of 256 MiB on a CPU, beside one thread's memory copy."""
 
 import asyncio
+import os
+import secrets
 import subprocess
 import tempfile
 from pathlib import Path
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.weight_push import Pusher, Worker, Writer, flat, interleaved
 from services.cli.arithmetic import build_arithmetic
 from services.cli.plan_weights import trainer_catalogs
+from services.config.load import TOKEN
 from services.config.schema import ParallelConfig
 from services.runtime.clients import Caller, RolloutClient
 from services.runtime.model_spec import read_spec
@@ -40,20 +43,27 @@ def run(rounds: int) -> dict[str, Any]:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(MODEL).save_pretrained(folder / "model")  # type: ignore[no-untyped-call]
         command = [str(PYTHON), "-m", "benchmarks.sglang_replica", str(folder / "model")]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        token = secrets.token_urlsafe()
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {TOKEN: token},
+        ) as server:
             assert server.stdin
             assert server.stdout
             try:
-                return asyncio.run(_push(folder / "model", server.stdout.readline().strip(), rounds))
+                return asyncio.run(_push(folder / "model", server.stdout.readline().strip(), token, rounds))
             finally:
                 server.stdin.close()
 
 
-async def _push(folder: Path, address: str, rounds: int) -> dict[str, Any]:
+async def _push(folder: Path, address: str, token: str, rounds: int) -> dict[str, Any]:
     catalog, num_bytes = flat(trainer_catalogs(read_spec(folder), ParallelConfig())[0])
     writer = Worker(0, Writer, num_bytes, "shm")
     try:
-        client = RolloutClient(address, Caller(fence=1), timeout_s=60)
+        client = RolloutClient(address, Caller(fence=1, token=token), timeout_s=60)
         pusher = Pusher(writer, catalog, {client: (await client.info()).catalogs}, "shm")
         actions = {"memcpy": lambda: writer("memcpy"), "push": pusher.push}
         measured = await interleaved(actions, rounds, [writer], lambda: writer("train"))

@@ -1,10 +1,15 @@
 """Small real models and a tokenizer, made locally once per session."""
 
+import os
 from pathlib import Path
 from shutil import copytree
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.tokens import TOKEN
+
+os.environ["ATOLL_TOKEN"] = TOKEN
 
 # The same cases in every run, so that a change is judged by itself; to look for others, take it out.
 # Nothing is timed: a busy machine is no failure.

@@ -31,7 +31,7 @@ from services.coordinator.groups import PendingGroup
 from services.coordinator.push_report import PushReport
 from services.coordinator.replicas import Replica, Replicas
 from services.coordinator.sync import WeightSync
-from services.runtime.clients import Caller, TrainerClient
+from services.runtime.clients import TrainerClient
 from services.wire.types import (
     Float32,
     Graded,
@@ -48,6 +48,7 @@ from services.wire.types import (
     Version,
 )
 from tests.builders import run_config
+from tests.tokens import CALLER
 from tests.trainer_fleet import Fleet, read_line, update
 
 PROMPT = np.array([5, 9, 14, 7, 16], np.int32)
@@ -56,7 +57,6 @@ NUM_TOKENS = 150  # of a sample that a replica is to lose
 # Tokens of the samples of two calls, which are to be caught by a push: whenever it comes, some are in their
 # midst, since neither the samples nor the calls end together.
 CAUGHT = (range(90, 154, 4), range(70, 134, 4))
-CALLER = Caller(fence=1)
 # of the log-probability of a token; transformers itself, in bfloat16, is 0.01 off
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 

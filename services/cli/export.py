@@ -6,7 +6,8 @@ from pathlib import Path
 
 from services.cli.launcher import first_of, ranks_of
 from services.cli.processes import Fleet
-from services.config.load import access_token, read_resolved
+from services.cli.tokens import Tokens
+from services.config.load import read_resolved
 from services.config.schema import RunConfig
 from services.coordinator.checkpoints import ACTOR, Checkpoints
 from services.runtime.clients import Caller, TrainerClient
@@ -46,9 +47,9 @@ def newest_checkpoint(source: Path) -> Path:
 
 async def export(config: RunConfig, weights: Path, out: Path) -> None:
     """Starts the run's trainer ranks, has them load `weights` and write `out`, and ends them."""
-    ranks = ranks_of(config, ACTOR)
-    async with Fleet(config.folder / "logs" / "export") as fleet:
-        client = TrainerClient(await fleet.start(ranks), Caller(fence=FENCE, token=access_token()))
+    ranks, tokens = ranks_of(config, ACTOR), Tokens.of_this_run()
+    async with Fleet(config.folder / "logs" / "export", tokens.environment) as fleet:
+        client = TrainerClient(await fleet.start(ranks), Caller(fence=FENCE, token=tokens.run))
 
         async def work() -> None:
             try:

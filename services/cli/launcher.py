@@ -10,8 +10,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from services.cli import tokens
 from services.cli.processes import Fleet, Service, ServiceGroup
-from services.config.load import access_token, write_resolved
+from services.cli.tokens import Tokens
+from services.config.load import write_private, write_resolved
 from services.config.schema import Role, RunConfig
 from services.runtime.clients import Caller, CoordinatorClient
 from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
@@ -33,19 +35,24 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
     another run, ServiceDiedError where a service is lost for good; all others are down by then.
     """
     check_interpreter(config.rollout.python)
+    given = Tokens.of_this_run()
     claim_folder(config.folder, resume=resume)
     with store_url(config) as url:  # which no second launcher of this run gets
         write_resolved(config, config.folder / "config.json")
         coordinator = coordinator_of(config, url, resume=resume)
         services = partial(services_of, config)
         try:
-            return asyncio.run(supervise(config.folder, coordinator, services, follow))
+            return asyncio.run(supervise(config.folder, given, coordinator, services, follow))
         except asyncio.CancelledError:  # by the second interrupt
             return False
 
 
 async def supervise(
-    folder: Path, coordinator: ServiceGroup, services: Callable[[str], list[ServiceGroup]], follow: Follow
+    folder: Path,
+    given: Tokens,
+    coordinator: ServiceGroup,
+    services: Callable[[str], list[ServiceGroup]],
+    follow: Follow,
 ) -> bool:
     """Starts the coordinator, then the services that want its address, until the coordinator ends.
 
@@ -53,10 +60,10 @@ async def supervise(
     """
     stop = asyncio.Event()
     with interrupts(stop):
-        async with Fleet(folder / "logs") as fleet:
+        async with Fleet(folder / "logs", given.environment) as fleet:
             address = await fleet.start(coordinator)
-            with address_file(folder, address):
-                client = CoordinatorClient(address, Caller(token=access_token()))
+            with address_file(folder, address, given):
+                client = CoordinatorClient(address, Caller(token=given.run))
                 try:
                     await first_of(
                         *(fleet.keep(group) for group in services(address)),
@@ -170,15 +177,17 @@ def store_url(config: RunConfig) -> Iterator[str]:
 
 
 @contextmanager
-def address_file(folder: Path, address: str) -> Iterator[None]:
-    """Lets `atoll status` find the coordinator, until a later launcher's takes the run over."""
+def address_file(folder: Path, address: str, given: Tokens) -> Iterator[None]:
+    """Lets `atoll status` find the coordinator and its token, until a later launcher takes the run over."""
     path = folder / ADDRESS_FILE
-    path.write_text(address)
+    given.write(folder)
+    write_private(path, address)
     try:
         yield
     finally:
         if path.exists() and path.read_text() == address:
             path.unlink()
+            tokens.remove(folder)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from services.runtime.errors import AtollError
@@ -58,8 +58,10 @@ class ServiceGroup:
 class Fleet:
     """The processes of a run, each in its own process group and with its own log. Leaving ends them all."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`environment`: of every process, above this one's and below a service's own."""
         self._logs = logs
+        self._environment = environment
         self._processes: dict[str, Process] = {}
 
     async def __aenter__(self) -> Self:
@@ -155,7 +157,7 @@ class Fleet:
                     stdin=DEVNULL,
                     stdout=log,
                     stderr=STDOUT,
-                    env={**os.environ, **meeting, **service.environment},
+                    env={**os.environ, **self._environment, **meeting, **service.environment},
                     pass_fds=(write_end,),
                     start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
                 )

@@ -4,8 +4,7 @@ import argparse
 import asyncio
 
 from services.cli import running
-from services.config.load import access_token
-from services.runtime.clients import Caller, RewardClient
+from services.runtime.clients import RewardClient
 from services.runtime.errors import UserError
 
 
@@ -20,13 +19,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _reload(arguments: argparse.Namespace) -> list[str]:
-    async with running.coordinator(arguments) as coordinator:
+    run = running.found(arguments, in_full=True)
+    async with running.connected(run) as coordinator:
         status = await coordinator.status()
     services = [entry for entry in status.services if entry.role == "reward"]
     if not services:
         raise UserError(f"{status.run} has no reward service now: see `atoll status`")
     for entry in services:
-        client = RewardClient(entry.address, Caller(token=access_token()))
+        client = RewardClient(entry.address, run.caller)
         try:
             await client.reload()
         except UserError as error:

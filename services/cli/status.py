@@ -15,19 +15,23 @@ from services.runtime.errors import ServiceUnavailableError, UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("run", type=Path, nargs="?", metavar="RUN", help="a run's folder, such as runs/NAME")
-    which.add_argument("--coordinator", metavar="HOST:PORT", help="of a run on another machine")
+    which.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="of a run on another machine, whose token is in ATOLL_OPERATOR_TOKEN or ATOLL_TOKEN",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.coordinator:
-        print(describe(asyncio.run(ask(arguments.coordinator))))
+        print(describe(asyncio.run(ask(running.at(arguments.coordinator)))))
         return 0
     folder: Path = arguments.run
     if not (folder / "config.json").exists():
         raise UserError(f"{folder} holds no run: give a run's folder, such as runs/NAME")
     if (folder / ADDRESS_FILE).exists():
         with suppress(ServiceUnavailableError):  # left behind by a launcher that was killed
-            print(describe(asyncio.run(ask((folder / ADDRESS_FILE).read_text()))))
+            print(describe(asyncio.run(ask(running.of(folder)))))
             return 0
     if (folder / "summary.json").exists():
         progress.print_summary(json.loads((folder / "summary.json").read_text()), folder)
@@ -36,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def ask(address: str) -> RunStatus:
-    async with running.connected(address) as client:
+async def ask(run: running.Run) -> RunStatus:
+    async with running.connected(run) as client:
         return await client.status()
 
 

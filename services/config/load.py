@@ -39,12 +39,44 @@ def read_resolved(path: Path) -> RunConfig:
 
 
 def write_resolved(config: RunConfig, path: Path) -> None:
-    path.write_text(config.model_dump_json(indent=2) + "\n")
+    write_private(path, config.model_dump_json(indent=2) + "\n")
 
 
-def access_token() -> str | None:
-    """The bearer token that every service of this installation shares; None on loopback-only set-ups."""
-    return os.environ.get("ATOLL_TOKEN")
+def write_private(path: Path, text: str) -> None:
+    """Replaces the file by one that nobody but its owner can read."""
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)  # whose permissions would stay
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    new.replace(path)
+
+
+TOKEN: typing.Final = "ATOLL_TOKEN"
+OPERATOR_TOKEN: typing.Final = "ATOLL_OPERATOR_TOKEN"
+
+
+def access_token() -> str:
+    """The run's token, which every service and every caller of one has. Raises ConfigError if it is not
+    set."""
+    token = given_token(TOKEN)
+    if token is None:
+        raise ConfigError(
+            f"the environment variable {TOKEN} is not set: `atoll run` makes a token for its services; start "
+            "one by hand with the same secret in that variable as the others of its run"
+        )
+    return token
+
+
+def given_token(variable: str) -> str | None:
+    """None if it is not set. Raises ConfigError if it is empty, as when a compose file passes on an unset
+    variable."""
+    token = os.environ.get(variable)
+    if token is not None and not token.strip():
+        raise ConfigError(
+            f"the environment variable {variable} is empty, expected a secret such as the output of "
+            "`openssl rand -hex 32`: set it or unset it"
+        )
+    return token
 
 
 def secret(reference: str) -> str:

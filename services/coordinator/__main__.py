@@ -7,18 +7,18 @@ import sys
 from pathlib import Path
 
 from services.config.errors import ConfigError
-from services.config.load import access_token, read_resolved
+from services.config.load import OPERATOR_TOKEN, access_token, given_token, read_resolved
 from services.config.schema import RunConfig
 from services.coordinator.assembly import Assembly, first_cause
 from services.coordinator.control import Control, State
 from services.coordinator.registry import Registry
 from services.coordinator.servers import Servers
-from services.coordinator.service import CoordinatorService
+from services.coordinator.service import OPERATORS_MAY, CoordinatorService
 from services.external.protocols import connect
 from services.runtime.clients import Caller
 from services.runtime.errors import AtollError, UserError
 from services.runtime.process import announce
-from services.runtime.server import Server
+from services.runtime.server import Admitted, Server
 from services.runtime.store import Store
 from services.runtime.telemetry import configure_logging
 
@@ -48,8 +48,9 @@ def main() -> None:
 
 async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: bool) -> None:
     """Serves until the run has ended. Raises what ended it, if that was an error."""
+    token, operator_token = access_token(), given_token(OPERATOR_TOKEN)
     store = Store(store_url, config.run.name)
-    caller = Caller(await store.take_epoch(), access_token())
+    caller = Caller(await store.take_epoch(), token)
     registry = Registry(store, config.coordinator.lease_s)
     control = Control(trains=config.run.mode != "rollout_only")
     servers = Servers(
@@ -65,8 +66,9 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
         CoordinatorService(config.run.name, registry, servers, control).add_to,
         host=config.coordinator.host,
         port=config.coordinator.port,
-        token=caller.token,
+        token=token,
         setting="coordinator.port",
+        operators=Admitted(operator_token, OPERATORS_MAY) if operator_token else None,
     )
     try:
         if ready_fd is not None:

@@ -1,5 +1,7 @@
 """The Coordinator servicer: leases of services, other people's servers, and what people ask of the run."""
 
+from typing import Final
+
 import grpc
 import grpc.aio
 
@@ -10,6 +12,9 @@ from services.wire import codec
 from services.wire.v1 import coordinator_pb2 as pb
 from services.wire.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 
+OPERATORS_MAY: Final = frozenset(  # people who watch and steer the run, and register servers
+    {"Status", "AddServer", "RemoveServer", "PauseRun", "ResumeRun", "StopRun", "Checkpoint"}
+)
 ANSWER_BEFORE_DEADLINE_S = 3.0  # a coordinator that is busy for a moment still answers in time
 
 

@@ -156,7 +156,7 @@ async def _serve_one(
     built: Service,
     context: ServiceContext,
     arguments: argparse.Namespace,
-    token: str | None,
+    token: str,
     *,
     first: bool,
 ) -> None:
@@ -207,7 +207,7 @@ def _stop_signal() -> Iterator[asyncio.Future[None]]:
 
 
 async def _hold_lease(
-    entry: ServiceEntry, coordinator: str | None, token: str | None, *ends: asyncio.Future[None]
+    entry: ServiceEntry, coordinator: str | None, token: str, *ends: asyncio.Future[None]
 ) -> None:
     """Keeps `entry` registered until the first of `ends` is done, however long the coordinator is away; then
     removes it.

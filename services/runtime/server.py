@@ -1,10 +1,10 @@
 """The gRPC server that every service runs: health, reflection, and one gate before every method."""
 
 import hmac
-import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
@@ -32,6 +32,14 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Check: TypeAlias = Callable[[str, "Context"], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A token and the methods that its holders may call; None: all of them."""
+
+    token: str
+    methods: frozenset[str] | None = None
+
+
 class Server:
     """A running server. `address` is what peers connect to."""
 
@@ -48,20 +56,16 @@ class Server:
         *,
         host: str,
         port: int,
-        token: str | None,
+        token: str,
         setting: str,
+        operators: Admitted | None = None,
     ) -> Self:
-        """Serves `service` ("atoll.v1.Trainer"), whose methods `add_to` registers.
+        """Serves `service` ("atoll.v1.Trainer"), whose methods `add_to` registers, to holders of `token`.
 
-        `port` 0 takes any free one. Raises UserError where the port, which `setting` gave, is taken, and
-        where a host off loopback comes without a token.
+        `operators` have a token of their own. `port` 0 takes any free one. Raises UserError where the port,
+        which `setting` gave, is taken.
         """
-        if token is None and not _is_loopback(host):
-            raise UserError(
-                f"{setting.rpartition('.')[0] or service}: {host} is reachable from other machines, "
-                "so the services need a shared secret: set the environment variable ATOLL_TOKEN"
-            )
-        server = _gated(token)
+        server = _gated(Admitted(token), *filter(None, [operators]))
         add_to(server)
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -83,7 +87,7 @@ class Server:
         cls, service: str, add_to: Callable[[grpc.aio.Server], None], *, socket_path: Path
     ) -> Self:
         """Serves `service` on a unix socket: who may open it is a matter of the folder's permissions."""
-        server, health_servicer, address = _gated(None), health.aio.HealthServicer(), f"unix:{socket_path}"
+        server, health_servicer, address = _gated(), health.aio.HealthServicer(), f"unix:{socket_path}"
         add_to(server)
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         server.add_insecure_port(address)
@@ -97,22 +101,15 @@ class Server:
         await self._server.stop(grace_s)
 
 
-def _gated(token: str | None) -> grpc.aio.Server:
+def _gated(*admitted: Admitted) -> grpc.aio.Server:
     return grpc.aio.server(
-        interceptors=[_Gate(token)],
+        interceptors=[_Gate(admitted)],
         options=[
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", 0),  # else two servers share a port without a word
         ],
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _advertised(host: str) -> str:
@@ -122,8 +119,10 @@ def _advertised(host: str) -> str:
 class _Gate(grpc.aio.ServerInterceptor):
     """Who may call what: token, deadline, fence. And what callers learn of an error."""
 
-    def __init__(self, token: str | None) -> None:
-        self._authorization = None if token is None else f"Bearer {token}".encode()
+    def __init__(self, admitted: Sequence[Admitted]) -> None:
+        """Nobody in `admitted`: everybody who can open the socket."""
+        assert all(each.token for each in admitted), "an empty token would admit every caller"
+        self._admitted = admitted
         self._highest_fence = 0
 
     async def intercept_service(
@@ -138,12 +137,8 @@ class _Gate(grpc.aio.ServerInterceptor):
 
     def _check(self, method: str, context: Context) -> None:
         metadata = dict(context.invocation_metadata() or ())
-        if self._authorization is not None:
-            given = str(metadata.get("authorization", "")).encode()
-            if not hmac.compare_digest(given, self._authorization):
-                raise UnauthenticatedError(
-                    f"{method}: no or wrong bearer token; give caller and service the same ATOLL_TOKEN"
-                )
+        if self._admitted:
+            self._check_token(method, str(metadata.get("authorization", "")))
         if method.startswith(_REFLECTION):
             return
         remaining = context.time_remaining()
@@ -152,6 +147,22 @@ class _Gate(grpc.aio.ServerInterceptor):
         service, _, name = method.rpartition("/")
         if service + "/" in _FENCED_SERVICES and name not in _READ_ONLY_METHODS:
             self._check_fence(method, metadata.get(FENCE_KEY))
+
+    def _check_token(self, method: str, authorization: str) -> None:
+        known = [
+            each
+            for each in self._admitted
+            if hmac.compare_digest(authorization.encode(), f"Bearer {each.token}".encode())
+        ]
+        if not known:
+            raise UnauthenticatedError(
+                f"{method}: no or wrong bearer token; give caller and service the same ATOLL_TOKEN"
+            )
+        name = method.rpartition("/")[2]
+        if not any(each.methods is None or name in each.methods for each in known):
+            raise UnauthenticatedError(
+                f"{method}: the operators' token is not enough; call it with the run's own, ATOLL_TOKEN"
+            )
 
     def _check_fence(self, method: str, given: str | bytes | None) -> None:
         if given is None:

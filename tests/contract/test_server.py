@@ -22,12 +22,13 @@ from services.runtime.errors import (
     UserError,
     WeightPushError,
 )
-from services.runtime.server import Server
+from services.runtime.server import Admitted, Server
 from services.wire import codec
 from services.wire.types import PauseMode, Segments
 from services.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tests.tokens import CALLER, TOKEN
 
-TOKEN = "s3cret-token"
+BEARER = ("authorization", f"Bearer {TOKEN}")
 
 
 class FakeRollout(rollout_pb2_grpc.RolloutServicer):
@@ -75,7 +76,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
 
 
 @asynccontextmanager
-async def serving(servicer: FakeRollout, token: str | None = None) -> AsyncIterator[str]:
+async def serving(servicer: FakeRollout, token: str = TOKEN) -> AsyncIterator[str]:
     server = await Server.start(
         "atoll.v1.Rollout",
         lambda s: rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, s),
@@ -95,7 +96,7 @@ async def serving_trainer() -> AsyncIterator[str]:
         lambda s: trainer_pb2_grpc.add_TrainerServicer_to_server(FakeTrainer(), s),
         host="127.0.0.1",
         port=0,
-        token=None,
+        token=TOKEN,
         setting="--port",
     )
     yield server.address
@@ -115,7 +116,7 @@ async def address(servicer: FakeRollout) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def calling(
-    address: str, fence: int | None = None, token: str | None = None
+    address: str, fence: int | None = None, token: str | None = TOKEN
 ) -> AsyncIterator[RolloutClient]:
     client = RolloutClient(address, Caller(fence, token), timeout_s=5)
     yield client
@@ -128,7 +129,7 @@ async def test_a_call_without_a_deadline_is_refused_before_it_does_anything(
     async with grpc.aio.insecure_channel(address) as channel:
         stub = rollout_pb2_grpc.RolloutStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Info(rollout_pb2.RolloutInfoRequest())
+            await stub.Info(rollout_pb2.RolloutInfoRequest(), metadata=[BEARER])
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.details() == "/atoll.v1.Rollout/Info: the call has no deadline; set a timeout"
     assert servicer.calls == 0
@@ -151,7 +152,8 @@ async def test_who_holds_no_fence_may_look_and_not_touch(address: str, servicer:
     async with grpc.aio.insecure_channel(
         address, options=[("grpc.max_receive_message_length", 64 << 20)]
     ) as channel:
-        info = await rollout_pb2_grpc.RolloutStub(channel).Info(rollout_pb2.RolloutInfoRequest(), timeout=5)
+        request = rollout_pb2.RolloutInfoRequest()
+        info = await rollout_pb2_grpc.RolloutStub(channel).Info(request, timeout=5, metadata=[BEARER])
         assert len(info.name) == 10 << 20  # beyond gRPC's default limit of 4 MiB
     async with calling(address) as client:
         with pytest.raises(StaleFenceError, match="only a coordinator may call it"):
@@ -174,7 +176,7 @@ async def test_our_errors_arrive_as_the_class_that_was_raised(address: str) -> N
 async def test_an_error_in_a_stream_arrives_after_what_came_before(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         call = rollout_pb2_grpc.RolloutStub(channel).Generate(
-            rollout_pb2.GenerateRequest(), timeout=5, metadata=(("atoll-fence", "1"),)
+            rollout_pb2.GenerateRequest(), timeout=5, metadata=(BEARER, ("atoll-fence", "1"))
         )
         assert await call.read() == rollout_pb2.GenerateReply()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -194,16 +196,17 @@ async def test_a_bug_names_itself_and_leaves_its_traceback_in_the_log(
 
 
 async def test_streams_of_requests_pass_the_gate_too() -> None:
-    fenced = (("atoll-fence", "1"),)
+    fenced = (BEARER, ("atoll-fence", "1"))
     requests = [trainer_pb2.ForwardBackwardRequest()] * 3
     async with serving_trainer() as address, grpc.aio.insecure_channel(address) as channel:
         stub = trainer_pb2_grpc.TrainerStub(channel)
         reply = await stub.ForwardBackward(iter(requests), timeout=5, metadata=fenced)
         assert dict(reply.metrics) == {"chunks": 3.0}
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.ForwardBackward(iter(requests), timeout=5)
+            await stub.ForwardBackward(iter(requests), timeout=5, metadata=[BEARER])
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        call = stub.ComputeLogprobs(iter([trainer_pb2.ComputeLogprobsRequest()] * 2), timeout=5)
+        chunks = iter([trainer_pb2.ComputeLogprobsRequest()] * 2)
+        call = stub.ComputeLogprobs(chunks, timeout=5, metadata=[BEARER])
         assert len([reply async for reply in call]) == 2
 
 
@@ -211,9 +214,9 @@ async def test_an_epoch_that_ends_while_its_requests_stream_is_refused() -> None
     request = trainer_pb2.ForwardBackwardRequest()
     async with serving_trainer() as address, grpc.aio.insecure_channel(address) as channel:
         stub = trainer_pb2_grpc.TrainerStub(channel)
-        old = stub.ForwardBackward(timeout=5, metadata=(("atoll-fence", "1"),))
+        old = stub.ForwardBackward(timeout=5, metadata=(BEARER, ("atoll-fence", "1")))
         await old.write(request)
-        await stub.ForwardBackward(iter([request]), timeout=5, metadata=(("atoll-fence", "2"),))
+        await stub.ForwardBackward(iter([request]), timeout=5, metadata=(BEARER, ("atoll-fence", "2")))
         with suppress(grpc.aio.AioRpcError):  # it may know already
             await old.write(request)
             await old.done_writing()
@@ -231,7 +234,7 @@ async def test_a_refusal_reaches_a_caller_that_goes_on_sending() -> None:
     chunk = trainer_pb2.ComputeValuesRequest(segments=codec.encode_segments(zeros(500, 1000)))
     async with serving_trainer() as address, grpc.aio.insecure_channel(address) as channel:
         for _ in range(10):
-            call = trainer_pb2_grpc.TrainerStub(channel).ComputeValues(iter([chunk] * 10))
+            call = trainer_pb2_grpc.TrainerStub(channel).ComputeValues(iter([chunk] * 10), metadata=[BEARER])
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call.read()
             assert caught.value.details() == refusal
@@ -265,18 +268,49 @@ async def test_a_token_is_asked_of_everything_but_health_and_never_logged(
     assert "other-token" not in caplog.text
 
 
-async def described(channel: grpc.aio.Channel) -> list[str]:
+async def test_operators_may_call_their_methods_and_no_others() -> None:
+    servicer = FakeRollout()
+    server = await Server.start(
+        "atoll.v1.Rollout",
+        lambda s: rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, s),
+        host="127.0.0.1",
+        port=0,
+        token=TOKEN,
+        setting="--port",
+        operators=Admitted("operators-token", frozenset({"Info"})),
+    )
+    async with calling(server.address, fence=1, token="operators-token") as client:
+        assert (await client.info()).name
+        with pytest.raises(UnauthenticatedError, match=r"Pause: the operators' token is not enough"):
+            await client.pause(PauseMode.WAIT)
+    assert servicer.calls == 1
+    async with calling(server.address, fence=1) as client:
+        await client.pause(PauseMode.WAIT)
+        await client.info()
+    await server.stop(0)
+
+
+async def test_an_empty_token_admits_nobody() -> None:
+    async with serving(FakeRollout()) as address, calling(address, fence=1, token="") as client:
+        with pytest.raises(UnauthenticatedError):
+            await client.info()
+    with pytest.raises(AssertionError):
+        async with serving(FakeRollout(), token=""):
+            pytest.fail("it serves")
+
+
+async def described(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> list[str]:
     """Names that reflection lists."""
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    async for reply in stub.ServerReflectionInfo(iter([request])):
+    async for reply in stub.ServerReflectionInfo(iter([request]), metadata=metadata):
         return [service.name for service in reply.list_services_response.service]
     raise AssertionError("reflection did not answer")
 
 
 async def test_reflection_lists_the_service_without_a_deadline(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
-        assert "atoll.v1.Rollout" in await described(channel)
+        assert "atoll.v1.Rollout" in await described(channel, BEARER)
 
 
 async def test_a_port_in_use_is_an_error_that_names_port_and_setting(address: str) -> None:
@@ -287,15 +321,8 @@ async def test_a_port_in_use_is_an_error_that_names_port_and_setting(address: st
             lambda server: None,
             host="127.0.0.1",
             port=port,
-            token=None,
+            token=TOKEN,
             setting="coordinator.port",
-        )
-
-
-async def test_off_loopback_needs_a_token() -> None:
-    with pytest.raises(UserError, match=r"0\.0\.0\.0 is reachable from other machines.*ATOLL_TOKEN"):
-        await Server.start(
-            "atoll.v1.Rollout", lambda server: None, host="0.0.0.0", port=0, token=None, setting="--port"
         )
 
 
@@ -321,7 +348,7 @@ async def test_stopping_waits_for_calls_in_progress() -> None:
         lambda s: rollout_pb2_grpc.add_RolloutServicer_to_server(Slow(), s),
         host="127.0.0.1",
         port=0,
-        token=None,
+        token=TOKEN,
         setting="--port",
     )
     async with calling(server.address, fence=1) as client:
@@ -362,7 +389,7 @@ async def test_a_peer_that_dies_while_requests_stream_to_it_is_unavailable() -> 
     async with await asyncio.start_server(reset, "127.0.0.1", 0) as peer:
         address = f"127.0.0.1:{peer.sockets[0].getsockname()[1]}"
         for _ in range(6):
-            client = TrainerClient(address, Caller(fence=1), 5)
+            client = TrainerClient(address, CALLER, 5)
             with pytest.raises(ServiceUnavailableError, match="the connection failed"):
                 await client.compute_values(zeros(50, 1000))
             await client.close()

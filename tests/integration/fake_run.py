@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.cli.launcher import supervise
 from services.cli.processes import Service, ServiceDiedError, ServiceGroup
+from services.cli.tokens import Tokens
 from services.runtime.clients import CoordinatorClient
 
 FAKE = Path(__file__).with_name("fake_service.py")
@@ -33,7 +34,7 @@ def main() -> None:
 
     first = fake("coordinator", coordinator, "--expected", str(len(behaviours)))
     try:
-        completed = asyncio.run(supervise(Path(folder), first, services, follow))
+        completed = asyncio.run(supervise(Path(folder), Tokens.of_this_run(), first, services, follow))
     except asyncio.CancelledError:
         completed = False
     except ServiceDiedError as error:

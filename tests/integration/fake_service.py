@@ -5,11 +5,12 @@ import asyncio
 import os
 import signal
 import sys
+from functools import partial
 
-import grpc.aio
-
+from services.config.load import access_token
 from services.runtime.clients import Caller, CoordinatorClient
 from services.runtime.process import announce
+from services.runtime.server import Server
 from services.wire.types import ServiceEntry
 from services.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
@@ -43,18 +44,22 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
 
 async def coordinate(ready_fd: int, expected: int, stubborn: bool, state: str) -> None:
-    server = grpc.aio.server()
-    port = server.add_insecure_port("127.0.0.1:0")
     servicer = Coordinator(expected, stubborn, state)
-    coordinator_pb2_grpc.add_CoordinatorServicer_to_server(servicer, server)
-    await server.start()
-    announce(ready_fd, f"127.0.0.1:{port}")
+    server = await Server.start(
+        "atoll.v1.Coordinator",
+        partial(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, servicer),
+        host="127.0.0.1",
+        port=0,
+        token=access_token(),
+        setting="coordinator.port",
+    )
+    announce(ready_fd, server.address)
     await servicer.stopped.wait()
-    await server.stop(None)
+    await server.stop(0)
 
 
 async def register(name: str, coordinator: str) -> None:
-    client = CoordinatorClient(coordinator, Caller())
+    client = CoordinatorClient(coordinator, Caller(token=access_token()))
     await client.register(ServiceEntry("fake", name, str(os.getpid()), "127.0.0.1:1"))
     await client.close()
 

@@ -23,11 +23,12 @@ from services.cli.launcher import launch
 from services.config.load import load
 from services.rollout.engines.local import LocalEngine
 from services.rollout.service import AS_IN_FOLDER, RolloutService
-from services.runtime.clients import Caller, CoordinatorClient, RolloutClient
+from services.runtime.clients import CoordinatorClient, RolloutClient
 from services.runtime.errors import AtollError, UserError
 from services.runtime.server import Server
 from services.weights.transport import shm
 from services.wire.types import GroupId, GroupRequest, Sample, Sampling
+from tests.tokens import CALLER, TOKEN
 
 CONFIG = """
 [run]
@@ -162,9 +163,9 @@ async def test_a_token_id_outside_the_vocabulary_costs_the_replica_nothing(asset
     )
     service = RolloutService(engine, "rollout-0", "a1")
     server = await Server.start(
-        "atoll.v1.Rollout", service.add_to, host="127.0.0.1", port=0, token=None, setting="--port"
+        "atoll.v1.Rollout", service.add_to, host="127.0.0.1", port=0, token=TOKEN, setting="--port"
     )
-    client = RolloutClient(server.address, Caller(fence=1), timeout_s=30)
+    client = RolloutClient(server.address, CALLER, timeout_s=30)
     for bad in (64, -1):
         with pytest.raises(UserError, match=rf"token id {bad}, expected 0 to 63: the tokenizer does not"):
             await generate(ask(3, 5), ask(3, bad))

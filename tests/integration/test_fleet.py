@@ -26,11 +26,12 @@ from services.coordinator.control import Control
 from services.coordinator.dump import read_dump
 from services.coordinator.registry import Joined, Left, Registry
 from services.coordinator.service import CoordinatorService
-from services.runtime.clients import Caller, CoordinatorClient, RunStatus, TrainerClient
+from services.runtime.clients import CoordinatorClient, RunStatus, TrainerClient
 from services.runtime.errors import ServiceUnavailableError
 from services.runtime.ports import reserved_port
 from services.runtime.server import Server
 from services.runtime.store import Store
+from tests.tokens import CALLER, TOKEN
 
 pytestmark = pytest.mark.long
 
@@ -262,7 +263,7 @@ async def test_torchrun_starts_ranks_on_several_hosts_and_starts_them_again(
         CoordinatorService("nodes", registry, NO_SERVERS, control).add_to,
         host="127.0.0.1",
         port=0,
-        token=None,
+        token=TOKEN,
         setting="coordinator.port",
     )
     changes = registry.changes()
@@ -290,7 +291,7 @@ async def test_torchrun_starts_ranks_on_several_hosts_and_starts_them_again(
         assert isinstance(second, Joined)
         assert second.entry.name == "actor-0"
         assert second.entry.incarnation > first.entry.incarnation
-        client = TrainerClient(second.entry.address, Caller(fence=1))
+        client = TrainerClient(second.entry.address, CALLER)
         stack.push_async_callback(client.close)
         assert (await client.info()).world_size == 2
         kill_rank(nodes, 1)

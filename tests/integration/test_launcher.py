@@ -16,11 +16,14 @@ import pytest
 from services.cli import launcher, processes
 from services.cli.launcher import launch, supervise
 from services.cli.processes import Fleet, Service, ServiceDiedError, ServiceGroup
+from services.cli.running import Run
+from services.cli.running import of as folders_run
+from services.cli.tokens import Tokens
 from services.config.load import read_resolved, write_resolved
 from services.config.schema import RunConfig
 from services.runtime import store
-from services.runtime.clients import CoordinatorClient
-from services.runtime.errors import AtollError, UserError
+from services.runtime.clients import Caller, CoordinatorClient
+from services.runtime.errors import AtollError, UnauthenticatedError, UserError
 from services.runtime.process import EXIT_GAVE_UP, EXIT_RANK_LOST
 from tests.integration.fake_run import fake
 
@@ -208,11 +211,38 @@ async def test_a_run_that_does_not_stop_is_ended(tmp_path: Path, monkeypatch: py
         await asyncio.Event().wait()
 
     coordinator = fake("coordinator", "coordinates-stubbornly", "--expected", "1")
+    tokens = Tokens.of_this_run()
     with pytest.raises(AtollError, match=r"did not stop within 0\.2 s"):
-        await supervise(tmp_path, coordinator, lambda at: [fake("service-0", "serves", at)], follow)
+        await supervise(tmp_path, tokens, coordinator, lambda at: [fake("service-0", "serves", at)], follow)
     assert not any(
         psutil.pid_exists(pids(tmp_path / "logs", name)[0]) for name in ("coordinator", "service-0")
     )
+
+
+async def test_a_run_has_a_token_of_its_own_which_only_its_folder_and_processes_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ATOLL_TOKEN")
+    tokens = Tokens.of_this_run()
+    seen: list[str] = []
+
+    async def follow(client: CoordinatorClient) -> None:
+        await client.status()  # it has services that were admitted
+        stranger = CoordinatorClient(client.address, Caller())
+        with pytest.raises(UnauthenticatedError):
+            await stranger.status()
+        await stranger.close()
+        assert folders_run(tmp_path, in_full=True) == Run(client.address, Caller(token=tokens.run))
+        for process in psutil.Process().children(recursive=True):
+            seen.extend(process.cmdline())
+        await client.stop_run()
+        await asyncio.Event().wait()
+
+    coordinator = fake("coordinator", "coordinates", "--expected", "1")
+    await supervise(tmp_path, tokens, coordinator, lambda at: [fake("service-0", "serves", at)], follow)
+    seen += [path.read_text() for path in (tmp_path / "logs").iterdir()]
+    assert any("fake_service.py" in text for text in seen)
+    assert not any(tokens.run in text or tokens.operators in text for text in seen)
 
 
 def test_a_killed_launcher_takes_its_services_along(tmp_path: Path) -> None:

@@ -20,13 +20,12 @@ from services.coordinator.replicas import Replica, Replicas, State
 from services.coordinator.rewards import Rewards
 from services.coordinator.servers import Servers
 from services.external.protocols import connect
-from services.runtime.clients import Caller
 from services.runtime.server import Server
 from services.runtime.store import Store
 from services.wire.types import ServiceEntry, Version
 from services.wire.v1 import rollout_pb2, rollout_pb2_grpc
+from tests.tokens import CALLER, TOKEN
 
-CALLER = Caller(fence=1)
 Log = asyncio.Queue[logging.LogRecord]
 
 
@@ -52,7 +51,7 @@ async def serving(servicer: SlowToDescribe) -> AsyncIterator[str]:
         lambda s: rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, s),
         host="127.0.0.1",
         port=0,
-        token=None,
+        token=TOKEN,
         setting="--port",
     )
     yield server.address

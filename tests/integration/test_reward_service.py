@@ -44,6 +44,7 @@ from services.wire.types import (
     Status,
 )
 from services.wire.v1 import reward_pb2, reward_pb2_grpc
+from tests.tokens import TOKEN
 
 NO_SERVERS: Any = SimpleNamespace(health=tuple)
 
@@ -87,9 +88,9 @@ def item(index: int, response: str, **extra: object) -> ScoreItem:
 @asynccontextmanager
 async def serving(service: RewardService) -> AsyncIterator[RewardClient]:
     server = await Server.start(
-        "atoll.v1.Reward", service.add_to, host="127.0.0.1", port=0, token=None, setting="--port"
+        "atoll.v1.Reward", service.add_to, host="127.0.0.1", port=0, token=TOKEN, setting="--port"
     )
-    client = RewardClient(server.address, Caller(), timeout_s=60.0)
+    client = RewardClient(server.address, Caller(token=TOKEN), timeout_s=60.0)
     try:
         yield client
     finally:
@@ -276,7 +277,7 @@ async def test_atoll_reload(
             CoordinatorService("toy", registry, NO_SERVERS, Control(trains=False)).add_to,
             host="127.0.0.1",
             port=0,
-            token=None,
+            token=TOKEN,
             setting="--port",
         )
         command = ["reload", "--coordinator", coordinator.address]
@@ -447,7 +448,7 @@ async def test_the_process_finishes_what_it_grades_and_takes_its_workers_with_it
 ) -> None:
     """As the launcher ends it: the whole process group gets SIGTERM."""
     process, address = start(tmp_path, grader.name)
-    client = RewardClient(address, Caller(), timeout_s=20.0)
+    client = RewardClient(address, Caller(token=TOKEN), timeout_s=20.0)
     call = asyncio.create_task(client.score([item(1, "46", began=began, go=go)]))
     try:
         await opened(began)
@@ -469,7 +470,7 @@ async def test_a_process_that_is_killed_takes_even_a_worker_that_hangs_with_it(
     grader: GraderConfig, tmp_path: Path, began: Path
 ) -> None:
     process, address = start(tmp_path, grader.name)
-    client = RewardClient(address, Caller(), timeout_s=20.0)
+    client = RewardClient(address, Caller(token=TOKEN), timeout_s=20.0)
     call = asyncio.create_task(client.score([item(1, "hang", began=began)]))
     try:
         await opened(began)

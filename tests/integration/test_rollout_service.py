@@ -19,7 +19,7 @@ from services.config.load import write_resolved
 from services.config.schema import RunConfig
 from services.rollout.engines.local import LocalEngine
 from services.rollout.service import AS_IN_FOLDER, RolloutService
-from services.runtime.clients import Caller, RolloutClient
+from services.runtime.clients import RolloutClient
 from services.runtime.errors import AtollError, EngineDiedError, ServiceUnavailableError, UserError
 from services.runtime.process import EXIT_GAVE_UP
 from services.runtime.server import Server
@@ -36,6 +36,7 @@ from services.wire.types import (
     VersionSpan,
 )
 from services.wire.v1 import rollout_pb2 as pb
+from tests.tokens import CALLER, TOKEN
 
 GREEDY = Sampling(8, temperature=0.0)
 
@@ -68,9 +69,9 @@ def start_engine(model: Path) -> LocalEngine:
 async def client(tiny_qwen2: Path) -> AsyncIterator[RolloutClient]:
     service = RolloutService(start_engine(tiny_qwen2), "rollout-0", "a1")
     server = await Server.start(
-        "atoll.v1.Rollout", service.add_to, host="127.0.0.1", port=0, token=None, setting="--port"
+        "atoll.v1.Rollout", service.add_to, host="127.0.0.1", port=0, token=TOKEN, setting="--port"
     )
-    client = RolloutClient(server.address, Caller(fence=1), timeout_s=30)
+    client = RolloutClient(server.address, CALLER, timeout_s=30)
     yield client
     await client.close()
     await server.stop(0)
@@ -149,7 +150,7 @@ async def test_samples_of_one_step_come_in_one_message(client):
 
 async def test_expired_and_cancelled_calls_free_their_slots(client):
     endless = Sampling(500)
-    impatient = RolloutClient(client.address, Caller(fence=1), timeout_s=0.2)
+    impatient = RolloutClient(client.address, CALLER, timeout_s=0.2)
     with pytest.raises(ServiceUnavailableError, match="no answer within"):
         await collect(impatient, endless, *(ask(row, range(8)) for row in range(20)))
     await impatient.close()
@@ -219,7 +220,7 @@ async def replica(model: Path, folder: Path, log: int | None = None) -> AsyncIte
 
 async def test_a_replica_is_a_process(tiny_qwen2, tmp_path):
     async with replica(tiny_qwen2, tmp_path) as (process, address):
-        client = RolloutClient(address, Caller(fence=1), timeout_s=30)
+        client = RolloutClient(address, CALLER, timeout_s=30)
         info = await client.info()
         assert (info.name, info.dtype, info.slots, info.max_length) == ("rollout-3", "bfloat16", 3, 64)
         assert info.vocab_size == 64
@@ -235,7 +236,7 @@ async def test_a_replica_whose_engine_breaks_builds_another_and_gives_up_in_the_
     async with replica(diverged_qwen2, tmp_path, PIPE) as (process, _), asyncio.timeout(60):
         for _ in range(2):
             address = await line_with(process, "serves rollout at ")
-            client = RolloutClient(address, Caller(fence=1), timeout_s=30)
+            client = RolloutClient(address, CALLER, timeout_s=30)
             calls = [collect(client, Sampling(8), ask(row)) for row in range(3)]
             errors = await asyncio.gather(*calls, return_exceptions=True)
             # a call that comes when the service has begun to end is not told why

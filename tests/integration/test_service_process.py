@@ -15,13 +15,14 @@ import pytest
 
 from services.coordinator.control import Control
 from services.coordinator.registry import Joined, Left, Registry
-from services.coordinator.service import CoordinatorService
+from services.coordinator.service import OPERATORS_MAY, CoordinatorService
 from services.runtime.clients import Caller, CoordinatorClient, RewardClient
-from services.runtime.errors import UserError
+from services.runtime.errors import UnauthenticatedError, UserError
 from services.runtime.process import EXIT_GAVE_UP
-from services.runtime.server import Server
+from services.runtime.server import Admitted, Server
 from services.runtime.store import EmbeddedServer, Store
 from services.wire.types import ServiceEntry
+from tests.tokens import TOKEN
 
 # A reward service that answers Describe with its incarnation; config's run.seed 13 refuses to build,
 # 14 has a bug, 15 breaks at the first call, of 16 the engine dies at the first call,
@@ -78,19 +79,20 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     """Starts the program; returns its process and the line of its readiness pipe."""
     started: list[Process] = []
 
-    async def start(*arguments: str, seed: int = 0, token: str = "") -> tuple[Process, str]:
+    async def start(*arguments: str, seed: int = 0, token: str | None = TOKEN) -> tuple[Process, str]:
         read_end, write_end = os.pipe()
         ready = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(ready), os.fdopen(read_end, "rb")
         )
+        without = {name: value for name, value in os.environ.items() if name != "ATOLL_TOKEN"}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", PROGRAM, "--config", str(config_file(tmp_path, seed))),
             *("--name", "reward-0", "--ready-fd", str(write_end), *arguments),
             pass_fds=[write_end],
             stdout=PIPE,
             stderr=PIPE,
-            env=os.environ | ({"ATOLL_TOKEN": token} if token else {}),
+            env=without | ({} if token is None else {"ATOLL_TOKEN": token}),
         )
         os.close(write_end)
         started.append(process)
@@ -104,7 +106,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 @asynccontextmanager
-async def coordinator(registry: Registry, port: int = 0, token: str | None = None) -> AsyncIterator[str]:
+async def coordinator(registry: Registry, port: int = 0, token: str = TOKEN) -> AsyncIterator[str]:
     server = await Server.start(
         "atoll.v1.Coordinator",
         CoordinatorService("toy", registry, NO_SERVERS, Control(trains=False)).add_to,
@@ -112,6 +114,7 @@ async def coordinator(registry: Registry, port: int = 0, token: str | None = Non
         port=port,
         token=token,
         setting="coordinator.port",
+        operators=Admitted("operators-token", OPERATORS_MAY),
     )
     yield server.address
     await server.stop(0)
@@ -128,7 +131,7 @@ async def test_a_service_announces_itself_serves_registers_and_leaves_in_order(
     async with coordinator(registry) as address:
         process, line = await start("--coordinator", address)
         served_at = json.loads(line)["address"]
-        client = RewardClient(served_at, Caller(), timeout_s=5)
+        client = RewardClient(served_at, Caller(token=TOKEN), timeout_s=5)
         (incarnation,) = await client.describe()
         await client.close()
         changes = registry.changes()
@@ -228,7 +231,7 @@ async def test_a_service_that_breaks_says_goodbye_and_ends_with_a_traceback(
         changes = registry.changes()
         process, line = await start("--coordinator", address, seed=15)
         joined = await next_of(changes)
-        client = RewardClient(json.loads(line)["address"], Caller(), timeout_s=5)
+        client = RewardClient(json.loads(line)["address"], Caller(token=TOKEN), timeout_s=5)
         assert len(await client.describe()) == 1
         assert await next_of(changes) == Left(joined.entry)  # long before its lease ends
         stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
@@ -262,7 +265,7 @@ async def test_a_service_whose_engine_dies_is_built_anew_and_joins_as_another_in
 
 
 async def incarnation_at(address: str) -> str:
-    client = RewardClient(address, Caller(), timeout_s=5)
+    client = RewardClient(address, Caller(token=TOKEN), timeout_s=5)
     (incarnation,) = await client.describe()
     await client.close()
     return incarnation
@@ -293,9 +296,32 @@ async def test_tokens_are_shared_and_never_logged(start: Start, store: Store) ->
         assert "secret" not in stderr.decode()
 
 
+@pytest.mark.parametrize("token", [None, ""])
+async def test_a_service_without_a_token_says_what_to_do(start: Start, token: str | None) -> None:
+    process, line = await start(token=token)
+    _, stderr = await process.communicate()
+    assert (line, process.returncode) == ("", 1)
+    problem = "is not set: `atoll run` makes" if token is None else "is empty, expected a secret"
+    assert f"reward-0: the environment variable ATOLL_TOKEN {problem}" in stderr.decode()
+    assert len(stderr.decode().splitlines()) == 1
+
+
+async def test_operators_cannot_register_services(store: Store) -> None:
+    registry = Registry(store, lease_s=60)
+    async with coordinator(registry) as address:
+        operator = CoordinatorClient(address, Caller(token="operators-token"))
+        assert (await operator.status()).run == "toy"
+        entry = ServiceEntry("actor", "actor-0", "ffffffffffff", "127.0.0.1:1")
+        for call in (operator.register, operator.heartbeat, operator.deregister):
+            with pytest.raises(UnauthenticatedError, match="the operators' token is not enough"):
+                await call(entry)
+        await operator.close()
+    assert await store.read("ZRANGE", "leases", 0, -1) == []
+
+
 async def test_a_run_that_trains_nothing_refuses_to_save_at_once(store: Store) -> None:
     async with coordinator(Registry(store, lease_s=60)) as address:
-        client = CoordinatorClient(address, Caller())
+        client = CoordinatorClient(address, Caller(token=TOKEN))
         async with asyncio.timeout(5):
             with pytest.raises(UserError, match='mode "rollout_only" has no trainer to save'):
                 await client.checkpoint()

@@ -26,6 +26,7 @@ from services.wire.types import (
     Segments,
 )
 from tests.conftest import write_tokenizer
+from tests.tokens import TOKEN
 
 
 def item(index: int, prompt: str, response: str) -> ScoreItem:
@@ -65,7 +66,7 @@ async def test_it_scores_text_as_transformers_does(folder: Path, tiny_qwen2: Pat
     write_resolved(config, config.folder / "config.json")
     async with Fleet(tmp_path / "logs") as fleet:
         address = await fleet.start(ranks_of(config, "reward_model"))
-        client = connect(server(f"grpc://{address}", tokenizer=str(folder)), token=None)
+        client = connect(server(f"grpc://{address}", tokenizer=str(folder)), token=TOKEN)
         assert await client.probe() == f"reward model {folder}"
         verdicts = await client.score(ITEMS)
         await client.close()

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from services.config.schema import ParallelConfig
-from services.runtime.clients import Caller, TrainerClient
+from services.runtime.clients import TrainerClient
 from services.runtime.errors import LostStateError, ServiceUnavailableError, UserError
 from services.runtime.process import EXIT_RANK_LOST
 from services.wire.types import Segments, ValueBatch, Version
+from tests.tokens import CALLER
 from tests.trainer_fleet import TEMPERATURE, batch, fleet, key, update
 
 END_S = 20.0
@@ -19,7 +20,7 @@ END_S = 20.0
 
 async def drive(address: str, folder: Path) -> list[float]:
     """Every call of the service, with what must hold between them; returns logprobs after one update."""
-    client = TrainerClient(address, Caller(fence=1), timeout_s=60)
+    client = TrainerClient(address, CALLER, timeout_s=60)
     try:
         info = await client.info()
         assert info.vocab_size == 64
@@ -29,7 +30,7 @@ async def drive(address: str, folder: Path) -> list[float]:
 
         segments = batch(0).segments
         before = await client.compute_logprobs(segments)
-        reference = TrainerClient(address, Caller(fence=1), timeout_s=60, role="reference")
+        reference = TrainerClient(address, CALLER, timeout_s=60, role="reference")
         np.testing.assert_array_equal(await reference.compute_logprobs(segments), before)
         first, again = await asyncio.gather(
             client.forward_backward(key(0), batch(0)), client.forward_backward(key(0), batch(0))
@@ -68,7 +69,7 @@ async def drive(address: str, folder: Path) -> list[float]:
         with pytest.raises(UserError, match="outside the model's vocabulary"):
             await client.forward_backward(key(6), wrong)
         with pytest.raises(UserError, match="holds actor and reference, not 'critic'"):
-            await TrainerClient(address, Caller(fence=1), role="critic").info()
+            await TrainerClient(address, CALLER, role="critic").info()
 
         assert await client.offload() > 0
         await client.export_hf(folder / "export")
@@ -115,7 +116,7 @@ def test_a_fleet_serves_every_call(tmp_path: Path, tiny_qwen2: Path, data: int) 
 
 async def drive_critic(address: str, folder: Path) -> None:
     """Every call that a critic answers, and those that it refuses."""
-    client = TrainerClient(address, Caller(fence=1), timeout_s=60, role="critic")
+    client = TrainerClient(address, CALLER, timeout_s=60, role="critic")
     try:
         info = await client.info()
         assert info.roles == ("critic",)
@@ -163,7 +164,7 @@ def test_a_dead_follower_is_an_error_and_ends_the_leader(tmp_path: Path, tiny_qw
     with fleet(tmp_path, tiny_qwen2, ParallelConfig(data=2)) as running:
 
         async def call_after_death() -> None:
-            client = TrainerClient(running.address, Caller(fence=1), timeout_s=60)
+            client = TrainerClient(running.address, CALLER, timeout_s=60)
             await update(client, 0)
             running.ranks[1].kill()
             running.ranks[1].wait()

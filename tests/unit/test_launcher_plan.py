@@ -1,22 +1,32 @@
 """Which processes a run has, and how they are wired."""
 
+import errno
 import socket
+import stat
 import sys
 from pathlib import Path
 
 import pytest
 
+from services.cli import running
 from services.cli.launcher import (
     ADDRESS_FILE,
     address_file,
     check_interpreter,
     claim_folder,
     coordinator_of,
+    launch,
     services_of,
 )
+from services.cli.tokens import Tokens
+from services.config.errors import ConfigError
+from services.config.load import write_resolved
 from services.config.schema import RunConfig
+from services.runtime.clients import Caller, CoordinatorClient
 from services.runtime.errors import UserError
 from services.runtime.ports import reserved_port
+
+TOKENS = Tokens(run="for-services", operators="for-people")
 
 
 def config(**sections: object) -> RunConfig:
@@ -144,8 +154,73 @@ def test_a_reserved_port_goes_to_the_server_that_asks_for_it_and_to_nobody_else(
 
 
 def test_a_launcher_leaves_the_address_of_the_one_that_took_its_run_over(tmp_path: Path) -> None:
-    with address_file(tmp_path, "127.0.0.1:2"):
-        with address_file(tmp_path, "127.0.0.1:1"):  # the earlier one ends first
+    with address_file(tmp_path, "127.0.0.1:2", TOKENS):
+        with address_file(tmp_path, "127.0.0.1:1", TOKENS):  # the earlier one ends first
             (tmp_path / ADDRESS_FILE).write_text("127.0.0.1:2")
         assert (tmp_path / ADDRESS_FILE).read_text() == "127.0.0.1:2"
-    assert not (tmp_path / ADDRESS_FILE).exists()
+        assert running.of(tmp_path) == running.Run("127.0.0.1:2", Caller(token="for-people"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commands_find_the_operators_token_and_if_they_call_services_the_runs_own(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is not running \(there is no .*/operator\.token\)"):
+        running.of(tmp_path)
+    with address_file(tmp_path, "127.0.0.1:2", TOKENS):
+        assert running.of(tmp_path).caller == Caller(token="for-people")
+        assert running.of(tmp_path, in_full=True).caller == Caller(token="for-services")
+
+
+def test_a_coordinator_elsewhere_is_called_with_the_token_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ATOLL_TOKEN", "for-services")
+    assert running.at("there:1").caller == Caller(token="for-services")
+    monkeypatch.setenv("ATOLL_OPERATOR_TOKEN", "for-people")
+    assert running.at("there:1").caller == Caller(token="for-people")
+    assert running.at("there:1", in_full=True).caller == Caller(token="for-services")
+
+
+def test_only_its_owner_can_read_a_runs_tokens_address_and_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch(0o644)  # of a start that an earlier version made
+    write_resolved(config(), tmp_path / "config.json")
+    with address_file(tmp_path, "127.0.0.1:2", TOKENS):
+        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
+    names = "config.json", "coordinator.address", "coordinator.token", "operator.token"
+    assert modes == dict.fromkeys(names, 0o600)
+
+
+def test_another_users_run_is_called_with_the_token_that_its_owner_hands_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(UserError, match=r"operator\.token belongs to another user: ask them for"):
+        running.of(tmp_path)
+
+
+def test_each_run_has_random_tokens_unless_the_environment_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ATOLL_TOKEN")
+    first, second = Tokens.of_this_run(), Tokens.of_this_run()
+    assert len({first.run, first.operators, second.run, second.operators}) == 4
+    assert min(map(len, (first.run, first.operators))) >= 32
+    monkeypatch.setenv("ATOLL_TOKEN", "for-services")
+    assert Tokens.of_this_run().run == "for-services"
+    assert "for-services" not in repr(Tokens.of_this_run())
+
+
+@pytest.mark.parametrize("variable", ["ATOLL_TOKEN", "ATOLL_OPERATOR_TOKEN"])
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_token_is_an_error_before_anything_starts(
+    variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def follow(client: CoordinatorClient) -> None:
+        pytest.fail("it has begun")
+
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=f"{variable} is empty, expected a secret"):
+        launch(config(run={"name": "toy", "steps": 1, "dir": tmp_path}), follow, resume=False)
+    assert list(tmp_path.iterdir()) == []
