@@ -1,42 +1,298 @@
-"""What the loop knows of the steps before it, where a run continues."""
+"""The loop on a trainer that only counts: what happens in which order, what ends it, what it leaves."""
 
-import time
+import asyncio
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from services.config.schema import RunConfig
 from services.coordinator.assembly import rows_before
-from services.coordinator.control import Control
-from services.coordinator.loop import Loop, Settings, Start
+from services.coordinator.checkpoints import Best
+from services.coordinator.control import State
+from services.coordinator.data import SupervisedSource
+from services.coordinator.dump import read_dump
+from services.coordinator.source import ReplaySource
+from services.coordinator.supervised import HeldOutSet, SupervisedSteps
+from services.runtime.errors import AtollError
 from services.runtime.telemetry import MetricsFile
-from services.wire.types import Version
+from services.wire.types import Group, Version
+from tests.fakes import ACTOR_METRICS, FakeRun, ListSource, batch
+
+SUMS = {"sets": [{"name": "sums", "path": "sums.parquet"}], "best": "sums/avg@1"}
 
 
-@pytest.mark.parametrize(("last", "ends"), [(0.5, False), (1.0, True)])
-def test_the_window_of_the_target_goes_on_where_a_run_continues(
-    tmp_path: Path, last: float, ends: bool
+async def test_a_version_is_published_before_it_is_validated_and_validated_before_it_is_saved(
+    tmp_path: Path,
 ) -> None:
-    path = tmp_path / "metrics.jsonl"
+    sections = {
+        "run": {"steps": 2},
+        "validation": {**SUMS, "every": 1},
+        "checkpoint": {"every": 1},
+    }
+    run = FakeRun(tmp_path, sections, validations=[0.0, 0.5, 0.25])
+    await run.run()
+    assert run.events == [
+        ("push", 0),
+        ("validate", 0),
+        ("save", "actor", 0),
+        ("update", "actor", 1),
+        ("push", 1),
+        ("validate", 1),
+        ("save", "actor", 1),
+        ("update", "actor", 2),
+        ("push", 2),
+        ("validate", 2),
+        ("save", "actor", 2),
+    ]
+    assert run.journal.committed == [0, 1, 2]
+    assert run.source.published_versions == [0, 1, 2]
+
+
+async def test_the_summary_says_where_a_run_began_and_ended(tmp_path: Path) -> None:
+    source = ListSource([batch(1, [0.0, 0.5]), batch(2, [0.5, 1.0])])
+    sections = {
+        "run": {"steps": 2, "target_window": 1},
+        "validation": SUMS,
+        "checkpoint": {"at_end": True},
+    }
+    seconds = iter([100.0, 130.0])
+    run = FakeRun(
+        tmp_path, sections, source=source, validations=[0.25, 0.75], clock=lambda: next(seconds, 130.0)
+    )
+    await run.run()
+    assert run.summary() == {
+        "run": "toy",
+        "steps": 2,
+        "seconds": 30.0,
+        "reward_first": 0.25,
+        "reward_last": 0.75,
+        "reward_window": 1,
+        "target_reward": None,
+        "validation_first": {"val/sums/avg@1": 0.25},
+        "validation_last": {"val/sums/avg@1": 0.75},
+        "best": {"step": 2, "value": 0.75},
+        "checkpoint": str(run.checkpoints.path(2)),
+    }
+    assert [row["step"] for row in run.rows()] == [0, 1, 2]
+    assert run.control.progress.state is State.FINISHED
+
+
+async def test_a_guard_that_stops_leaves_the_diverged_weights_unpublished_and_unsaved(
+    tmp_path: Path,
+) -> None:
+    sections = {"guards": {"max_ppo_kl": 0.1}, "checkpoint": {"every": 1, "at_end": True}}
+    run = FakeRun(tmp_path, sections)
+    run.trainers["actor"].metrics = lambda key: ACTOR_METRICS | {"actor/ppo_kl": 0.2 * (key.step == 2)}
+    good = run.checkpoints.path(1)
+    with pytest.raises(AtollError) as error:
+        await run.run()
+    assert str(error.value) == (
+        "step 2: actor/ppo_kl is 0.2, which guards.max_ppo_kl = 0.1 does not allow; "
+        f"the last good checkpoint: step 1 in {good}"
+    )
+    assert run.checkpoints.steps() == [0, 1]
+    assert run.events[-1] == ("update", "actor", 2)
+    assert run.source.published_versions == [0, 1]
+
+
+async def paused(run: FakeRun) -> None:
+    """Waits until the run stands still."""
+    progress = run.control.progress
+    while progress.state is not State.PAUSED:
+        progress = await run.control.follow(progress.revision, 30)
+
+
+@pytest.mark.parametrize("answer", ["resume", "stop"])
+async def test_a_guard_that_pauses_waits_for_an_answer_before_it_publishes(
+    tmp_path: Path, answer: str
+) -> None:
+    run = FakeRun(tmp_path, {"run": {"steps": 2}, "guards": {"min_entropy": 0.5, "action": "pause"}})
+    run.trainers["actor"].metrics = lambda key: ACTOR_METRICS | {"actor/entropy": float(key.step == 2)}
+    running = asyncio.create_task(run.run())
+    await paused(run)
+    assert "actor/entropy is 0, which guards.min_entropy" in run.control.progress.error
+    assert run.events[-1] == ("update", "actor", 1)
+    if answer == "resume":
+        await run.control.resume()
+        await running
+        assert ("push", 2) in run.events
+    else:
+        await run.control.stop()
+        with pytest.raises(AtollError, match=r"guards\.min_entropy"):
+            await running
+        assert ("push", 1) not in run.events
+
+
+async def test_a_paused_run_stands_between_two_steps_until_it_is_resumed(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    await run.control.pause()
+    running = asyncio.create_task(run.run())
+    await paused(run)
+    assert run.events == [("push", 0)]
+    await run.control.resume()
+    await running
+    assert len(run.trainers["actor"].weights) == 3
+
+
+class Endless(ListSource):
+    """After its batches it has none, and waits."""
+
+    async def take(self, step: int, count: int, current: Version) -> list[Group]:
+        if step > len(self._batches):
+            await asyncio.Event().wait()
+        return await super().take(step, count, current)
+
+
+async def test_a_run_that_is_stopped_while_it_waits_for_groups_saves_its_last_step(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, {"checkpoint": {"at_end": True}}, source=Endless([batch(1)]))
+    running = asyncio.create_task(run.run())
+    progress = run.control.progress
+    while progress.step < 1:
+        progress = await run.control.follow(progress.revision, 30)
+    await run.control.stop()
+    await running
+    assert run.checkpoints.steps() == [1]
+    assert run.summary()["steps"] == 1
+
+
+async def test_a_checkpoint_that_is_asked_for_comes_after_the_step_in_progress(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    asked = asyncio.create_task(run.control.request_checkpoint())
+    await asyncio.sleep(0)
+    await run.run()
+    assert await asked == str(run.checkpoints.path(1))
+    assert run.checkpoints.steps() == [1]
+
+
+@pytest.mark.parametrize(("target", "last"), [(0.74, 3), (0.75, 4)])
+async def test_a_run_ends_once_the_mean_reward_of_the_window_passes_its_target(
+    tmp_path: Path, target: float, last: int
+) -> None:
+    scores = [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
+    source = ListSource([batch(step, pair) for step, pair in enumerate(scores, 1)])
+    run = FakeRun(tmp_path, {"run": {"steps": 5, "target_reward": target, "target_window": 2}}, source=source)
+    await run.run()
+    assert run.summary()["steps"] == last
+
+
+@pytest.mark.parametrize(("before", "steps"), [(0.5, 4), (1.0, 3)])
+async def test_the_window_of_the_target_includes_the_steps_before_a_resume(
+    tmp_path: Path, before: float, steps: int
+) -> None:
+    run = FakeRun(
+        tmp_path,
+        {"run": {"steps": 4, "target_reward": 0.7, "target_window": 2}},
+        source=ListSource([batch(4)], first=4),
+    )
+    path = run.config.folder / "metrics.jsonl"
     with MetricsFile(path) as file:
         file.write(0, {"val/sums/avg@1": 0.125})
-        for step, score in enumerate((0.25, 0.75, last, 0.0), 1):
+        for step, score in enumerate((0.25, 0.75, before, 0.0), 1):
             file.write(step, {"critic/score/mean": score, "actor/grad_norm": float("nan")})
     MetricsFile(path, last_step=3)  # the checkpoint's
-    config = RunConfig.model_validate(
-        {
-            "run": {"name": "toy", "dir": tmp_path, "steps": 9, "target_reward": 0.7, "target_window": 2},
-            "model": {"path": tmp_path},
-            "data": {"train": [{"path": tmp_path / "rows.jsonl"}]},
-            "reward": {"graders": [{"name": "exact_match"}]},
-        }
-    )
-    parts = SimpleNamespace(control=Control(trains=True))
     rows = rows_before(path)
-    settings = Settings(config.run, config.validation, config.checkpoint, config.guards)
-    start = Start(Version("a3f0", 3), 3, rows=rows, resumed=True)
-    loop = Loop(settings, parts, start, time.monotonic)  # type: ignore[arg-type]
     assert rows[0] == {"val/sums/avg@1": 0.125}
-    assert loop._scores == [0.25, 0.75, last]
-    assert loop._ends() is ends  # the mean of the last two is 0.625, or 0.875
+    await run.run(step=3, rows=rows)
+    assert run.summary()["steps"] == steps  # the mean of the last two is 0.625, or 0.875
+
+
+async def test_a_resumed_run_neither_warms_up_nor_validates_at_its_start(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, {"validation": SUMS}, source=ListSource([batch(3)], first=3), validations=[0.5])
+    await run.run(step=2, best=Best(1, 0.75))
+    assert run.events == [("push", 2), ("update", "actor", 3), ("push", 3), ("validate", 3)]
+    assert run.summary()["best"] == {"step": 1, "value": 0.75}
+
+
+async def test_the_best_checkpoint_is_saved_when_it_comes_and_kept(tmp_path: Path) -> None:
+    sections = {
+        "run": {"steps": 5},
+        "validation": {**SUMS, "every": 1},
+        "checkpoint": {"keep": 1, "every": 4},
+    }
+    run = FakeRun(tmp_path, sections, validations=[0.0, 0.25, 0.75, 0.5, 0.75, 0.5])
+    await run.run()
+    assert run.checkpoints.steps() == [2, 4]  # the first of equals, and the last that was due
+    assert run.summary()["best"] == {"step": 2, "value": 0.75}
+
+
+async def test_models_leave_the_device_once_their_part_of_the_step_is_over(tmp_path: Path) -> None:
+    leaves = {"offload": True}
+    sections = {
+        "run": {"steps": 1},
+        "trainer": leaves,
+        "critic": leaves,
+        "reference": leaves,
+        "algorithm": {"advantage": "gae", "kl": {"where": "loss"}},
+    }
+    run = FakeRun(tmp_path, sections, models=("actor", "critic", "reference"))
+    await run.run()
+    of_step = run.events[run.events.index(("push", 0)) :]
+    assert of_step[1:3] == [("offload", "actor"), ("offload", "reference")]  # the first version is out
+    critic = [event for event in of_step if event[1] == "critic"]
+    assert critic == [("update", "critic", 1), ("offload", "critic")]
+    assert of_step[-3:] == [("push", 1), ("offload", "actor"), ("offload", "reference")]
+
+
+async def test_the_actor_and_its_version_wait_while_the_critic_warms_up(tmp_path: Path) -> None:
+    sections = {"critic": {"warmup_steps": 2}, "algorithm": {"advantage": "gae"}}
+    run = FakeRun(tmp_path, sections, models=("actor", "critic"))
+    await run.run()
+    assert [key.step for key in run.trainers["critic"].weights] == [1, 2, 3]
+    assert [key.step for key in run.trainers["actor"].weights] == [3]
+    assert [event[1] for event in run.events if event[0] == "push"] == [0, 0, 0, 1]
+
+
+async def test_every_minibatch_of_every_epoch_has_a_key_of_its_own(tmp_path: Path) -> None:
+    groups = [batch(1)[0], batch(2)[0]]
+    sections = {"run": {"steps": 1}, "algorithm": {"num_minibatches": 2, "num_epochs": 2}}
+    run = FakeRun(tmp_path, sections, source=ListSource([groups]))
+    await run.run()
+    keys = run.trainers["actor"].weights
+    assert [(key.lineage, key.step, key.minibatch, key.role) for key in keys] == [
+        ("a3f0", 1, number, "actor") for number in range(4)
+    ]
+
+
+async def test_rollout_only_dumps_its_groups_and_pushes_nothing(tmp_path: Path) -> None:
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"steps": 2, "mode": "rollout_only"},
+        "coordinator": {"dump": True},
+    }
+    run = FakeRun(tmp_path, sections, models=())
+    await run.run()
+    dumps = [read_dump(path) for path in sorted((run.config.folder / "dumps").iterdir())]
+    assert [step for step, _ in dumps] == [1, 2]
+    assert [str(groups[0].prompt.id) for _, groups in dumps] == ["toy/0/1", "toy/0/2"]
+    assert [row["critic/score/mean"] for row in run.rows()] == [0.5, 0.5]
+
+
+async def test_a_replay_trains_on_the_batches_of_a_dump(tmp_path: Path) -> None:
+    first = FakeRun(tmp_path / "first", {"coordinator": {"dump": True}})
+    await first.run()
+    again = FakeRun(tmp_path / "again", source=ReplaySource(first.config.folder / "dumps", 1))
+    await again.run()
+    batches = [list(run.trainers["actor"].batches.values()) for run in (first, again)]
+    for ours, theirs in zip(*batches, strict=True):
+        assert ours.segments.token_ids.tolist() == theirs.segments.token_ids.tolist()
+        assert ours.advantages.tolist() == theirs.advantages.tolist() != [0.0] * len(ours.advantages)
+
+
+PAIR = (np.array([1, 2], np.int32), np.array([3, 4, 5], np.int32))
+
+
+async def test_supervised_steps_train_on_rows_and_a_lower_loss_is_better(tmp_path: Path) -> None:
+    sections = {
+        "run": {"steps": 2, "mode": "supervised"},
+        "validation": {**SUMS, "best": "held/nll", "every": 1},
+    }
+    run = FakeRun(tmp_path, sections)
+    actor, rows = run.trainers["actor"], SupervisedSource([[PAIR]], [1.0], seed=0, shuffle=True)
+    run.steps = SupervisedSteps(rows, [HeldOutSet("held", [PAIR])], actor, rows_per_step=2)
+    losses = iter([1.0, 3.0, 2.0])
+    actor.logprob = lambda: -next(losses)
+    await run.run()
+    assert [row["val/held/nll"] for row in run.rows()] == pytest.approx([1.0, 3.0, 2.0])
+    assert run.summary()["best"]["step"] == 0
+    assert [row["data/epoch"] for row in run.rows()[1:]] == [2.0, 4.0]  # of one row, two a step
+    assert run.steps.cursor.drawn == (4,)

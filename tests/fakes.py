@@ -1,0 +1,195 @@
+"""A run of the real loop on a trainer that only counts, and on batches that are there from the start."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.coordinator.algorithm import Algorithm
+from services.coordinator.checkpoints import Best, Checkpoints
+from services.coordinator.control import Control
+from services.coordinator.data import Cursor
+from services.coordinator.learners import Learners
+from services.coordinator.loop import Loop, Parts, Settings, Start
+from services.coordinator.steps import GroupSteps, NoRecipe, StepSource
+from services.coordinator.warmup import NoWarmUp, WarmUp
+from services.runtime.telemetry import MetricsFile
+from services.wire.types import Batch, Group, Segments, StepKey, Version, Written
+from tests.builders import group, node, run_config, sample, sample_id
+
+Event = tuple[Any, ...]
+ACTOR_METRICS = {"actor/pg_loss": 0.5, "actor/ppo_kl": 0.0, "actor/entropy": 1.0}
+
+
+class FakeTrainer:
+    """A model whose weights are the keys of the steps that it took."""
+
+    def __init__(self, events: list[Event], role: str = "actor") -> None:
+        self.role = role
+        self.weights: list[StepKey] = []
+        self.batches: dict[StepKey, Batch] = {}
+        self.metrics: Callable[[StepKey], Mapping[str, float]] = lambda key: ACTOR_METRICS
+        self.logprob: Callable[[], float] = lambda: -1.0  # of every token
+        self._events = events
+
+    async def forward_backward(self, key: StepKey, batch: Batch) -> Mapping[str, float]:
+        assert key not in self.batches, f"{key} names another batch already"
+        self.batches[key] = batch
+        return self.metrics(key)
+
+    async def optim_step(self, key: StepKey, learning_rate: float) -> Mapping[str, float]:
+        self.weights.append(key)
+        self._events.append(("update", self.role, key.step))
+        return {}
+
+    async def compute_logprobs(self, segments: Segments, temperature: float | None = None) -> np.ndarray:
+        return np.full(len(segments.token_ids), self.logprob(), np.float32)
+
+    async def compute_values(self, segments: Segments) -> np.ndarray:
+        return np.zeros(len(segments.token_ids), np.float32)
+
+    async def save_checkpoint(self, path: Path) -> None:
+        self._events.append(("save", self.role, len(self.weights)))
+        self._write(path)
+
+    async def wait_checkpoint(self, path: Path) -> Written:
+        return Written(seconds=1.0, num_bytes=1)
+
+    async def export_hf(self, path: Path) -> int:
+        self._events.append(("export", self.role))
+        self._write(path)
+        return 1
+
+    async def load_hf(self, path: Path) -> None:
+        self._events.append(("load", self.role))
+
+    def _write(self, path: Path) -> None:
+        path.mkdir(parents=True)
+        (path / "weights.json").write_text(json.dumps([key.step for key in self.weights]))
+
+    async def offload(self) -> int:
+        self._events.append(("offload", self.role))
+        return 1
+
+
+class ListSource:
+    """Hands out the batches of a list, the first of them to step `first`."""
+
+    cursor: Cursor | None = None
+
+    def __init__(self, batches: Sequence[Sequence[Group]], first: int = 1) -> None:
+        self._batches = batches
+        self._first = first
+        self.published_versions: list[int] = []
+
+    async def take(self, step: int, count: int, current: Version) -> list[Group]:
+        return list(self._batches[step - self._first])
+
+    async def published(self, version: Version) -> None:
+        self.published_versions.append(version.number)
+
+    def take_metrics(self) -> Mapping[str, float]:
+        return {}
+
+
+class FakeJournal:
+    """Remembers which steps a checkpoint covers."""
+
+    def __init__(self) -> None:
+        self.committed: list[int] = []
+
+    async def snapshot(self, step: int) -> bytes:
+        return b""
+
+    async def commit(self, step: int) -> None:
+        self.committed.append(step)
+
+
+def batch(step: int, scores: Sequence[float] = (0.0, 1.0)) -> list[Group]:
+    """One group, of one response token per sample."""
+    samples = [sample(sample_id(step, index), node([3]), score=score) for index, score in enumerate(scores)]
+    return [group(*samples)]
+
+
+@dataclass
+class FakeRun:
+    """One life of a run's loop. `sections` are those of its config; `events` what happened, in order."""
+
+    folder: Path
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    source: Any = None  # by default, batches with a score of 0.5 on average
+    steps: StepSource | None = None  # by default, of the source's groups
+    models: tuple[str, ...] = ("actor",)
+    warmup: WarmUp = field(default_factory=NoWarmUp)
+    clock: Callable[[], float] = lambda: 0.0
+    validations: Sequence[float] = ()  # what each validation gives, as val/sums/avg@1
+
+    def __post_init__(self) -> None:
+        run = {"run": {"name": "toy", "dir": self.folder, "steps": 3} | dict(self.sections.get("run", {}))}
+        checkpoint = {"checkpoint": {"at_end": False} | dict(self.sections.get("checkpoint", {}))}
+        reward = {"reward": {"graders": [{"name": "exact_match"}]}}
+        self.config = run_config(**{**reward, **self.sections, **run, **checkpoint})
+        self.config.folder.mkdir(exist_ok=True, parents=True)
+        self.events: list[Event] = []
+        self.trainers = {role: FakeTrainer(self.events, role) for role in self.models}
+        self.control = Control(trains=bool(self.models))
+        self.journal = FakeJournal()
+        self.checkpoints = Checkpoints(self.config.folder / "checkpoints", self.config.checkpoint.keep)
+        self.source = self.source or ListSource([batch(step) for step in range(1, self.config.run.steps + 1)])
+
+    async def push(self, version: Version) -> Mapping[str, float]:
+        self.events.append(("push", version.number))
+        return {}
+
+    async def validate(self, version: Version) -> Mapping[str, float]:
+        done = sum(event[0] == "validate" for event in self.events)
+        self.events.append(("validate", version.number))
+        return {"val/sums/avg@1": self.validations[done]}
+
+    def group_steps(self) -> GroupSteps:
+        return GroupSteps(
+            self.source,
+            Algorithm(self.config, self.trainers, None) if self.trainers else NoRecipe(),
+            self.control,
+            prompts_per_step=1,
+            dumps=self.config.folder / "dumps" if self.config.coordinator.dump else None,
+            meters=[],
+            evaluate=self.validate,
+        )
+
+    def loop(self, step: int = 0, best: Best | None = None, rows: Sequence[Mapping[str, float]] = ()) -> Loop:
+        config = self.config
+        parts = Parts(
+            steps=self.steps or self.group_steps(),
+            learners=Learners(
+                self.trainers,
+                {role: section for role, section in config.roles.items() if role in self.trainers},
+                num_steps=config.run.steps,
+                num_epochs=config.algorithm.num_epochs,
+                critic_warmup=config.critic.warmup_steps if config.critic else 0,
+                followers=config.followers,
+            ),
+            push=self.push,
+            warmup=self.warmup,
+            control=self.control,
+            metrics=MetricsFile(config.folder / "metrics.jsonl", step or None),
+            journal=self.journal,  # type: ignore[arg-type]
+            checkpoints=self.checkpoints,
+        )
+        settings = Settings(config.run, config.validation, config.checkpoint, config.guards)
+        start = Start(Version("a3f0", step), step, best, rows, resumed=step > 0)
+        return Loop(settings, parts, start, self.clock)
+
+    async def run(self, **start: Any) -> None:
+        await self.loop(**start).run()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl has."""
+        lines = (self.config.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self.config.folder / "summary.json").read_text()))
