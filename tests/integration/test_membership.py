@@ -11,7 +11,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.config.schema import RunConfig
 from services.coordinator.assembly import Assembly
 from services.coordinator.control import Control
 from services.coordinator.membership import Membership, TrainerLostError
@@ -24,6 +23,7 @@ from services.runtime.server import Server
 from services.runtime.store import Store
 from services.wire.types import ServiceEntry, Version
 from services.wire.v1 import rollout_pb2, rollout_pb2_grpc
+from tests.builders import run_config
 from tests.tokens import CALLER, TOKEN
 
 Log = asyncio.Queue[logging.LogRecord]
@@ -127,13 +127,8 @@ async def test_a_push_that_begins_while_the_actor_is_away_has_lost_a_trainer(
     store: Store, tmp_path: Path
 ) -> None:
     """A replica may ask for one then: the run goes on once the actor is back."""
-    config = RunConfig.model_validate(
-        {
-            "run": {"name": "toy", "dir": tmp_path, "steps": 1},
-            "model": {"path": tmp_path},
-            "data": {"train": [{"path": tmp_path / "rows.jsonl"}]},
-            "reward": {"graders": [{"name": "exact_match"}]},
-        }
+    config = run_config(
+        run={"dir": tmp_path}, model={"path": tmp_path}, reward={"graders": [{"name": "exact_match"}]}
     )
     control = Control(trains=True)
     servers = Servers(store, asked=(), patience_s=1.0, changed=control.report, connect=connect)

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from services.config.load import write_resolved
-from services.config.schema import RunConfig
 from services.rollout.engines.local import LocalEngine
 from services.rollout.service import AS_IN_FOLDER, RolloutService
 from services.runtime.clients import RolloutClient
@@ -36,6 +35,7 @@ from services.wire.types import (
     VersionSpan,
 )
 from services.wire.v1 import rollout_pb2 as pb
+from tests.builders import run_config
 from tests.tokens import CALLER, TOKEN
 
 GREEDY = Sampling(8, temperature=0.0)
@@ -190,13 +190,10 @@ async def test_requests_at_fault_are_the_callers_errors(client):
 @asynccontextmanager
 async def replica(model: Path, folder: Path, log: int | None = None) -> AsyncIterator[tuple[Process, str]]:
     """`python -m services.rollout` as the launcher starts it, and its address."""
-    config = RunConfig.model_validate(
-        {
-            "run": {"name": "toy", "steps": 1, "dir": folder},
-            "model": {"path": model},
-            "data": {"train": [{"path": folder / "none.parquet"}]},
-            "rollout": {"dtype": "bfloat16", "local": {"slots": 3, "max_length": 64}, "max_restarts": 1},
-        }
+    config = run_config(
+        run={"dir": folder},
+        model={"path": model},
+        rollout={"dtype": "bfloat16", "local": {"slots": 3, "max_length": 64}, "max_restarts": 1},
     )
     write_resolved(config, folder / "config.json")
     ready, ready_fd = os.pipe()

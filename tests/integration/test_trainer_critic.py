@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor
 
-from services.config.schema import OptimizerConfig, ParallelConfig, RunConfig
+from services.config.schema import OptimizerConfig, ParallelConfig
 from services.runtime.errors import UserError
 from services.trainer.checkpoint import Checkpointer
 from services.trainer.hf import export_hf
@@ -20,6 +20,7 @@ from services.trainer.roles import build_roles, join_ranks
 from services.trainer.shards import boxes_of
 from services.trainer.step import Learner
 from services.wire.types import StepKey, ValueBatch
+from tests.builders import run_config
 from tests.conftest import write_tokenizer
 from tests.learners import critic_learner, policy_forward, policy_learner
 from tests.ranks import run_ranks
@@ -227,13 +228,8 @@ def check_loading(value_folder: Path, policy_folder: Path, other: Path, trained:
 
 def check_scorer(folder: Path, policy_folder: Path) -> None:
     """A reward model only answers: transformers' own logits at the last tokens, and no gradient buffers."""
-    config = RunConfig.model_validate(
-        {
-            "run": {"name": "toy", "steps": 1},
-            "model": {"path": policy_folder},
-            "data": {"train": [{"path": "unused.jsonl"}]},
-            "reward_model": {"path": folder, "max_tokens_per_microbatch": 40},
-        }
+    config = run_config(
+        model={"path": policy_folder}, reward_model={"path": folder, "max_tokens_per_microbatch": 40}
     )
     join_ranks(config, "reward_model")
     roles = build_roles(config, "reward_model")

@@ -32,6 +32,7 @@ from services.trainer.roles import build_roles, join_ranks
 from services.trainer.shards import chunk_of
 from services.trainer.step import Learner
 from services.wire.types import PolicyBatch, StepKey
+from tests.builders import run_config
 from tests.learners import policy_forward, policy_learner
 from tests.ranks import run_ranks
 from tests.trees import Tree, draw_tree
@@ -132,16 +133,12 @@ def table(model: torch.nn.Module, tree: Tree) -> Tensor:
 
 def config(folder: Path, reference_folder: Path, parallel: ParallelConfig) -> RunConfig:
     """PPO with full KL to a reference beside the actor, all of it in small micro-batches."""
-    return RunConfig.model_validate(
-        {
-            "run": {"name": "toy", "steps": 1},
-            "model": {"path": folder},
-            "data": {"train": [{"path": "unused.jsonl"}]},
-            "rollout": {"sampling": {"temperature": TEMPERATURE}},
-            "trainer": {"parallel": parallel, "max_tokens_per_microbatch": 40},
-            "reference": {"path": reference_folder, "placement": "colocated"},
-            "algorithm": {"kl": {"estimator": "full", "coef": KL_COEF}},
-        }
+    return run_config(
+        model={"path": folder},
+        rollout={"sampling": {"temperature": TEMPERATURE}},
+        trainer={"parallel": parallel, "max_tokens_per_microbatch": 40},
+        reference={"path": reference_folder, "placement": "colocated"},
+        algorithm={"kl": {"estimator": "full", "coef": KL_COEF}},
     )
 
 

@@ -10,7 +10,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from services.cli.launcher import ranks_of
 from services.cli.processes import Fleet
 from services.config.load import write_resolved
-from services.config.schema import RunConfig
 from services.external.protocols import connect
 from services.runtime.clients import TrainerClient
 from services.runtime.errors import UserError
@@ -25,6 +24,7 @@ from services.wire.types import (
     ScoreItem,
     Segments,
 )
+from tests.builders import run_config
 from tests.conftest import write_tokenizer
 from tests.tokens import TOKEN
 
@@ -54,14 +54,7 @@ def folder(tiny_qwen2: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.long
 async def test_it_scores_text_as_transformers_does(folder: Path, tiny_qwen2: Path, tmp_path: Path) -> None:
-    config = RunConfig.model_validate(
-        {
-            "run": {"name": "toy", "steps": 1, "dir": tmp_path},
-            "model": {"path": tiny_qwen2},
-            "data": {"train": [{"path": "unused.jsonl"}]},
-            "reward_model": {"path": folder},
-        }
-    )
+    config = run_config(run={"dir": tmp_path}, model={"path": tiny_qwen2}, reward_model={"path": folder})
     config.folder.mkdir()
     write_resolved(config, config.folder / "config.json")
     async with Fleet(tmp_path / "logs") as fleet:

@@ -21,21 +21,12 @@ from services.cli.launcher import (
 from services.cli.tokens import Tokens
 from services.config.errors import ConfigError
 from services.config.load import write_resolved
-from services.config.schema import RunConfig
 from services.runtime.clients import Caller, CoordinatorClient
 from services.runtime.errors import UserError
 from services.runtime.ports import reserved_port
+from tests.builders import run_config
 
 TOKENS = Tokens(run="for-services", operators="for-people")
-
-
-def config(**sections: object) -> RunConfig:
-    plain = {
-        "run": {"name": "toy", "steps": 1},
-        "model": {"path": "model"},
-        "data": {"train": [{"path": "train.parquet"}]},
-    }
-    return RunConfig.model_validate(plain | sections)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +40,13 @@ def config(**sections: object) -> RunConfig:
 def test_a_run_whose_graders_are_all_servers_has_no_reward_service(
     reward: dict[str, object], expected: bool
 ) -> None:
-    groups = services_of(config(reward=reward), "127.0.0.1:9")
+    groups = services_of(run_config(reward=reward), "127.0.0.1:9")
     assert (("reward-0",) in [group.names for group in groups]) is expected
 
 
 def test_a_training_run_has_every_rank_and_replica() -> None:
     groups = services_of(
-        config(
+        run_config(
             trainer={"parallel": {"tensor": 2, "data": 2}, "threads": 3, "max_restarts": 2},
             rollout={"replicas": 2, "threads": 5, "max_restarts": 7},
         ),
@@ -92,7 +83,7 @@ def test_a_training_run_has_every_rank_and_replica() -> None:
 
 def test_replicas_run_in_their_own_environment(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    groups = services_of(config(rollout={"python": python}), "127.0.0.1:9")
+    groups = services_of(run_config(rollout={"python": python}), "127.0.0.1:9")
     used = {service.name: service.command[0] for group in groups for service in group.services}
     assert used == {"reward-0": sys.executable, "actor-0": sys.executable, "rollout-0": str(python)}
     check_interpreter(None)
@@ -110,13 +101,13 @@ def test_replicas_run_in_their_own_environment(tmp_path: Path) -> None:
     ],
 )
 def test_a_mode_leaves_out_what_it_does_not_need(sections: dict[str, object], names: list[str]) -> None:
-    assert [group.names for group in services_of(config(**sections), "127.0.0.1:9")] == [
+    assert [group.names for group in services_of(run_config(**sections), "127.0.0.1:9")] == [
         (name,) for name in names
     ]
 
 
 def test_reward_services_share_the_load_and_are_started_again() -> None:
-    groups = services_of(config(reward={"services": 2, "max_restarts": 1}), "127.0.0.1:9")
+    groups = services_of(run_config(reward={"services": 2, "max_restarts": 1}), "127.0.0.1:9")
     assert [(group.names, group.max_restarts) for group in groups[:2]] == [
         (("reward-0",), 1),
         (("reward-1",), 1),
@@ -126,9 +117,9 @@ def test_reward_services_share_the_load_and_are_started_again() -> None:
 
 
 def test_resume_reaches_the_coordinator() -> None:
-    fresh = coordinator_of(config(), "unix:///s", resume=False).services[0].command
+    fresh = coordinator_of(run_config(), "unix:///s", resume=False).services[0].command
     assert fresh[-2:] == ("--store", "unix:///s")
-    assert coordinator_of(config(), "unix:///s", resume=True).services[0].command == (*fresh, "--resume")
+    assert coordinator_of(run_config(), "unix:///s", resume=True).services[0].command == (*fresh, "--resume")
 
 
 def test_a_folder_is_taken_once_a_step_is_recorded(tmp_path: Path) -> None:
@@ -182,7 +173,7 @@ def test_a_coordinator_elsewhere_is_called_with_the_token_of_the_environment(
 
 def test_only_its_owner_can_read_a_runs_tokens_address_and_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch(0o644)  # of a start that an earlier version made
-    write_resolved(config(), tmp_path / "config.json")
+    write_resolved(run_config(), tmp_path / "config.json")
     with address_file(tmp_path, "127.0.0.1:2", TOKENS):
         modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
     names = "config.json", "coordinator.address", "coordinator.token", "operator.token"
@@ -222,5 +213,5 @@ def test_an_empty_token_is_an_error_before_anything_starts(
 
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=f"{variable} is empty, expected a secret"):
-        launch(config(run={"name": "toy", "steps": 1, "dir": tmp_path}), follow, resume=False)
+        launch(run_config(run={"name": "toy", "steps": 1, "dir": tmp_path}), follow, resume=False)
     assert list(tmp_path.iterdir()) == []
