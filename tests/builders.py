@@ -93,37 +93,32 @@ def pending(
     return PendingGroup(prompt(number), number, sampling, [None] * num_samples, 0, has_baseline)
 
 
-def run_config(**sections: Mapping[str, Any]) -> RunConfig:
-    """One step on files that need not exist; the keys of `sections` override it one by one."""
-    return _merged(
-        {
-            "run": {"name": "toy", "steps": 1},
-            "model": {"path": "model"},
-            "data": {"train": [{"path": "train.jsonl"}]},
-        },
-        sections,
-    )
+Tree = Mapping[str, Any]
 
 
-def arithmetic_config(assets: Path, folder: Path, **sections: Mapping[str, Any]) -> RunConfig:
-    """Six on-policy steps of 4 x 4 samples on what `build_arithmetic` left in `assets`."""
-    return _merged(
-        {
-            "run": {"name": "toy", "dir": folder, "steps": 6},
-            "model": {"path": assets / "model"},
-            "data": {"train": [{"path": assets / "train.parquet"}]},
-            "coordinator": {"prompts_per_step": 4, "samples_per_prompt": 4, "dump": True},
-            "rollout": {"sampling": {"max_new_tokens": 6}, "local": {"slots": 16, "max_length": 24}},
-            "trainer": {"optimizer": {"learning_rate": 1e-3}},
-        },
-        sections,
-    )
+def run_config(*trees: Tree, **sections: Any) -> RunConfig:
+    """One step on files that need not exist; later trees override it key by key, a list as a whole."""
+    merged: dict[str, Any] = {
+        "run": {"name": "toy", "steps": 1},
+        "model": {"path": "model"},
+        "data": {"train": [{"path": "train.jsonl"}]},
+    }
+    for tree in (*trees, sections):
+        for section, values in tree.items():
+            merged[section] = values if isinstance(values, list) else merged.get(section, {}) | dict(values)
+    return RunConfig.model_validate(merged)
 
 
-def _merged(tree: dict[str, dict[str, Any]], sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    for section, values in sections.items():
-        tree[section] = tree.get(section, {}) | dict(values)
-    return RunConfig.model_validate(tree)
+def arithmetic_run(assets: Path, folder: Path) -> Tree:
+    """Six on-policy steps of 4 x 4 samples on what `build_arithmetic` left in `assets`, for `run_config`."""
+    return {
+        "run": {"dir": folder, "steps": 6},
+        "model": {"path": assets / "model"},
+        "data": {"train": [{"path": assets / "train.parquet"}]},
+        "coordinator": {"prompts_per_step": 4, "samples_per_prompt": 4, "dump": True},
+        "rollout": {"sampling": {"max_new_tokens": 6}, "local": {"slots": 16, "max_length": 24}},
+        "trainer": {"optimizer": {"learning_rate": 1e-3}},
+    }
 
 
 def model_spec(**overrides: Any) -> ModelSpec:

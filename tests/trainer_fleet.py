@@ -35,7 +35,7 @@ def fleet(
 ) -> Iterator[Fleet]:
     """The coordinator's address answers nothing."""
     section = {"parallel": parallel, "max_tokens_per_microbatch": 32}
-    sections: dict[str, Mapping[str, Any]] = {
+    sections: dict[str, Any] = {
         "run": {"dir": folder},
         "model": {"path": model},
         "rollout": {"sampling": {"temperature": TEMPERATURE}},

@@ -1,9 +1,11 @@
-"""A real store server, once per session; each test has its own run's keys in it."""
+"""A real store server and the arithmetic task's files, once per session; each test has its own run's keys."""
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
+from services.cli.arithmetic import build_arithmetic
 from services.runtime.store import EmbeddedServer, Store, embedded
 
 
@@ -19,3 +21,11 @@ async def store(store_server: EmbeddedServer, request: pytest.FixtureRequest) ->
     await store.take_epoch()
     yield store
     await store.close()
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model and data of sums of one digit. Tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("arithmetic")
+    build_arithmetic(folder, seed=0, digits=1)
+    return folder

@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from services.cli.arithmetic import build_arithmetic
 from services.cli.launcher import launch
 from services.config.load import load
 from services.rollout.engines.local import LocalEngine
@@ -62,13 +61,6 @@ def undefined(item):
 
 SAMPLING = Sampling(4, temperature=0.0)
 FILE_LIMIT = 100_000  # bytes: less than the model's
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("arithmetic")
-    build_arithmetic(folder, seed=0, digits=1)
-    return folder
 
 
 @pytest.fixture

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from services.cli.arithmetic import build_arithmetic
 from services.cli.launcher import launch
 from services.config.schema import RunConfig
 from services.coordinator.dump import read_dump
 from services.runtime.clients import CoordinatorClient, RunStatus
 from services.runtime.errors import AtollError, UserError
 from services.wire.types import ExternalServer, Sample
+from tests.builders import arithmetic_run, run_config
 
 pytestmark = pytest.mark.long
 
@@ -202,30 +202,18 @@ class Story:
         urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10).close()
 
 
+def make(assets: Path, folder: Path, **sections: Any) -> RunConfig:
+    return run_config(arithmetic_run(assets, folder), {"run": {"name": "external", "steps": 500}}, sections)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def told(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterable[Story]:
     folder = tmp_path_factory.mktemp("external")
-    build_arithmetic(folder, seed=0, digits=1)
-    return folder
-
-
-def make(folder: Path, **sections: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "run": {"name": "external", "dir": folder, "steps": 500},
-        "model": {"path": folder / "model"},
-        "data": {"train": [{"path": folder / "train.parquet"}]},
-        "coordinator": {"prompts_per_step": 4, "samples_per_prompt": 4, "dump": True},
-        "rollout": {"sampling": {"max_new_tokens": 6}, "local": {"slots": 16, "max_length": 24}},
-    }
-    return RunConfig.model_validate(tree | sections)
-
-
-@pytest.fixture(scope="module")
-def told(folder: Path) -> Iterable[Story]:
     config = make(
+        assets,
         folder,
         reward={"graders": [{"name": name, "weight": weight} for name, weight in WEIGHTS.items()]},
-        warmup={"steps": 20, "rows_per_step": 32, "source": {"path": folder / "warmup.parquet"}},
+        warmup={"steps": 20, "rows_per_step": 32, "source": {"path": assets / "warmup.parquet"}},
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARITY_TOKEN", TOKEN)
@@ -282,7 +270,9 @@ def test_the_log_says_what_happened_once_and_holds_no_secret(told: Story) -> Non
             assert TOKEN.encode() not in path.read_bytes(), path
 
 
-def test_servers_of_the_config_do_without_a_reward_service_and_have_to_answer(folder: Path) -> None:
+def test_servers_of_the_config_do_without_a_reward_service_and_have_to_answer(
+    assets: Path, tmp_path: Path
+) -> None:
     async def look(client: CoordinatorClient) -> None:
         status = await until(client, lambda status: status.state == "training")
         assert {entry.role for entry in status.services} == {"rollout"}
@@ -298,11 +288,11 @@ def test_servers_of_the_config_do_without_a_reward_service_and_have_to_answer(fo
             url = f"http://127.0.0.1:{int(process.stdout.readline())}/get_reward"
             server = {"kind": "reward", "name": "length", "url": url, "protocol": "http"}
             settings: dict[str, Any] = {
-                "run": {"name": "of-config", "dir": folder, "steps": 2, "mode": "rollout_only"},
+                "run": {"name": "of-config", "steps": 2, "mode": "rollout_only"},
                 "reward": {"graders": ["server:length"]},
                 "servers": [server | {"options": {"preset": "openrlhf"}}],
             }
-            config = make(folder, **settings)
+            config = make(assets, tmp_path, **settings)
             assert launch(config, look, resume=False)
         finally:
             process.kill()
@@ -315,4 +305,4 @@ def test_servers_of_the_config_do_without_a_reward_service_and_have_to_answer(fo
 
     settings["run"] |= {"name": "refused"}
     with pytest.raises(AtollError, match=rf"\[\[servers\]\]: reward server length at {url} does not answer"):
-        launch(make(folder, **settings), wait, resume=False)
+        launch(make(assets, tmp_path, **settings), wait, resume=False)

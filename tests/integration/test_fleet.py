@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from services.cli.arithmetic import build_arithmetic
 from services.cli.launcher import launch
 from services.cli.processes import ServiceDiedError
 from services.config.load import write_resolved
@@ -31,6 +30,7 @@ from services.runtime.errors import ServiceUnavailableError
 from services.runtime.ports import reserved_port
 from services.runtime.server import Server
 from services.runtime.store import Store
+from tests.builders import arithmetic_run, run_config
 from tests.tokens import CALLER, TOKEN
 
 pytestmark = pytest.mark.long
@@ -42,28 +42,16 @@ NO_SERVERS = SimpleNamespace(health=tuple)
 JOIN_TIMEOUT_S = 180  # a start takes ten seconds where the machine has nothing else to do
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("arithmetic")
-    build_arithmetic(folder, seed=0, digits=1)
-    return folder
-
-
-def make(folder: Path, name: str, **sections: dict[str, Any]) -> RunConfig:
+def make(assets: Path, name: str, **sections: dict[str, Any]) -> RunConfig:
     """Six on-policy steps of 4 x 4 samples with an actor of two ranks, a checkpoint every two steps."""
-    tree: dict[str, dict[str, Any]] = {
-        "run": {"name": name, "dir": folder / "runs", "steps": STEPS},
-        "model": {"path": folder / "model"},
-        "data": {"train": [{"path": folder / "train.parquet"}]},
-        "coordinator": {"prompts_per_step": 4, "samples_per_prompt": 4, "dump": True, "lease_s": 3.0},
-        "rollout": {"sampling": {"max_new_tokens": 6}, "local": {"slots": 16, "max_length": 24}},
-        "trainer": {"optimizer": {"learning_rate": 1e-3}, "parallel": {"data": 2}},
-        "warmup": {"steps": 10, "rows_per_step": 16, "source": {"path": folder / "warmup.parquet"}},
+    tree = {
+        "run": {"name": name, "steps": STEPS},
+        "coordinator": {"lease_s": 3.0},
+        "trainer": {"parallel": {"data": 2}},
+        "warmup": {"steps": 10, "rows_per_step": 16, "source": {"path": assets / "warmup.parquet"}},
         "checkpoint": {"every": 2},
     }
-    for section, values in sections.items():
-        tree[section] = tree.get(section, {}) | values
-    return RunConfig.model_validate(tree)
+    return run_config(arithmetic_run(assets, assets.with_name("fleet")), tree, sections)
 
 
 def processes() -> dict[str, psutil.Process]:
@@ -158,18 +146,18 @@ async def watch(client: CoordinatorClient) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> RunConfig:
-    config = make(folder, "whole")
+def whole(assets: Path) -> RunConfig:
+    config = make(assets, "whole")
     assert launch(config, watch, resume=False)
     return config
 
 
 @pytest.mark.parametrize(("name", "rank"), [("follower", "actor-1"), ("leader", "actor-0")])
 def test_a_killed_rank_takes_its_group_down_and_the_run_goes_on(
-    folder: Path, whole: RunConfig, caplog: pytest.LogCaptureFixture, name: str, rank: str
+    assets: Path, whole: RunConfig, caplog: pytest.LogCaptureFixture, name: str, rank: str
 ) -> None:
     # a step that saves waits for the save before it: at step 4 that of step 2 is whole
-    config, killer = make(folder, name, run=ENDLESS), Killer((rank, "training", 4))
+    config, killer = make(assets, name, run=ENDLESS), Killer((rank, "training", 4))
     assert launch(config, killer, resume=False)
     check_as_if_nothing_had_happened(config, whole)
     killer.check_who_stayed("actor-0", "actor-1")
@@ -182,8 +170,8 @@ def test_a_killed_rank_takes_its_group_down_and_the_run_goes_on(
     assert re.search("resumes after step [1-9]", (config.folder / "logs" / "coordinator.log").read_text())
 
 
-def test_a_death_before_the_second_save_goes_back_to_the_first_one(folder: Path, whole: RunConfig) -> None:
-    config = make(folder, "first-save", run=ENDLESS, checkpoint={"every": 1000})
+def test_a_death_before_the_second_save_goes_back_to_the_first_one(assets: Path, whole: RunConfig) -> None:
+    config = make(assets, "first-save", run=ENDLESS, checkpoint={"every": 1000})
     killer = Killer(("actor-1", "training", 1), checkpoint=config.folder / "checkpoints" / "step-000000")
     assert launch(config, killer, resume=False)
     check_as_if_nothing_had_happened(config, whole)
@@ -191,17 +179,17 @@ def test_a_death_before_the_second_save_goes_back_to_the_first_one(folder: Path,
 
 
 def test_before_the_first_checkpoint_the_run_begins_again_from_the_start(
-    folder: Path, whole: RunConfig
+    assets: Path, whole: RunConfig
 ) -> None:
     """The first death is in the warm-up; the second in a run that saves nothing, after updates."""
-    config = make(folder, "early", run=ENDLESS, checkpoint={"every": 0})
+    config = make(assets, "early", run=ENDLESS, checkpoint={"every": 0})
     killer = Killer(("actor-1", "warming up", 2), ("actor-0", "training", 2))
     assert launch(config, killer, resume=False)
     check_as_if_nothing_had_happened(config, whole)
     killer.check_who_stayed("actor-0", "actor-1")
 
 
-def test_a_critic_dies_and_the_actor_that_lives_goes_back_with_it(folder: Path) -> None:
+def test_a_critic_dies_and_the_actor_that_lives_goes_back_with_it(assets: Path) -> None:
     recipe: dict[str, dict[str, Any]] = {
         "critic": {"optimizer": {"learning_rate": 1e-3}},
         "algorithm": {"advantage": {"name": "gae", "lam": 0.95}},
@@ -209,8 +197,8 @@ def test_a_critic_dies_and_the_actor_that_lives_goes_back_with_it(folder: Path) 
         "checkpoint": {"every": 0},
     }
     names = ("critic/vf_loss", "critic/values/mean", "actor/pg_loss", "critic/grad_norm", "actor/grad_norm")
-    whole = make(folder, "whole-ppo", **recipe)
-    broken = make(folder, "broken-ppo", run=ENDLESS, **recipe)
+    whole = make(assets, "whole-ppo", **recipe)
+    broken = make(assets, "broken-ppo", run=ENDLESS, **recipe)
     assert launch(whole, watch, resume=False)
     killer = Killer(("critic-0", "training", 2))
     assert launch(broken, killer, resume=False)
@@ -220,8 +208,8 @@ def test_a_critic_dies_and_the_actor_that_lives_goes_back_with_it(folder: Path) 
     assert len(curves[0]) == STEPS
 
 
-def test_after_the_last_restart_the_run_ends_with_the_cause(folder: Path) -> None:
-    config = make(folder, "exhausted", run=ENDLESS, trainer={"parallel": {"data": 2}, "max_restarts": 0})
+def test_after_the_last_restart_the_run_ends_with_the_cause(assets: Path) -> None:
+    config = make(assets, "exhausted", run=ENDLESS, trainer={"parallel": {"data": 2}, "max_restarts": 0})
     killer = Killer(("actor-1", "warming up", 2))
     with pytest.raises(ServiceDiedError, match=r"^actor-1 died \(signal SIGKILL\); its log .*actor-1\.log"):
         launch(config, killer, resume=False)
@@ -251,10 +239,10 @@ def kill_rank(nodes: Sequence[Process], rank: int) -> None:
 
 
 async def test_torchrun_starts_ranks_on_several_hosts_and_starts_them_again(
-    folder: Path, tmp_path: Path, store: Store
+    assets: Path, tmp_path: Path, store: Store
 ) -> None:
     """Two nodes of one process each; which of them gets rank 0, torchrun says."""
-    config = make(folder, "nodes")
+    config = make(assets, "nodes")
     write_resolved(config, tmp_path / "config.json")
     registry = Registry(store, lease_s=60)
     control = Control(trains=True)

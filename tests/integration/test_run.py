@@ -13,22 +13,15 @@ from typing import Any
 import psutil
 import pytest
 
-from services.cli.arithmetic import build_arithmetic
 from services.cli.launcher import launch
 from services.config.schema import RunConfig
 from services.coordinator.dump import read_dump
 from services.runtime.clients import CoordinatorClient, RunStatus
 from services.runtime.errors import AtollError
 from services.wire.types import Group, Sample
+from tests.builders import arithmetic_run, run_config
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
-
-
-@pytest.fixture(scope="session")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("arithmetic")
-    build_arithmetic(folder, seed=0, digits=1)
-    return folder
 
 
 Make = Callable[..., RunConfig]
@@ -41,19 +34,12 @@ def make(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     folder = tmp_path_factory.mktemp("runs")
 
     def config(name: str, **sections: dict[str, Any]) -> RunConfig:
-        tree: dict[str, dict[str, Any]] = {
-            "run": {"name": name, "dir": folder, "steps": 6},
-            "model": {"path": assets / "model"},
-            "data": {"train": [{"path": assets / "train.parquet"}]},
-            "coordinator": {"prompts_per_step": 4, "samples_per_prompt": 4, "dump": True},
-            "rollout": {"sampling": {"max_new_tokens": 6}, "local": {"slots": 16, "max_length": 24}},
-            "trainer": {"optimizer": {"learning_rate": 1e-3}},
+        tree = {
+            "run": {"name": name},
             "warmup": {"steps": 20, "rows_per_step": 32, "source": {"path": assets / "warmup.parquet"}},
             "checkpoint": {"every": 3},
         }
-        for section, values in sections.items():
-            tree[section] = tree.get(section, {}) | values
-        return RunConfig.model_validate(tree)
+        return run_config(arithmetic_run(assets, folder), tree, sections)
 
     return config
 
@@ -343,6 +329,7 @@ def test_a_killed_reward_service_is_started_again_and_costs_no_sample(make: Make
 BREAKING = """#!{python}
 import runpy, sys
 from services.rollout.engines.local_decoder import Decoder
+from tests.builders import arithmetic_run, run_config
 
 step, broken = Decoder.step, []
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
-from services.cli.arithmetic import build_arithmetic
 from services.cli.launcher import launch
 from services.config.schema import RunConfig
 from services.runtime.clients import CoordinatorClient
@@ -24,13 +23,6 @@ pytestmark = pytest.mark.long
 STEPS, ROWS_PER_STEP, WARMUP_STEPS, RATE, WEIGHT_DECAY, MAX_NORM = 30, 6, 4, 3e-3, 0.1, 0.5
 NUM_HELD_OUT = 5
 NAMES = ("step", "actor/nll_loss", "actor/grad_norm", "actor/lr", "data/epoch")
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("arithmetic")
-    build_arithmetic(folder, seed=0, digits=1)
-    return folder
 
 
 def config(assets: Path, folder: Path, name: str) -> RunConfig:
