@@ -34,6 +34,7 @@ def test_without_a_run_it_is_the_only_one_that_goes_on(
     assert "no run goes on in runs: say which one with --run" in capsys.readouterr().err
     for name in ("toy", "other"):
         (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "operator.token").write_text("a-token")
     (tmp_path / "runs" / "toy" / "coordinator.address").write_text("127.0.0.1:1")
     assert main(["deregister", *JUDGE]) == 1
     assert "at 127.0.0.1:1: the connection failed" in capsys.readouterr().err
