@@ -11,7 +11,9 @@ import numpy as np
 
 from services.config.schema import RunConfig
 from services.coordinator.groups import PendingGroup
+from services.runtime.clients import Arrival
 from services.runtime.model_spec import ModelSpec
+from services.wire import codec
 from services.wire.types import (
     FinishReason,
     Group,
@@ -63,6 +65,11 @@ def node(
         np.broadcast_to(np.array(logprobs, np.float32), len(ids)).copy(),
         spans,
     )
+
+
+def arrival(*samples: Sample) -> Arrival:
+    """As they come over the wire."""
+    return Arrival.parse(codec.encode_payload(samples))
 
 
 def sample(

@@ -6,15 +6,16 @@ How they are graded is in grading.py.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from services.coordinator.calls import Call
 from services.coordinator.grading import Grading
 from services.coordinator.groups import InFlight, PendingGroup, Sink
 from services.coordinator.replicas import Replica, Replicas
 from services.coordinator.rewards import Rewards
 from services.runtime.clients import Arrival
-from services.runtime.errors import AtollError, StaleFenceError, StoreError
+from services.runtime.errors import AtollError, BadAnswerError, UserError
 from services.wire.types import FinishReason, GroupId, Sample, SampleId
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ class Generation:
         self._grading = Grading(rewards, self._groups, self._drop)
         self._waiting: OrderedDict[GroupId, PendingGroup] = OrderedDict()  # for a replica with room
         self._filled = asyncio.Event()
+        self._calls: dict[GroupId, list[Call]] = {}  # those that a group is part of
+        self._alone: set[GroupId] = set()  # groups to be asked for in calls of their own
+        self._aborts: set[asyncio.Task[None]] = set()
 
     def submit(self, groups: Sequence[PendingGroup], sink: Sink) -> None:
         """Generates and grades whatever the groups lack."""
@@ -45,16 +49,23 @@ class Generation:
         self._waiting.update((group.prompt.id, group) for group in groups if group.missing)
         self._filled.set()
 
-    async def cancel(self, id_prefix: str) -> None:
-        """Forgets every group whose id starts with the prefix and frees its slots on the replicas."""
-        for id in [id for id in self._groups if f"{id}/".startswith(id_prefix)]:
-            del self._groups[id]
-            self._waiting.pop(id, None)
-        for replica in self._replicas:
-            try:
-                await replica.client.abort(id_prefix)
-            except AtollError as error:
-                self._replicas.suspend(replica, error)
+    def cancel(self, id: GroupId, reason: str) -> None:
+        """Forgets the group and frees its slots on the replicas that generate it."""
+        self._groups.pop(id, None)
+        self._waiting.pop(id, None)
+        self._alone.discard(id)
+        for call in self._calls.get(id, ()):
+            task = asyncio.create_task(self._abort(call.replica, id, reason))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, replica: Replica, id: GroupId, reason: str) -> None:
+        """In the background: a replica that does not answer holds up nobody, and loses only some speed."""
+        log.info("%s is to abort group %s: %s", replica.entry.name, id, reason)
+        try:
+            await replica.client.abort(f"{id}/")
+        except AtollError as error:
+            log.warning("%s goes on with group %s: %s", replica.entry.name, id, error)
 
     def take_metrics(self) -> dict[str, float]:
         """Of the replicas, since the last call."""
@@ -62,9 +73,13 @@ class Generation:
 
     async def run(self) -> None:
         """Runs until cancelled; an error of any part ends all of it."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._send(tasks))
-            self._grading.start(tasks)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._send(tasks))
+                self._grading.start(tasks)
+        finally:
+            for abort in self._aborts:
+                abort.cancel()
 
     async def _send(self, tasks: asyncio.TaskGroup) -> None:
         """Consumes groups to send, oldest first; waits for one, and for a replica with room; unblocked by
@@ -73,42 +88,73 @@ class Generation:
             await self._filled.wait()
             await self._replicas.wait_for_room(self._timeout_s)
             for replica, groups in self._replicas.share(self._waiting).items():
+                together = []
                 for group in groups:
                     del self._waiting[group.prompt.id]
-                tasks.create_task(self._follow(replica, groups))
+                    if group.prompt.id in self._alone:
+                        tasks.create_task(self._follow(Call(replica, [group])))
+                    else:
+                        together.append(group)
+                if together:
+                    tasks.create_task(self._follow(Call(replica, together)))
             if not self._waiting:
                 self._filled.clear()
 
-    async def _follow(self, replica: Replica, groups: Sequence[PendingGroup]) -> None:
-        """Consumes one Generate stream; what it did not deliver is sent again."""
-        requests = [request for group in groups for request in group.requests()]
-        attempts = [{index: group.attempts[index] for index in group.missing} for group in groups]
-        for group, asked in zip(groups, attempts, strict=True):
-            for index in asked:
-                group.oldest[index] = replica.version.number
-        expected = sum(map(len, attempts))
-        prompt_tokens = sum(len(group.prompt.token_ids) for group in groups) / expected  # a sample's part
-        reason = "the replica ended the stream without it"
+    async def _follow(self, call: Call) -> None:
+        """Consumes one Generate call; what it did not deliver is sent again."""
+        for group in call.groups:
+            self._calls.setdefault(group.prompt.id, []).append(call)
         try:
-            async with aclosing(replica.client.generate(self._model, requests)) as stream:
-                while arrival := await replica.next(stream):
-                    expected -= len(arrival.samples)
-                    self._replicas.finished(replica, arrival, len(arrival.samples) * prompt_tokens)
+            async with aclosing(self._arrivals(call)) as arrivals:
+                async for arrival in arrivals:
+                    prompt_tokens = len(arrival.samples) * call.prompt_tokens
+                    self._replicas.finished(call.replica, arrival, prompt_tokens)
                     await self._receive(arrival)
-        except AtollError as error:
-            if isinstance(error, ValueError | StoreError | StaleFenceError):
-                raise  # no replica would take the request, or what has arrived is not in the journal
-            reason = f"lost with {replica.entry.name}: {error}"
-            self._replicas.suspend(replica, error)
         finally:
-            self._replicas.released(replica, expected, expected * prompt_tokens)
-        for group, asked in zip(groups, attempts, strict=True):
-            lost = [
-                index
-                for index, attempt in asked.items()
-                if group.samples[index] is None and group.attempts[index] == attempt
-            ]
-            await self._retry(group, lost, reason)
+            self._replicas.released(call.replica, len(call), len(call) * call.prompt_tokens)
+            for group in call.groups:
+                self._calls[group.prompt.id].remove(call)
+                if not self._calls[group.prompt.id]:
+                    del self._calls[group.prompt.id]
+        lost = [(group, indices) for group, indices in call.lost() if indices]
+        if call.is_refused and len(call.groups) > 1:  # by one of them, nobody knows which
+            self._alone.update(group.prompt.id for group, _ in lost)
+            self._put_back([group for group, _ in lost])
+            return
+        for group, indices in lost:
+            await self._retry(group, indices, call.reason)
+
+    async def _arrivals(self, call: Call) -> AsyncGenerator[Arrival, None]:
+        """What the replica sends; ends with the call, or with the replica's first error.
+
+        A stream that was lost is joined again while something arrives: the replica may well go on with the
+        samples. Raises nothing: whatever a replica does is its own fault, and `call` has the reason.
+        """
+        replica, name, may_join = call.replica, call.replica.entry.name, True
+        while call:
+            try:
+                async with aclosing(replica.client.generate(self._model, call.requests())) as stream:
+                    while arrival := await replica.next(stream):
+                        call.accept(arrival)
+                        may_join = True
+                        yield arrival
+                return
+            except UserError as error:
+                call.is_refused, call.reason = True, f"{name} refused it: {error}"
+                if len(call.groups) == 1:
+                    self._replicas.refused(replica, call.groups[0].prompt.id, error)
+                return
+            except AtollError as error:
+                call.reason = f"lost with {name}: {error}"
+                if isinstance(error, BadAnswerError):
+                    self._replicas.blame(replica, error)
+                elif may_join and replica.is_joinable_after(error):
+                    may_join = False
+                    log.warning("a stream of %s is joined again: %s", name, error)
+                    continue
+                else:
+                    self._replicas.suspend(replica, error)
+                return
 
     async def _receive(self, arrival: Arrival) -> None:
         """Accepts the first finished attempt of each sample and queues it for grading."""
@@ -136,12 +182,17 @@ class Generation:
         await sink.retried([SampleId(group.prompt.id, index) for index in indices], reason)
         if group.prompt.id not in self._groups:
             return  # dropped meanwhile
-        self._waiting[group.prompt.id] = group
-        self._waiting.move_to_end(group.prompt.id, last=False)  # it was issued before what waits
-        self._filled.set()
+        self._put_back([group])
+
+    def _put_back(self, groups: Sequence[PendingGroup]) -> None:
+        for group in reversed(groups):
+            if group.prompt.id in self._groups:
+                self._waiting[group.prompt.id] = group
+                self._waiting.move_to_end(group.prompt.id, last=False)  # it was issued before what waits
+                self._filled.set()
 
     async def _drop(self, group: PendingGroup, sink: Sink, reason: str) -> None:
         """A group is dropped whole, never shrunk."""
         log.warning("group %s is dropped: %s", group.prompt.id, reason)
-        await self.cancel(f"{group.prompt.id}/")
+        self.cancel(group.prompt.id, reason)
         await sink.dropped(group, reason)

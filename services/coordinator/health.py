@@ -9,7 +9,7 @@ from secrets import token_hex
 import numpy as np
 
 from services.coordinator.replicas import Replica, Replicas, State, now
-from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
+from services.runtime.errors import AtollError, BadAnswerError, ServiceUnavailableError, UserError
 from services.wire.types import FinishReason, GroupId, GroupRequest, Sample, Sampling
 
 SILENCE_S = 10.0  # with work in hand: so long at least before a replica is asked
@@ -42,7 +42,9 @@ class Health:
         while replica.state is not State.LOST:
             patience = self._patience(replica)
             if replica.state is State.UNWELL:
-                patience = 0.0 if await self._recovers(replica) else RETRY_S
+                patience = replica.out_until - now()
+                if patience <= 0:
+                    patience = 0.0 if await self._recovers(replica) else RETRY_S
             elif patience <= 0:
                 patience = await self._ask(replica)
             with suppress(TimeoutError):
@@ -113,6 +115,6 @@ class Health:
             raise ServiceUnavailableError(f"it has not answered a probe within {timeout_s:g} s") from None
         if not samples or samples[0].finish_reason is FinishReason.ABORT:
             raise ServiceUnavailableError("it ended a probe without an answer")
-        if not all(np.isfinite(node.logprobs).all() for node in samples[0].nodes):
-            raise ServiceUnavailableError("it answered a probe with log-probabilities that are not finite")
+        if samples[0].num_tokens == 0:
+            raise BadAnswerError("it answered a probe without tokens, expected at least one")
         return samples[0]

@@ -10,10 +10,13 @@ from enum import Enum
 from services.coordinator.groups import PendingGroup
 from services.coordinator.routing import Router, Seat, Work
 from services.runtime.clients import Arrival, Caller, RolloutClient, RolloutInfo
-from services.runtime.errors import ServiceUnavailableError
+from services.runtime.errors import AtollError, EngineDiedError, ServiceUnavailableError
 from services.wire.types import GroupId, ServiceEntry, Version
 
 log = logging.getLogger(__name__)
+
+VIOLATION_S = 5.0  # that a replica is out for what it sent; twice as long each time
+MAX_VIOLATION_S = 300.0
 
 
 class State(Enum):
@@ -29,16 +32,21 @@ class Replica:
     client: RolloutClient
     info: RolloutInfo
     version: Version  # that it has committed
+    latest: Version = field(init=False)  # that it was told to commit
     state: State = State.UNWELL
     why: str = "it has just joined"  # it is in that state
     committing: bool = False  # a new version: it may be silent
     asked: float = 0.0  # when it last answered a probe
+    violations: int = 0  # times that it sent what it must not, or refused all that it was asked for
+    out_until: float = 0.0  # after such a time it is not asked before then
+    refused: GroupId | None = None  # the last group that it refused, if nothing has arrived since
     alone: float = 0.0  # tokens per second of the probe when it joined: what it does at least
     seat: Seat = field(init=False)
     stirred: asyncio.Event = field(default_factory=asyncio.Event)  # its state has changed
     _reads: set[asyncio.Timeout] = field(default_factory=set)  # of its streams, at this moment
 
     def __post_init__(self) -> None:
+        self.latest = self.version
         self.seat = Seat(f"{self.entry.name}/{self.entry.incarnation}", self.info.slots)
 
     async def next(self, stream: AsyncGenerator[Arrival, None]) -> Arrival | None:
@@ -57,6 +65,11 @@ class Replica:
                         self._reads.discard(read)
         raise ServiceUnavailableError(self.why)
 
+    def is_joinable_after(self, error: AtollError) -> bool:
+        """Whether it may still have what one of its streams, which ended by `error`, was to bring."""
+        is_lost_stream = isinstance(error, ServiceUnavailableError) and not isinstance(error, EngineDiedError)
+        return is_lost_stream and self.state not in (State.UNWELL, State.LOST)
+
     def interrupt(self) -> None:
         """Ends the reading of all its streams."""
         now = asyncio.get_running_loop().time()
@@ -64,11 +77,13 @@ class Replica:
             self._reads.pop().reschedule(now)
 
     @contextmanager
-    def commits(self) -> Iterator[None]:
+    def commits(self, version: Version) -> Iterator[None]:
         """While it commits weights, it need not be heard of."""
+        self.latest = version
         self.committing = True
         try:
             yield
+            self.version = version
         finally:
             self.committing = False
             self.seat.heard = asyncio.get_running_loop().time()
@@ -85,6 +100,7 @@ class Replicas:
         self._changed = asyncio.Event()  # a state, or a replica has room again
         self._tokens: dict[str, int] = {}  # finished since `take_metrics`, by name
         self._counted_from: float | None = None
+        self._violations = 0  # since `take_metrics`
 
     async def connect(self, entry: ServiceEntry) -> Replica:
         """A client and the replica's description; it takes its name's place with its first state.
@@ -110,6 +126,23 @@ class Replicas:
     def suspend(self, replica: Replica, why: object) -> None:
         """No traffic until it is seen to generate; what it has in hand goes to others."""
         self._enter(replica, State.UNWELL, str(why))
+
+    def blame(self, replica: Replica, why: object) -> None:
+        """Suspends it for what it sent, each time for twice as long as the time before."""
+        replica.violations += 1
+        self._violations += 1
+        replica.out_until = now() + min(VIOLATION_S * 2**replica.violations, MAX_VIOLATION_S)
+        log.warning(
+            "%s does what it must not, for the %dth time: %s", replica.entry.name, replica.violations, why
+        )
+        self.suspend(replica, why)
+
+    def refused(self, replica: Replica, group: GroupId, why: object) -> None:
+        """It does not take the group. One that refuses two, with nothing delivered between, is to blame
+        itself."""
+        if replica.refused not in (None, group):
+            self.blame(replica, why)
+        replica.refused = group
 
     def lose(self, replica: Replica, why: object) -> None:
         """No more traffic; a later incarnation of the same name is another replica."""
@@ -163,6 +196,7 @@ class Replicas:
         """Counts what a replica has sent; `prompt_tokens` is these samples' part of their prompts."""
         num_samples = len(arrival.samples)
         num_tokens = sum(sample.num_tokens for sample in arrival.samples)
+        replica.refused = None
         self._router.finished(num_samples, num_tokens)
         replica.seat.finished(num_samples, prompt_tokens, num_tokens, now())
         self._tokens[replica.entry.name] = self._tokens.get(replica.entry.name, 0) + num_tokens
@@ -181,11 +215,13 @@ class Replicas:
         """Of the time since the last call."""
         end, tokens = now(), self._tokens
         seconds = end - (end if self._counted_from is None else self._counted_from)
+        violations, self._violations = self._violations, 0
         self._tokens, self._counted_from = {}, end
         total = sum(tokens.values())
         return {
             "rollout/num_routed": float(len(self)),
             "rollout/num_unhealthy": float(len(self._in(State.UNWELL))),
+            "rollout/num_violations": float(violations),
             "rollout/tokens_per_s": total / seconds if seconds else 0.0,
             "rollout/max_load_share": max(tokens.values(), default=0) / max(total, 1),
         }

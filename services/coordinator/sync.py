@@ -280,9 +280,8 @@ class WeightSync:
         """Commits, and routes to the replica once it computes what the trainer does. Raises CanaryError where
         it does not: what it was generating is generated anew elsewhere."""
         self._replicas.hold(replica)
-        with replica.commits():
+        with replica.commits(version):
             stall_s = await replica.client.commit_weights(version, finish_running=self._finish_running)
-        replica.version = version
         difference = None
         if self._expected:
             got = await self._canary.ask_replica(replica.client, replica.info.max_length)

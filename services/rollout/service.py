@@ -68,7 +68,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         ]
         async with aclosing(self._generator.generate(requests)) as stream:
             async for samples in stream:
-                yield pb.GenerateReply(samples=codec.encode_samples(samples))
+                yield pb.GenerateReply(samples=codec.encode_payload(samples))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         return pb.AbortReply(aborted=await self._engine.abort(request.id_prefix))

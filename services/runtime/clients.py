@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 import grpc
 import grpc.aio
@@ -60,6 +60,10 @@ from services.wire.v1 import (
 
 MAX_MESSAGE_BYTES = 64 << 20
 FENCE_KEY = "atoll-fence"
+CEILING_S = (
+    30 * 86400.0
+)  # for a call that takes as long as its work does: services refuse one without deadline
+ABORT_S = 5.0  # for an abort, which saves work and nothing else
 ERROR_KEY = "atoll-error"  # trailing metadata: the class in runtime/errors.py
 
 _ERRORS = {
@@ -136,9 +140,18 @@ class _Client:
             if not self._closed or (task is not None and task.cancelling()):
                 raise
             raise errors.ServiceUnavailableError(f"{method} at {self.address}: the client closed") from error
+        except errors.AtollError:
+            raise
+        except Exception as error:  # of what is done under it only decoding can fail: the answer is garbled
+            raise errors.BadAnswerError(
+                f"{self._where(method)}: its answer cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
+    def _where(self, method: str) -> str:
+        return f"{type(self).__name__.removesuffix('Client')}.{method} at {self.address}"
 
     def _exception(self, method: str, error: grpc.aio.AioRpcError) -> errors.AtollError:
-        where = f"{type(self).__name__.removesuffix('Client')}.{method} at {self.address}"
+        where = self._where(method)
         name = cast(grpc.aio.Metadata, error.trailing_metadata()).get(ERROR_KEY)
         if isinstance(name, str) and name in _ERRORS:
             return _ERRORS[name](f"{where}: {error.details()}")
@@ -174,7 +187,17 @@ class Arrival:
     """Samples that finished together, and the bytes that they came in, as the journal keeps them."""
 
     samples: list[Sample]
+    largest_id: int  # of all their tokens
     payload: bytes
+
+    @classmethod
+    def parse(cls, payload: bytes) -> Self:
+        """Raises BadAnswerError for what `codec.decode_samples` refuses."""
+        try:
+            message = codec.parse_samples(payload)
+            return cls(codec.decode_samples(message), codec.largest_token_id(message), payload)
+        except ValueError as error:
+            raise errors.BadAnswerError(str(error)) from error
 
 
 class RolloutClient(_Client):
@@ -183,7 +206,8 @@ class RolloutClient(_Client):
         self._stub: rollout_pb2_grpc.RolloutAsyncStub = rollout_pb2_grpc.RolloutStub(self._channel)
 
     async def generate(self, model: str, groups: Sequence[GroupRequest]) -> AsyncGenerator[Arrival, None]:
-        """Samples of any of the groups as they finish, those of one message together."""
+        """Samples of any of the groups as they finish, those of one message together. Raises BadAnswerError
+        for a message that does not make sense in itself."""
         request = rollout_pb2.GenerateRequest(
             model=model,
             groups=[
@@ -198,15 +222,16 @@ class RolloutClient(_Client):
             ],
         )
         with self._translate("Generate"):
-            call = self._stub.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
+            # as long as the responses take: silence is for the caller to judge
+            call = self._stub.Generate(request, timeout=CEILING_S, metadata=self._metadata)
             async for reply in call:
-                yield Arrival(codec.decode_samples(reply.samples), reply.samples.SerializeToString())
+                yield Arrival.parse(reply.samples)
 
     async def abort(self, id_prefix: str) -> int:
         with self._translate("Abort"):
             reply = await self._stub.Abort(
                 rollout_pb2.AbortRequest(id_prefix=id_prefix),
-                timeout=self._timeout_s,
+                timeout=min(ABORT_S, self._timeout_s),
                 metadata=self._metadata,
             )
         return reply.aborted
@@ -259,8 +284,14 @@ class RolloutClient(_Client):
         )
         with self._translate("ScoreTokens"):
             reply = await self._stub.ScoreTokens(request, timeout=self._timeout_s, metadata=self._metadata)
-        logprobs = codec.decode_tensor(reply.logprobs).astype(np.float32, copy=False)
-        return np.split(logprobs, np.cumsum([len(ids) - 1 for ids in sequences])[:-1])
+            logprobs = codec.decode_tensor(reply.logprobs).astype(np.float32, copy=False)
+        ends = np.cumsum([len(ids) - 1 for ids in sequences])
+        if logprobs.shape != (ends[-1],):
+            raise errors.BadAnswerError(
+                f"{self._where('ScoreTokens')}: got log-probabilities of shape {logprobs.shape}, expected "
+                f"({ends[-1]},)"
+            )
+        return np.split(logprobs, ends[:-1])
 
     async def checksums(self) -> tuple[Version, dict[str, int]]:
         """The live version, and xxh3-64 of each canonical tensor's bytes in the serving dtype."""
@@ -268,27 +299,27 @@ class RolloutClient(_Client):
             reply = await self._stub.Checksums(
                 rollout_pb2.ChecksumsRequest(), timeout=self._timeout_s, metadata=self._metadata
             )
-        sums = codec.decode_tensor(reply.checksums).tolist()
-        return codec.decode_version(reply.version), dict(zip(reply.tensors, sums, strict=True))
+            sums = codec.decode_tensor(reply.checksums).tolist()
+            return codec.decode_version(reply.version), dict(zip(reply.tensors, sums, strict=True))
 
     async def info(self) -> RolloutInfo:
         with self._translate("Info"):
             reply = await self._stub.Info(
                 rollout_pb2.RolloutInfoRequest(), timeout=self._timeout_s, metadata=self._metadata
             )
-        return RolloutInfo(
-            name=reply.name,
-            incarnation=reply.incarnation,
-            version=codec.decode_version(reply.version),
-            vocab_size=reply.vocab_size,
-            max_length=reply.max_length,
-            slots=reply.slots,
-            dtype=reply.dtype,
-            catalogs=tuple(codec.decode_catalog(boxes) for boxes in reply.boxes),
-            running=reply.running,
-            queued=reply.queued,
-            tokens_generated=reply.tokens_generated,
-        )
+            return RolloutInfo(
+                name=reply.name,
+                incarnation=reply.incarnation,
+                version=codec.decode_version(reply.version),
+                vocab_size=reply.vocab_size,
+                max_length=reply.max_length,
+                slots=reply.slots,
+                dtype=reply.dtype,
+                catalogs=tuple(codec.decode_catalog(boxes) for boxes in reply.boxes),
+                running=reply.running,
+                queued=reply.queued,
+                tokens_generated=reply.tokens_generated,
+            )
 
 
 def _receive_request(
@@ -319,7 +350,7 @@ class WorkerClient(_Client):
         )
         with self._translate("Attach"):
             reply = await self._stub.Attach(request, timeout=self._timeout_s)
-        return codec.decode_catalog(reply.boxes), reply.dtype
+            return codec.decode_catalog(reply.boxes), reply.dtype
 
     async def receive(
         self,
@@ -384,21 +415,21 @@ class TrainerClient(_Client):
                 timeout=self._timeout_s,
                 metadata=self._metadata,
             )
-        shards = [codec.decode_catalog(boxes) for boxes in reply.shards]
-        return TrainerInfo(
-            model=reply.model,
-            world_size=reply.world_size,
-            tensor_parallel=reply.tensor_parallel,
-            pipeline_parallel=reply.pipeline_parallel,
-            context_parallel=reply.context_parallel,
-            expert_parallel=reply.expert_parallel,
-            data_parallel=reply.data_parallel,
-            num_parameters=reply.num_parameters,
-            vocab_size=reply.vocab_size,
-            tokenizer_digest=reply.tokenizer_digest,
-            shards=tuple(shards[i] for i in reply.shard_of_rank),
-            roles=tuple(reply.roles),
-        )
+            shards = [codec.decode_catalog(boxes) for boxes in reply.shards]
+            return TrainerInfo(
+                model=reply.model,
+                world_size=reply.world_size,
+                tensor_parallel=reply.tensor_parallel,
+                pipeline_parallel=reply.pipeline_parallel,
+                context_parallel=reply.context_parallel,
+                expert_parallel=reply.expert_parallel,
+                data_parallel=reply.data_parallel,
+                num_parameters=reply.num_parameters,
+                vocab_size=reply.vocab_size,
+                tokenizer_digest=reply.tokenizer_digest,
+                shards=tuple(shards[i] for i in reply.shard_of_rank),
+                roles=tuple(reply.roles),
+            )
 
     async def compute_logprobs(self, segments: Segments, temperature: float | None = None) -> Float32:
         """float32 [T]: log-probability of each token given those before it; 0 for a root's first.
@@ -467,7 +498,7 @@ class TrainerClient(_Client):
         )
         with self._translate("PublishWeights"):
             reply = await self._stub.PublishWeights(request, timeout=self._timeout_s, metadata=self._metadata)
-        return codec.decode_published(reply)
+            return codec.decode_published(reply)
 
     async def save_checkpoint(self, path: Path) -> None:
         """Begins to write a folder, in place of one of that name; the state is that of now."""
@@ -543,7 +574,7 @@ class RewardClient(_Client):
         request = codec.encode_execute(source, stdin, limits)
         with self._translate("Execute"):
             reply = await self._stub.Execute(request, timeout=self._timeout_s, metadata=self._metadata)
-        return codec.decode_execution(reply)
+            return codec.decode_execution(reply)
 
     async def describe(self) -> tuple[str, ...]:
         """Names of the graders that it runs."""

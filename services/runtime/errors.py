@@ -40,7 +40,7 @@ class OverloadedError(ServiceUnavailableError):
 
 
 class BadAnswerError(AtollError):
-    """Someone else's server answered otherwise than its protocol says."""
+    """A peer or an external server sent something that its protocol does not allow."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 

@@ -3,6 +3,7 @@
 long because every type that crosses a service boundary has its two converters here.
 """
 
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, repeat
@@ -16,6 +17,7 @@ from services.wire.types import (
     BOX,
     TRANSFER,
     Batch,
+    Bool,
     Catalog,
     Execution,
     ExternalServer,
@@ -25,6 +27,7 @@ from services.wire.types import (
     GradingError,
     Group,
     GroupId,
+    Int32,
     JournalSnapshot,
     Limits,
     Membership,
@@ -151,21 +154,23 @@ def encode_samples(samples: Iterable[Sample]) -> types_pb2.Samples:
 
 
 def decode_samples(message: types_pb2.Samples) -> list[Sample]:
-    """Raises ValueError where the columns do not fit together."""
+    """Raises ValueError for columns that do not fit together, log-probabilities that are not finite, token
+    ids below 0, unknown finish reasons, and tokens of the policy that no span covers."""
     token_ids = np.frombuffer(message.token_ids, "<i4")
     loss_mask = np.frombuffer(message.loss_mask, np.bool_)
     logprobs = np.frombuffer(message.logprobs, "<f4")
-    tokens, parents = list(message.token_offsets), list(message.node_parent)
-    if not len(token_ids) == len(loss_mask) == len(logprobs) == tokens[-1]:
+    num_tokens = len(token_ids)
+    if not num_tokens == len(loss_mask) == len(logprobs):
         raise ValueError(
-            f"samples: {len(token_ids)} token ids, {len(loss_mask)} mask entries and "
-            f"{len(logprobs)} logprobs where the offsets say {tokens[-1]}"
+            f"samples: {num_tokens} token ids, {len(loss_mask)} mask entries and {len(logprobs)} "
+            "log-probabilities, expected as many of each"
         )
+    _check_tokens(token_ids, loss_mask, logprobs)
     versions = [decode_version(version) for version in message.versions]
     spans = [
-        VersionSpan(versions[version], start, end)
+        VersionSpan(version, start, end)
         for version, start, end in zip(
-            message.span_version, message.span_start, message.span_end, strict=True
+            _looked_up(versions, message.span_version), message.span_start, message.span_end, strict=True
         )
     ]
     nodes = [
@@ -173,35 +178,96 @@ def decode_samples(message: types_pb2.Samples) -> list[Sample]:
             parent, token_ids[start:end], loss_mask[start:end], logprobs[start:end], tuple(spans[first:last])
         )
         for parent, (start, end), (first, last) in zip(
-            parents, pairwise(tokens), pairwise(message.span_offsets), strict=True
+            message.node_parent,
+            _ranges(message.token_offsets, num_tokens),
+            _ranges(message.span_offsets, len(spans)),
+            strict=True,
         )
     ]
-    groups = [decode_group_id(group) for group in message.groups]
-    origins = [(origin.replica, origin.incarnation) for origin in message.origins]
-    return [
+    for node in nodes:
+        _check_spans(node)
+    samples = [
         Sample(
-            SampleId(groups[group], index),
+            SampleId(group, index),
             attempt,
             tuple(nodes[first:last]),
-            _REASON_FROM_WIRE[reason],
+            reason,
             text,
-            Provenance(origins[origin][0], origins[origin][1], started, finished),
+            Provenance(origin[0], origin[1], started, finished),
             decode_rewards(rewards) if rewards else (),
         )
         for group, index, attempt, (first, last), reason, text, origin, started, finished, rewards in zip(
-            message.group,
+            _looked_up([decode_group_id(group) for group in message.groups], message.group),
             message.index,
             message.attempt,
-            pairwise(message.node_offsets),
-            message.finish_reason,
+            _ranges(message.node_offsets, len(nodes)),
+            _known_reasons(message.finish_reason),
             message.text,
-            message.origin,
+            _looked_up([(origin.replica, origin.incarnation) for origin in message.origins], message.origin),
             message.started,
             message.finished,
             message.rewards or repeat(None, len(message.group)),
             strict=True,
         )
     ]
+    for sample in samples:
+        if not all(-1 <= node.parent < number for number, node in enumerate(sample.nodes)):
+            raise ValueError(f"sample {sample.id}: a node whose parent is no earlier node of the sample")
+    return samples
+
+
+def _check_tokens(token_ids: Int32, loss_mask: Bool, logprobs: Float32) -> None:
+    """In one pass over all samples of a message; an error need not say which sample it is."""
+    if not len(token_ids):
+        return
+    if token_ids.min() < 0:
+        raise ValueError(f"samples: token id {token_ids.min()}, expected 0 or more")
+    if loss_mask.view(np.uint8).max() > 1:
+        raise ValueError(f"samples: a mask entry of {loss_mask.view(np.uint8).max()}, expected 0 or 1")
+    if not math.isfinite(logprobs.sum(dtype=np.float64)):  # float32 values cannot overflow it
+        raise ValueError(
+            f"samples: {np.count_nonzero(~np.isfinite(logprobs))} log-probabilities that are not finite"
+        )
+
+
+def _check_spans(node: Node) -> None:
+    """Spans follow one another; between them nothing was produced by the policy."""
+    at, length = 0, len(node.token_ids)
+    gaps = []
+    for span in node.spans:
+        if not at <= span.start <= span.end <= length:
+            raise ValueError(
+                f"samples: span [{span.start}, {span.end}) of a node of {length} tokens, expected one "
+                f"between {at} and {length}"
+            )
+        gaps.append((at, span.start))
+        at = span.end
+    for start, end in [*gaps, (at, length)]:
+        if start < end and node.loss_mask[start:end].any():
+            raise ValueError(f"samples: no span covers tokens [{start}, {end}), which the policy produced")
+
+
+def _ranges(offsets: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
+    """[first, last) of each row, which together cover [0, size)."""
+    if not offsets or offsets[0] != 0 or offsets[-1] != size or list(offsets) != sorted(offsets):
+        raise ValueError(f"samples: offsets {_head(offsets)}, expected them to ascend from 0 to {size}")
+    return pairwise(offsets)
+
+
+def _looked_up(table: Sequence[T], numbers: Sequence[int]) -> Iterator[T]:
+    if numbers and not 0 <= min(numbers) <= max(numbers) < len(table):
+        raise ValueError(f"samples: entries {_head(numbers)} of a table of {len(table)}")
+    return map(table.__getitem__, numbers)
+
+
+def _known_reasons(reasons: Sequence[types_pb2.FinishReason.ValueType]) -> Sequence[FinishReason]:
+    if unknown := set(reasons) - _REASON_FROM_WIRE.keys():
+        raise ValueError(f"samples: unknown finish reasons {sorted(unknown)}")
+    return [_REASON_FROM_WIRE[reason] for reason in reasons]
+
+
+def _head(numbers: Sequence[int]) -> str:
+    return f"{list(numbers[:8])}{' ...' if len(numbers) > 8 else ''}"
 
 
 def encode_rewards(rewards: Sequence[TurnReward]) -> types_pb2.Rewards:
@@ -661,8 +727,26 @@ def decode_service(message: coordinator_pb2.Service) -> ServiceEntry:
 
 
 def decode_payload(content: bytes) -> list[Sample]:
-    """What the journal keeps of finished samples: the message that they came in."""
-    return decode_samples(types_pb2.Samples.FromString(content))
+    """Finished samples as they arrive and as the journal keeps them. Raises ValueError as `decode_samples`
+    does, and for content that is no such message."""
+    return decode_samples(parse_samples(content))
+
+
+def parse_samples(content: bytes) -> types_pb2.Samples:
+    """Raises ValueError for anything else."""
+    try:
+        return types_pb2.Samples.FromString(content)
+    except DecodeError as error:
+        raise ValueError(f"samples: {error}") from None
+
+
+def largest_token_id(message: types_pb2.Samples) -> int:
+    """Of all samples; -1 without tokens. One pass over a message costs less than one per sample."""
+    return int(np.frombuffer(message.token_ids, "<i4").max(initial=-1))
+
+
+def encode_payload(samples: Iterable[Sample]) -> bytes:
+    return encode_samples(samples).SerializeToString()
 
 
 def encode_journal(snapshot: JournalSnapshot) -> bytes:

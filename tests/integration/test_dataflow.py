@@ -24,7 +24,7 @@ from services.coordinator.replicas import Replica, Replicas, State
 from services.coordinator.rewards import Rewards
 from services.coordinator.source import GenerateSource
 from services.runtime.clients import Arrival, Caller
-from services.runtime.errors import AtollError, ServiceUnavailableError, StoreError, UserError
+from services.runtime.errors import AtollError, EngineDiedError, StoreError, UserError
 from services.runtime.store import Script, Store, embedded
 from services.wire import codec
 from services.wire.types import (
@@ -86,8 +86,8 @@ class SimulatedReplica:
                 sample = await finished.get()
                 if self.dice.random() < self.death_rate:
                     self.died()
-                    raise ServiceUnavailableError(f"{self.name} was killed")
-                yield Arrival([sample], codec.encode_samples([sample]).SerializeToString())
+                    raise EngineDiedError(f"{self.name} was killed")
+                yield builders.arrival(sample)
         finally:
             for task in tasks:
                 task.cancel()
@@ -152,7 +152,7 @@ class Dataflow:
             Replica(
                 ServiceEntry("rollout", simulated.name, "1", ""),
                 simulated,  # type: ignore[arg-type]
-                SimpleNamespace(slots=1024),  # type: ignore[arg-type]
+                SimpleNamespace(slots=1024, vocab_size=8),  # type: ignore[arg-type]
                 self.version,
             )
             for simulated in self.simulated
@@ -198,7 +198,7 @@ class Dataflow:
     async def publish(self, version: Version) -> None:
         """Every replica holds the version from now on; dead ones are back."""
         for simulated, replica in zip(self.simulated, self.routed, strict=True):
-            simulated.version = replica.version = version
+            simulated.version = replica.version = replica.latest = version
             await self.replicas.route(replica)
 
 
@@ -327,7 +327,7 @@ async def test_a_group_that_is_dropped_while_its_retry_is_noted_is_not_sent_agai
         async def finished(self, samples: Sequence[Sample], payload: bytes) -> None: ...
 
         async def retried(self, samples: Sequence[SampleId], reason: str) -> None:
-            await generation.cancel("toy/0/0/")  # as where another sample of it cannot be graded
+            generation.cancel(group_id(0), "test")  # as where another sample of it cannot be graded
             for simulated in flow.simulated:
                 simulated.death_rate = 0.0
             await flow.publish(flow.version)
@@ -476,7 +476,7 @@ async def test_a_stale_baseline_is_generated_again_alone(store: Store) -> None:
     ids = [sample_id(prompt, index) for prompt in range(10) for index in range(9)]
     samples = [made(id, 0, "2", "rollout-0", flow.version if id.index == 8 else current) for id in ids]
     await flow.journal.issue(ids)
-    await flow.journal.finish(samples, codec.encode_samples(samples).SerializeToString())
+    await flow.journal.finish(samples, codec.encode_payload(samples))
     await flow.publish(current)
     source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
     groups = [

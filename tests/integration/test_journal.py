@@ -51,7 +51,7 @@ async def opened(store: Store) -> tuple[Journal, str]:
 
 
 async def finish(journal: Journal, samples: Sequence[Sample]) -> list[Sample]:
-    return await journal.finish(samples, codec.encode_samples(samples).SerializeToString())
+    return await journal.finish(samples, codec.encode_payload(samples))
 
 
 def texts(groups: tuple[RestoredGroup, ...]) -> list[tuple[str | None, ...]]:

@@ -30,7 +30,7 @@ from services.wire.types import (
     Version,
 )
 from tests import virtual_clock
-from tests.builders import node, pending, sample
+from tests.builders import arrival, node, pending, sample
 from tests.virtual_clock import VirtualClock
 
 SPEED = 50.0  # tokens per second of a sample in a slot
@@ -80,7 +80,11 @@ class SimulatedReplica:
         self.in_hand += len(samples)
         self.peak = max(self.peak, self.in_hand)
         longest = requests[0].sampling.max_new_tokens
-        tasks = [asyncio.create_task(self._decode(id, longest, stream)) for id in ids]
+        attempts = [attempt for request in requests for attempt in request.attempts]
+        tasks = [
+            asyncio.create_task(self._decode(id, attempt, longest, stream))
+            for id, attempt in zip(ids, attempts, strict=True)
+        ]
         self.streams.add(stream)
         try:
             for done in range(1, len(ids) + 1):
@@ -88,7 +92,7 @@ class SimulatedReplica:
                 if arrived is None:
                     raise ServiceUnavailableError(f"{self.name} was killed")
                 self.in_hand -= len(samples) > 0
-                yield Arrival([arrived], b"")
+                yield arrival(arrived)
                 del samples[len(ids) - done :]
         finally:
             self.streams.discard(stream)
@@ -96,13 +100,15 @@ class SimulatedReplica:
             for task in tasks:
                 task.cancel()
 
-    async def _decode(self, id: SampleId, longest: int, stream: asyncio.Queue[Sample | None]) -> None:
+    async def _decode(
+        self, id: SampleId, attempt: int, longest: int, stream: asyncio.Queue[Sample | None]
+    ) -> None:
         length = min(random.Random(str(id)).randint(*LENGTHS), longest)
         async with self._slots:
             await asyncio.sleep(length / self.speed)
             await self.goes_on.wait()
         tokens = node([0] * length, logprobs=self.logprob, versions=self.version)
-        stream.put_nowait(sample(id, tokens, replica=self.name))
+        stream.put_nowait(sample(id, tokens, replica=self.name, attempt=attempt))
 
     async def abort(self, id_prefix: str) -> int:
         return 0
@@ -155,7 +161,7 @@ class Run:
     def join(self, simulated: SimulatedReplica) -> Replica:
         self._incarnations += 1
         entry = ServiceEntry("rollout", simulated.name, str(self._incarnations), "")
-        info = SimpleNamespace(slots=simulated.slots)
+        info = SimpleNamespace(slots=simulated.slots, vocab_size=8)
         replica = Replica(entry, simulated, info, simulated.version)  # type: ignore[arg-type]
         simulated.seen_as = replica
         self.replicas.suspend(replica, "it has just joined")
@@ -323,7 +329,7 @@ def test_a_probe_without_sense_is_no_sign_of_health() -> None:
         replica = run.join(simulated)
         await asyncio.sleep(20)
         assert replica.state is State.UNWELL
-        assert replica.why == "it answered a probe with log-probabilities that are not finite"
+        assert replica.why == "samples: 4 log-probabilities that are not finite"
         simulated.logprob = -1.0
         await asyncio.sleep(20)
         assert replica.state is State.ROUTED

@@ -56,7 +56,7 @@ def test_samples_round_trip() -> None:
         Sample(
             SampleId(GroupId("toy/run", 2, 9), 4),
             2,
-            (node(-1, [], ()), node(0, [5, 6, 7], spans)),
+            (node(-1, [], ()), node(0, [5, 6], spans)),
             FinishReason.ABORT,
             "",
             origin,
@@ -80,7 +80,7 @@ def test_samples_with_missing_tokens_are_refused() -> None:
     wire = codec.encode_samples([sample])
     wire.token_ids = wire.token_ids[:4]
     with pytest.raises(
-        ValueError, match="1 token ids, 2 mask entries and 2 logprobs where the offsets say 2"
+        ValueError, match="1 token ids, 2 mask entries and 2 log-probabilities, expected as many"
     ):
         codec.decode_samples(wire)
 

@@ -115,14 +115,14 @@ class GenerateReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SAMPLES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def samples(self) -> _types_pb2.Samples: ...
+    samples: _builtins.bytes
+    """an encoded Samples, which the journal keeps as it arrives"""
     def __init__(
         self,
         *,
-        samples: _types_pb2.Samples | None = ...,
+        samples: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
