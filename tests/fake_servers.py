@@ -1,7 +1,8 @@
 """External servers that stand in a dict, by URL, and do as they are told; for a virtual clock."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,3 +130,12 @@ class World:
     def unwell(self) -> dict[str, str]:
         """Causes by URL."""
         return {health.server.url: health.cause for health in self.servers.health() if not health.well}
+
+
+@asynccontextmanager
+async def watched(world: World, *registered: ExternalServer) -> AsyncIterator[World]:
+    watching = asyncio.create_task(world.servers.watch())
+    for server in registered:
+        await world.servers.add(server)
+    yield world
+    watching.cancel()

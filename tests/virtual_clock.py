@@ -40,3 +40,13 @@ class VirtualClock(asyncio.SelectorEventLoop):
 def run(main: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=VirtualClock) as runner:
         return runner.run(main)
+
+
+def timed(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """The test, on the virtual clock."""
+
+    def run_test() -> None:
+        run(test())
+
+    run_test.__name__, run_test.__doc__ = test.__name__, test.__doc__
+    return run_test

@@ -23,8 +23,9 @@ from services.coordinator.membership import Membership, TrainerLostError
 from services.coordinator.registry import Registry
 from services.coordinator.rendering import Renderer
 from services.coordinator.replicas import Replicas
-from services.coordinator.rewards import Rewards, ServerGrader
+from services.coordinator.rewards import Rewards
 from services.coordinator.run_data import RunData, read_data
+from services.coordinator.score_parts import ServerGrader
 from services.coordinator.servers import Servers
 from services.coordinator.source import GenerateSource, ReplaySource, Source
 from services.coordinator.steps import GroupSteps, NoRecipe, StepSource
@@ -66,7 +67,7 @@ class Assembly:
         graders = config.reward.graders
         self._rewards = Rewards(
             config.reward.retries,
-            servers=[ServerGrader(servers, g.server, g.weight) for g in graders if g.server],
+            [ServerGrader(servers, g.server, g.weight, timeout_s) for g in graders if g.server],
             asks_own=any(not grader.server for grader in graders),
             patience_s=timeout_s,
         )

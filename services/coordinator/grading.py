@@ -1,14 +1,18 @@
 """Grading: finished samples in, groups with all their verdicts out."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Generic, TypeVar
 
 from services.coordinator.groups import InFlight, PendingGroup, Sink
 from services.coordinator.rewards import Rewards
-from services.wire.types import Graded, Sample, ScoreItem
+from services.wire.types import Graded, Sample, ScoreItem, Verdict
 
-NUM_GRADERS = 4  # batches in grading at once: what arrives while all are out goes into the next one
-NUM_WITH_SERVERS = 64  # with external servers: a batch may wait for a slow one while others have room
+T = TypeVar("T")
+
+Judged = tuple[Sample, PendingGroup, Sink, Verdict]
+
+LINGER_S = 0.005  # in which samples gather for a batch: calls of one sample cost several times as much
 
 
 class Grading:
@@ -23,27 +27,44 @@ class Grading:
         self._rewards = rewards
         self._groups = groups
         self._drop = drop
-        self._samples: list[Sample] = []
-        self._filled = asyncio.Event()
+        self._samples = _Inbox[Sample]()
+        self._judged = _Inbox[Judged]()
 
     def submit(self, samples: Iterable[Sample]) -> None:
-        self._samples.extend(samples)
-        if self._samples:
-            self._filled.set()
+        self._samples.put(samples)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        for _ in range(NUM_WITH_SERVERS if self._rewards.has_servers else NUM_GRADERS):
-            tasks.create_task(self._grade())
+        tasks.create_task(self._ask(tasks))
+        tasks.create_task(self._settle())
 
-    async def _grade(self) -> None:
-        """Consumes finished samples; waits for them, then for their verdicts; unblocked by `submit`."""
+    async def _ask(self, tasks: asyncio.TaskGroup) -> None:
+        """Consumes finished samples, and has a batch of them graded; waits for samples, and until those
+        before them are being graded; unblocked by `submit` and by verdicts."""
         while True:
-            samples = await self._take_all()
-            pending = [(sample, *known) for sample in samples if (known := self._groups.get(sample.id.group))]
-            verdicts = await self._rewards.score([_score_item(sample, group) for sample, group, _ in pending])
-            for (_, group, sink), verdict in zip(pending, verdicts, strict=True):
-                if group.prompt.id not in self._groups:
-                    continue  # dropped with an earlier sample
+            tasks.create_task(self._grade(await self._samples.take_all()))
+            await asyncio.sleep(LINGER_S)
+            await self._rewards.wait_for_turn()
+
+    async def _grade(self, samples: Sequence[Sample]) -> None:
+        asked = {
+            sample.id: (sample, *known)
+            for sample in samples
+            if (known := self._groups.get(sample.id.group))  # if not, it was cancelled or dropped
+        }
+        items = [_score_item(sample, group) for sample, group, _ in asked.values()]
+
+        def deliver(verdicts: Sequence[Verdict]) -> None:
+            self._judged.put([(*asked[verdict.id], verdict) for verdict in verdicts])
+
+        await self._rewards.score(items, deliver)
+
+    async def _settle(self) -> None:
+        """Consumes verdicts; waits for them; unblocked by whoever gives them."""
+        while True:
+            for sample, group, sink, verdict in await self._judged.take_all():
+                known = self._groups.get(group.prompt.id)
+                if known is None or known[0] is not group or group.samples[sample.id.index] is not sample:
+                    continue  # dropped, or replaced by another attempt
                 if not isinstance(verdict, Graded):
                     await self._drop(group, sink, f"reward {verdict.grader or 'service'}: {verdict.cause}")
                     continue
@@ -52,13 +73,26 @@ class Grading:
                     del self._groups[group.prompt.id]
                     await sink.completed(group)
 
-    async def _take_all(self) -> list[Sample]:
+
+class _Inbox(Generic[T]):
+    """What has come since the last look."""
+
+    def __init__(self) -> None:
+        self._items: list[T] = []
+        self._filled = asyncio.Event()
+
+    def put(self, items: Iterable[T]) -> None:
+        self._items.extend(items)
+        if self._items:
+            self._filled.set()
+
+    async def take_all(self) -> list[T]:
         """Waits until there is something."""
-        while not self._samples:
+        while not self._items:
             self._filled.clear()
             await self._filled.wait()
-        samples, self._samples = self._samples, []
-        return samples
+        items, self._items = self._items, []
+        return items
 
 
 def _score_item(sample: Sample, group: PendingGroup) -> ScoreItem:

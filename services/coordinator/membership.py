@@ -148,9 +148,9 @@ class Membership:
         match entry.role:
             case "reward":
                 reward = RewardClient(entry.address, self._caller)
-                await reward.describe()
+                info = await reward.describe()
                 self._check_is_there(entry)
-                self._rewards.add(reward)
+                self._rewards.add(reward, info.max_queued)
                 self._clients[entry] = reward
             case "rollout":
                 replica = await self._replicas.connect(entry)

@@ -1,101 +1,22 @@
-"""Grading: the run's own reward services and other people's servers, each asked for its part of a verdict."""
+"""Grading: the run's own reward services and external servers, each asked for its part of a verdict."""
 
 import asyncio
-import logging
 import math
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
 
-from services.coordinator.servers import Servers
-from services.runtime.clients import RewardClient
-from services.runtime.errors import AtollError, OverloadedError, ServiceUnavailableError
+from services.coordinator.score_parts import OwnServices, Part, ServerGrader, texts
+from services.runtime.clients import MAX_MESSAGE_BYTES, RewardClient
+from services.runtime.errors import AtollError, StaleFenceError
+from services.wire import codec
 from services.wire.types import Graded, GradingError, SampleId, ScoreItem, Verdict
-
-log = logging.getLogger(__name__)
 
 BACKOFF_S = 0.5  # before what failed is asked again; twice as long each time
 MAX_BACKOFF_S = 30.0
-BUSY_S = 0.1  # before those are asked again who all had too much to do; twice as long each time
-MAX_BUSY_S = 2.0
-MAX_CALL = 64  # responses in a call to an external server
-MAX_CHARACTERS = 8 << 20  # of a call's texts, 4 bytes each at most: a message may have twice as many
 
-
-class Part(Protocol):
-    """Who gives a part of each verdict."""
-
-    grader: str  # to name in errors
-
-    def split(self, items: Sequence[ScoreItem]) -> list[Sequence[ScoreItem]]:
-        """What is asked in one call each."""
-        ...
-
-    async def ask(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        """Verdicts in any order. Raises ServiceUnavailableError where there is none, OverloadedError where
-        everyone who could be asked has too much to do."""
-        ...
-
-
-class OwnServices:
-    """The run's reward services: calls go round those that are there."""
-
-    grader = "service"
-
-    def __init__(self, clients: Sequence[RewardClient] = ()) -> None:
-        self.clients = deque(clients)
-
-    def split(self, items: Sequence[ScoreItem]) -> list[Sequence[ScoreItem]]:
-        return cut(items, len(items))
-
-    async def ask(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        error = ServiceUnavailableError("no reward service is registered; see logs/reward-*.log")
-        self.clients.rotate(1)
-        for client in tuple(self.clients):  # others' calls rotate them meanwhile
-            try:
-                return await client.score(items)
-            except OverloadedError as busy:
-                error = busy
-            except ServiceUnavailableError as away:
-                log.warning("%s", away)
-                error = away
-        raise error
-
-
-class ServerGrader:
-    """The grader server:NAME: those external servers that have the name at the moment."""
-
-    def __init__(self, servers: Servers, name: str, weight: float) -> None:
-        self.grader = f"server:{name}"
-        self._servers = servers
-        self._name = name
-        self._weight = weight
-
-    def split(self, items: Sequence[ScoreItem]) -> list[Sequence[ScoreItem]]:
-        """As many calls as the servers take at once, so that all of them have a part."""
-        slots = max(self._servers.slots(self._name), 1)
-        return cut(items, min(-(-len(items) // slots), MAX_CALL))
-
-    async def ask(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        try:
-            return [self._part(verdict) for verdict in await self._servers.score(self._name, items)]
-        except ServiceUnavailableError:
-            raise
-        except AtollError as error:  # by the time that it is asked again, another one may be there
-            raise ServiceUnavailableError(str(error)) from error
-
-    def _part(self, verdict: Verdict) -> Verdict:
-        """Components of the server's own stand beside its value, as server:NAME/COMPONENT."""
-        if isinstance(verdict, GradingError):
-            return GradingError(verdict.id, self.grader, verdict.cause, verdict.retryable)
-        own, name = verdict.components, self.grader
-        return Graded(
-            verdict.id,
-            self._weight * verdict.value,
-            {name: verdict.value, **{f"{name}/{component}": value for component, value in own.items()}},
-            {f"{name}/{of}" if of in own else name: reason for of, reason in verdict.reasons.items()},
-        )
+Deliver = Callable[[Sequence[Verdict]], None]
 
 
 class Rewards:
@@ -104,39 +25,49 @@ class Rewards:
     def __init__(
         self,
         retries: int,
-        clients: Sequence[RewardClient] = (),
         servers: Sequence[ServerGrader] = (),
         *,
         asks_own: bool = True,
         patience_s: float = 600.0,
     ) -> None:
-        """`asks_own`: whether any grader runs in the run's own services. `patience_s`: for those who have
-        too much to do."""
+        """`asks_own`: whether any grader runs in the run's own services. `patience_s`: how long responses
+        wait for one of them while none takes or answers any."""
         self._retries = retries
-        self._patience_s = patience_s
-        self._own = OwnServices(clients)
+        self._own = OwnServices(patience_s)
         self._parts: tuple[Part, ...] = (*((self._own,) if asks_own else ()), *servers)
-        self.has_servers = bool(servers)
         self._seconds = 0.0
         self._retried = 0
         self._dropped = 0
 
-    def add(self, client: RewardClient) -> None:
-        self._own.clients.append(client)
+    def add(self, client: RewardClient, max_queued: int) -> None:
+        """`max_queued`: how many responses the service takes at once; 0: it does not say."""
+        self._own.add(client, max_queued)
 
     def remove(self, client: RewardClient) -> None:
-        self._own.clients.remove(client)
+        self._own.remove(client)
 
-    async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        """One verdict per item, once all parts have theirs."""
-        if not items:  # all of them were cancelled meanwhile
-            return []
+    async def score(self, items: Sequence[ScoreItem], deliver: Deliver) -> None:
+        """Delivers one verdict per item as they come: an item's once all parts have theirs."""
         begun = time.perf_counter()
-        parts = await asyncio.gather(*(self._part(part, items) for part in self._parts))
-        verdicts = [merged(item.id, [part[item.id] for part in parts]) for item in items]
-        self._dropped += sum(isinstance(verdict, GradingError) for verdict in verdicts)
+        refused = [error for item in items if (error := _unsendable(item))]
+        if refused:
+            self._deliver(refused, deliver)
+            ids = {error.id for error in refused}
+            items = [item for item in items if item.id not in ids]
+        if not self._parts:
+            self._deliver([merged(item.id, []) for item in items], deliver)
+        sums = _Sums(len(self._parts))
+        async with asyncio.TaskGroup() as calls:
+            for number, part in enumerate(self._parts):
+                add = partial(self._add, sums, number, deliver)
+                for some in part.split(items):
+                    calls.create_task(self._grade(part, some, add))
         self._seconds += time.perf_counter() - begun
-        return verdicts
+
+    async def wait_for_turn(self) -> None:
+        """Returns once all that was asked before is being graded: what comes until then may share a call."""
+        for part in self._parts:
+            await part.wait_for_turn()
 
     def take_seconds(self) -> float:
         """Seconds spent waiting for verdicts since the last call; calls that overlap add up."""
@@ -150,56 +81,52 @@ class Rewards:
         self._retried = self._dropped = 0
         return metrics
 
-    async def _part(self, part: Part, items: Sequence[ScoreItem]) -> Mapping[SampleId, Verdict]:
-        """A part of the verdict on each item."""
-        first, *others = await asyncio.gather(*(self._grade(part, some) for some in part.split(items)))
-        for other in others:
-            first |= other
-        return first
-
-    async def _grade(self, part: Part, items: Sequence[ScoreItem]) -> dict[SampleId, Verdict]:
-        """What failed for a passing reason is asked again, `retries` times."""
-        verdicts: dict[SampleId, Verdict] = {}
-        waiting = items
+    async def _grade(self, part: Part, items: Sequence[ScoreItem], add: Deliver) -> None:
+        """One part of the verdicts. What failed for a passing reason is asked again, `retries` times."""
+        since = asyncio.get_running_loop().time()
+        waiting = {item.id: item for item in items}
+        failed: dict[SampleId, GradingError] = {}
         for retry in range(self._retries + 1):
             if retry:
                 self._retried += len(waiting)
                 await asyncio.sleep(min(BACKOFF_S * 2 ** (retry - 1), MAX_BACKOFF_S))
-            verdicts |= {verdict.id: verdict for verdict in await self._ask(part, waiting)}
-            waiting = [item for item in waiting if _may_be_asked_again(verdicts.get(item.id))]
-            if not waiting:
-                break
-        for item in waiting:
-            verdicts.setdefault(item.id, _silent(item.id, part))
-        return verdicts
-
-    async def _ask(self, part: Part, items: Sequence[ScoreItem]) -> list[Verdict]:
-        """Waits where everyone has too much to do, and asks again: that is no failure for patience_s."""
-        patient_until = asyncio.get_running_loop().time() + self._patience_s
-        pause_s = BUSY_S
-        while True:
+            failed.clear()
+            cause = "it sent no verdict for this response"
             try:
-                return await part.ask(items)
-            except ServiceUnavailableError as error:
-                is_patient = asyncio.get_running_loop().time() < patient_until
-                if not (isinstance(error, OverloadedError) and is_patient):
-                    return [GradingError(item.id, part.grader, str(error), True) for item in items]
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_BUSY_S)
+                async with aclosing(part.ask(list(waiting.values()), since)) as answers:
+                    async for verdicts in answers:
+                        add(list(_final(verdicts, waiting, failed)))
+            except StaleFenceError:
+                raise  # another coordinator has the run
+            except AtollError as error:
+                cause = str(error)
+            if not waiting:
+                return
+        add([failed.get(id) or GradingError(id, part.grader, cause, retryable=True) for id in waiting])
+
+    def _add(self, sums: "_Sums", number: int, deliver: Deliver, verdicts: Sequence[Verdict]) -> None:
+        if complete := list(sums.add(number, verdicts)):
+            self._deliver(complete, deliver)
+
+    def _deliver(self, verdicts: Sequence[Verdict], deliver: Deliver) -> None:
+        self._dropped += sum([isinstance(verdict, GradingError) for verdict in verdicts])
+        deliver(verdicts)
 
 
-def cut(items: Sequence[ScoreItem], size: int) -> list[Sequence[ScoreItem]]:
-    """Parts of at most `size` items, and of MAX_CHARACTERS (more only where one item has more): each item
-    brings its own copy of the prompt and the ground truth, such as the test cases of a program."""
-    parts: list[Sequence[ScoreItem]] = []
-    first = characters = 0
-    for number, item in enumerate(items):
-        own = sum(map(len, (item.prompt, item.response, item.ground_truth, *item.extra.values())))
-        if number - first == size or (number > first and characters + own > MAX_CHARACTERS):
-            parts.append(items[first:number])
-            first, characters = number, 0
-        characters += own
-    return [*parts, items[first:]]
+class _Sums:
+    """What the parts have said of each response so far."""
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self._said: dict[SampleId, dict[int, Verdict]] = {}
+
+    def add(self, number: int, verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
+        """What part `number` says of some responses; yields the verdicts that are complete with it."""
+        for verdict in verdicts:
+            said = {number: verdict} if self._num_parts == 1 else self._said.setdefault(verdict.id, {})
+            said[number] = verdict
+            if len(said) == self._num_parts:  # summed in the order of the parts, whichever came first
+                yield merged(verdict.id, [said[part] for part in range(self._num_parts)])
 
 
 def merged(id: SampleId, parts: Sequence[Verdict]) -> Verdict:
@@ -220,9 +147,30 @@ def merged(id: SampleId, parts: Sequence[Verdict]) -> Verdict:
     )
 
 
-def _may_be_asked_again(verdict: Verdict | None) -> bool:
-    return verdict is None or (isinstance(verdict, GradingError) and verdict.retryable)
+def _final(
+    verdicts: Sequence[Verdict], waiting: dict[SampleId, ScoreItem], failed: dict[SampleId, GradingError]
+) -> Iterator[Verdict]:
+    """Verdicts that need not be asked for again, taken out of `waiting`; the others go to `failed`."""
+    for verdict in verdicts:
+        if isinstance(verdict, GradingError) and verdict.retryable:
+            failed[verdict.id] = verdict
+        elif waiting.pop(verdict.id, None):
+            yield verdict
 
 
-def _silent(sample: SampleId, part: Part) -> GradingError:
-    return GradingError(sample, part.grader, "it sent no verdict for this response", retryable=True)
+def _unsendable(item: ScoreItem) -> GradingError | None:
+    """The verdict on an item that no message can carry."""
+    parts = texts(item)
+    if 8 * sum(map(len, parts)) < MAX_MESSAGE_BYTES and all(map(str.isascii, parts)):
+        return None
+    try:
+        size = codec.encode_score_item(item).ByteSize()
+    except ValueError as error:  # such as half of a surrogate pair
+        return GradingError(item.id, "", f"its texts fit no message: {error}", retryable=False)
+    if size < MAX_MESSAGE_BYTES - 16:  # the rest is for what encloses it
+        return None
+    cause = (
+        f"got {size:,} bytes of prompt, response, ground truth and extra fields, expected less than the "
+        f"{MAX_MESSAGE_BYTES:,} of a message: take out the row, or shorten it"
+    )
+    return GradingError(item.id, "", cause, retryable=False)

@@ -303,6 +303,13 @@ class Servers:
 
     # What they are asked
 
+    async def wait_for_turn(self, name: str) -> None:
+        """Returns once every call that waits has a server, and one has room for another; or once there has
+        been no healthy server for too long."""
+        with suppress(ServiceUnavailableError):
+            async with self._lender.borrowed(name, ()):
+                pass
+
     async def score(self, name: str, items: Sequence[ScoreItem]) -> list[Verdict]:
         """The verdicts of one of the reward servers of that name; of another one where it fails.
 

@@ -94,7 +94,7 @@ class GrpcReward:
 
     async def probe(self) -> str:
         async with self._connection.slot() as client:
-            graders = await client.describe()
+            graders = (await client.describe()).graders
         return f"graders {', '.join(graders) or 'without names'}"
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:

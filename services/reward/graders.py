@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -29,6 +29,7 @@ from services.runtime.errors import UserError
 from services.wire.types import ScoreItem, Verdict
 
 INLINE_BATCH = 64  # verdicts between two looks at other calls: a millisecond or less
+STILL_AT_WORK_S = 10.0  # without a verdict, until whoever waits is told that there is nothing wrong
 LINGER_S = 0.005  # that a verdict waits for others, unless it is the last: a message of its own costs more
 
 
@@ -182,7 +183,8 @@ class Panel:
         return panel
 
     async def verdicts(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Verdict], None]:
-        """One verdict per item, in lists of those that are ready. Leaving early ends what is under way."""
+        """One verdict per item, in lists of those that are ready; an empty list after each STILL_AT_WORK_S
+        without any. Leaving early ends what is under way."""
         self._calls += 1
         self._idle.clear()
         try:
@@ -236,8 +238,10 @@ class Panel:
                 task.add_done_callback(note)
             left = len(tasks)
             while left:
-                await changed.wait()
-                if len(ready) < left:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(STILL_AT_WORK_S):
+                        await changed.wait()
+                if 0 < len(ready) < left:
                     await asyncio.sleep(LINGER_S)
                 changed.clear()
                 verdicts = [task.result() for task in ready]

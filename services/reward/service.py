@@ -96,7 +96,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         self, request: reward_pb2.DescribeRequest, context: Context
     ) -> reward_pb2.DescribeReply:
         tier = self._sandbox.tier if self._sandbox else ""
-        return reward_pb2.DescribeReply(graders=self._panel.names, sandbox=tier)
+        return reward_pb2.DescribeReply(graders=self._panel.names, sandbox=tier, max_queued=self._max_queued)
 
     async def Reload(self, request: reward_pb2.ReloadRequest, context: Context) -> reward_pb2.ReloadReply:
         """Where a file cannot be loaded, nothing changes."""

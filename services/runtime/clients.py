@@ -9,10 +9,10 @@ long because every RPC has its typed method here.
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -57,6 +57,8 @@ from services.wire.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+
+T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20
 FENCE_KEY = "atoll-fence"
@@ -127,6 +129,18 @@ class _Client:
     async def close(self) -> None:
         self._closed = True
         await self._channel.close(None)
+
+    async def _next(self, call: grpc.aio.UnaryStreamCall[Any, T], method: str) -> T | None:
+        """The next message of a stream, None at its end. Raises ServiceUnavailableError after silence for the
+        client's timeout."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                message = await call.read()
+        except TimeoutError:
+            raise errors.ServiceUnavailableError(
+                f"{method} at {self.address}: nothing came for {self._timeout_s:g} s"
+            ) from None
+        return None if message is grpc.aio.EOF else cast(T, message)
 
     @contextmanager
     def _translate(self, method: str) -> Iterator[None]:
@@ -539,34 +553,48 @@ class TrainerClient(_Client):
         return reply.num_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class RewardInfo:
+    graders: tuple[str, ...]
+    max_queued: int  # responses that it holds at once, over all calls; 0: it does not say
+
+
 class RewardClient(_Client):
     def __init__(self, address: str, caller: Caller, timeout_s: float = 600.0) -> None:
         super().__init__(address, caller, timeout_s)
         self._stub: reward_pb2_grpc.RewardAsyncStub = reward_pb2_grpc.RewardStub(self._channel)
 
-    async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        """Verdicts in the order of their completion; on other items than these, none. Raises BadAnswerError
-        where the service goes on sending beyond MAX_MESSAGE_BYTES."""
+    async def verdicts(
+        self, items: Sequence[ScoreItem], deadline_s: float = CEILING_S
+    ) -> AsyncGenerator[list[Verdict], None]:
+        """Verdicts as they come, those of one message together; none on other items than these. Raises
+        ServiceUnavailableError if the service is silent for the client's timeout, and BadAnswerError if it
+        keeps sending beyond MAX_MESSAGE_BYTES."""
         samples = {str(item.id): item.id for item in items}
-        verdicts: list[Verdict] = []
         size = 0
         request = reward_pb2.ScoreRequest(items=[codec.encode_score_item(item) for item in items])
         with self._translate("Score"):
-            call = self._stub.Score(request, timeout=self._timeout_s, metadata=self._metadata)
-            async for reply in call:
-                size += reply.ByteSize()
-                if size > MAX_MESSAGE_BYTES:
-                    call.cancel()
-                    raise errors.BadAnswerError(
-                        f"Score at {self.address}: got more than {MAX_MESSAGE_BYTES:,} bytes of verdicts on "
-                        f"{len(items)} items, expected less"
-                    )
-                verdicts += [
-                    codec.decode_verdict(verdict, samples[verdict.id])
-                    for verdict in reply.verdicts
-                    if verdict.id in samples
-                ]
-        return verdicts
+            call = self._stub.Score(request, timeout=deadline_s, metadata=self._metadata)
+            try:
+                while (reply := await self._next(call, "Score")) is not None:
+                    size += reply.ByteSize()
+                    if size > MAX_MESSAGE_BYTES:
+                        raise errors.BadAnswerError(
+                            f"Score at {self.address}: got more than {MAX_MESSAGE_BYTES:,} bytes of verdicts "
+                            f"on {len(items)} items, expected less"
+                        )
+                    yield [
+                        codec.decode_verdict(verdict, sample)
+                        for verdict in reply.verdicts
+                        if (sample := samples.get(verdict.id))
+                    ]
+            finally:
+                call.cancel()
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
+        """All verdicts, in the order of their completion, within the client's timeout."""
+        async with aclosing(self.verdicts(items, self._timeout_s)) as stream:
+            return [verdict async for some in stream for verdict in some]
 
     async def execute(self, source: str, stdin: bytes, limits: Limits) -> Execution:
         """Runs a Python program in a sandbox. Raises UserError where the service has none, SandboxError where
@@ -576,13 +604,12 @@ class RewardClient(_Client):
             reply = await self._stub.Execute(request, timeout=self._timeout_s, metadata=self._metadata)
             return codec.decode_execution(reply)
 
-    async def describe(self) -> tuple[str, ...]:
-        """Names of the graders that it runs."""
+    async def describe(self) -> RewardInfo:
         with self._translate("Describe"):
             reply = await self._stub.Describe(
                 reward_pb2.DescribeRequest(), timeout=self._timeout_s, metadata=self._metadata
             )
-        return tuple(reply.graders)
+        return RewardInfo(tuple(reply.graders), reply.max_queued)
 
     async def reload(self) -> None:
         """Raises UserError where a grader of the user's cannot be loaded; the old ones then stay."""

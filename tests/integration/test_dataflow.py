@@ -21,7 +21,6 @@ from services.coordinator.generation import Generation
 from services.coordinator.groups import DynamicSampling, PendingGroup, staleness
 from services.coordinator.journal import Checkpoint, Journal, RestoredGroup
 from services.coordinator.replicas import Replica, Replicas, State
-from services.coordinator.rewards import Rewards
 from services.coordinator.source import GenerateSource
 from services.runtime.clients import Arrival, Caller
 from services.runtime.errors import AtollError, EngineDiedError, StoreError, UserError
@@ -44,6 +43,7 @@ from services.wire.types import (
 )
 from tests import builders
 from tests.builders import group_id, node, pending, sample_id
+from tests.fake_rewards import rewards_of
 
 GREEDY_SCORE = 0.25
 
@@ -121,8 +121,8 @@ class Graders:
         self._broken = broken
         self._flat = flat
 
-    async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        return [
+    async def verdicts(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Verdict], None]:
+        yield [
             GradingError(item.id, "toy", "ZeroDivisionError", retryable=False)
             if item.id.group.prompt in self._broken
             else Graded(item.id, self._value(item), {})
@@ -158,7 +158,7 @@ class Dataflow:
             for simulated in self.simulated
         ]
         self.journal = Journal(store, "toy")
-        rewards = Rewards(1, [graders or Graders()])  # type: ignore[list-item]
+        rewards = rewards_of(graders or Graders(), retries=1)
         self.generation = Generation(self.replicas, rewards, model="", max_attempts=50, timeout_s=5.0)
 
     async def start(self, checkpoint: Checkpoint | None = None) -> tuple[RestoredGroup, ...]:
@@ -290,8 +290,8 @@ async def test_a_group_without_contrast_is_filtered_and_replaced(store: Store) -
 async def test_without_a_replica_the_run_ends_with_the_reason(store: Store) -> None:
     flow = Dataflow(store)
     flow.generation = Generation(
-        flow.replicas, Rewards(1, [Graders()]), model="", max_attempts=2, timeout_s=0.1
-    )  # type: ignore[list-item]
+        flow.replicas, rewards_of(Graders(), retries=1), model="", max_attempts=2, timeout_s=0.1
+    )
     flow.version = Version((await flow.journal.restore(None)).lineage, 0)
     source = flow.source(max_staleness=0, steps=1)
     running = asyncio.create_task(flow.generation.run())

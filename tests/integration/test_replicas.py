@@ -14,7 +14,6 @@ from services.coordinator.generation import Generation
 from services.coordinator.groups import PendingGroup
 from services.coordinator.health import Health
 from services.coordinator.replicas import Replica, Replicas, State
-from services.coordinator.rewards import Rewards
 from services.coordinator.routing import AHEAD_S
 from services.runtime.clients import Arrival, Caller
 from services.runtime.errors import ServiceUnavailableError
@@ -31,6 +30,7 @@ from services.wire.types import (
 )
 from tests import virtual_clock
 from tests.builders import arrival, node, pending, sample
+from tests.fake_rewards import rewards_of
 from tests.virtual_clock import VirtualClock
 
 SPEED = 50.0  # tokens per second of a sample in a slot
@@ -115,8 +115,8 @@ class SimulatedReplica:
 
 
 class Graders:
-    async def score(self, items: Sequence[ScoreItem]) -> list[Graded]:
-        return [Graded(item.id, 1.0, {}) for item in items]
+    async def verdicts(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Graded], None]:
+        yield [Graded(item.id, 1.0, {}) for item in items]
 
 
 class Collector:
@@ -150,7 +150,7 @@ class Run:
         self.health = Health(self.replicas, "actor", admit or self.replicas.route)
         self.generation = Generation(
             self.replicas,
-            Rewards(0, [Graders()]),  # type: ignore[list-item]
+            rewards_of(Graders()),
             model="actor",
             max_attempts=1000,
             timeout_s=1000.0,

@@ -23,6 +23,7 @@ from services.config.schema import GraderConfig, RewardSection, SandboxConfig
 from services.coordinator.control import Control
 from services.coordinator.registry import Registry
 from services.coordinator.service import CoordinatorService
+from services.reward import graders
 from services.reward.graders import Panel
 from services.reward.sandbox.base import Dialogue
 from services.reward.service import RewardService
@@ -110,7 +111,8 @@ async def replies(client: RewardClient, items: Sequence[ScoreItem]) -> AsyncIter
     """The messages of one call, as they come."""
     async with grpc.aio.insecure_channel(client.address) as channel:
         request = reward_pb2.ScoreRequest(items=[codec.encode_score_item(item) for item in items])
-        async for reply in reward_pb2_grpc.RewardStub(channel).Score(request, timeout=60):
+        metadata = Caller(token=TOKEN).metadata
+        async for reply in reward_pb2_grpc.RewardStub(channel).Score(request, timeout=60, metadata=metadata):
             yield reply
 
 
@@ -150,7 +152,9 @@ async def all_gone(processes: Sequence[psutil.Process]) -> bool:
 async def test_cheap_graders_run_in_the_service_and_answer_in_batches() -> None:
     before = set(psutil.Process().children(recursive=True))
     async with grading(GraderConfig(name="exact_match"), GraderConfig(name="server:judge")) as client:
-        assert await client.describe() == ("exact_match",)  # the coordinator asks servers itself
+        described = await client.describe()
+        assert described.graders == ("exact_match",)  # the coordinator asks servers itself
+        assert described.max_queued == 8192
         items = [item(index, "46" if index % 3 else "45") for index in range(200)]
         messages = [reply async for reply in replies(client, items)]
         assert [len(message.verdicts) for message in messages] == [64, 64, 64, 8]
@@ -310,6 +314,50 @@ async def test_a_full_queue_refuses_at_once_and_each_verdict_frees_a_place(
         assert len(await client.score([item(index, "46") for index in range(3)])) == 3
 
 
+async def test_a_call_lasts_as_long_as_the_service_says_that_it_is_at_work(
+    grader: GraderConfig, began: Path, go: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graders, "STILL_AT_WORK_S", 0.2)
+    async with grading(grader) as client:
+        messages = replies(client, [item(1, "46", began=began, go=go)])
+        first = asyncio.ensure_future(anext(messages))
+        await opened(began)
+        assert [len((await message).verdicts) for message in (first, anext(messages))] == [0, 0]
+        await opened(go)
+        assert [len(message.verdicts) async for message in messages if message.verdicts] == [1]
+
+
+async def test_a_service_that_is_silent_for_too_long_loses_the_call() -> None:
+    ended = asyncio.Event()
+
+    class Silent(reward_pb2_grpc.RewardServicer):
+        async def Score(  # noqa: N802
+            self, request: reward_pb2.ScoreRequest, context: Any
+        ) -> AsyncIterator[reward_pb2.ScoreReply]:
+            try:
+                yield reward_pb2.ScoreReply(verdicts=[codec.encode_verdict(Graded(item(1, "").id, 1.0, {}))])
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+    server = await Server.start(
+        "atoll.v1.Reward",
+        lambda grpc_server: reward_pb2_grpc.add_RewardServicer_to_server(Silent(), grpc_server),
+        host="127.0.0.1",
+        port=0,
+        token=TOKEN,
+        setting="--port",
+    )
+    client = RewardClient(server.address, Caller(token=TOKEN), timeout_s=0.5)
+    verdicts = client.verdicts([item(1, "46"), item(2, "46")])
+    assert await anext(verdicts) == [Graded(item(1, "").id, 1.0, {})]
+    with pytest.raises(ServiceUnavailableError, match=r"Score at .*: nothing came for 0\.5 s"):
+        await anext(verdicts)
+    await asyncio.wait_for(ended.wait(), 10)
+    await client.close()
+    await server.stop(0)
+
+
 async def test_a_cancelled_call_frees_its_places_and_its_worker(grader: GraderConfig, began: Path) -> None:
     async with grading(grader, max_queued=2) as client:
         call = asyncio.create_task(client.score([item(1, "hang", began=began), item(2, "46")]))
@@ -347,7 +395,7 @@ async def test_every_way_to_run_a_grader_in_one_request(grader: GraderConfig, be
 
     items = [coding(1, program), coding(2, wrong), replace(coding(3, program), data_source="unknown")]
     async with grading(*graders) as client:
-        assert await client.describe() == tuple(names)
+        assert (await client.describe()).graders == tuple(names)
         verdicts = {verdict.id: verdict for verdict in await client.score(items)}
         right, half = verdicts[items[0].id], verdicts[items[1].id]
         assert isinstance(right, Graded)

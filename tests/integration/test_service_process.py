@@ -132,7 +132,7 @@ async def test_a_service_announces_itself_serves_registers_and_leaves_in_order(
         process, line = await start("--coordinator", address)
         served_at = json.loads(line)["address"]
         client = RewardClient(served_at, Caller(token=TOKEN), timeout_s=5)
-        (incarnation,) = await client.describe()
+        (incarnation,) = (await client.describe()).graders
         await client.close()
         changes = registry.changes()
         expected = ServiceEntry("reward", "reward-0", incarnation, served_at)
@@ -232,7 +232,7 @@ async def test_a_service_that_breaks_says_goodbye_and_ends_with_a_traceback(
         process, line = await start("--coordinator", address, seed=15)
         joined = await next_of(changes)
         client = RewardClient(json.loads(line)["address"], Caller(token=TOKEN), timeout_s=5)
-        assert len(await client.describe()) == 1
+        assert len((await client.describe()).graders) == 1
         assert await next_of(changes) == Left(joined.entry)  # long before its lease ends
         stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
         await client.close()
@@ -266,7 +266,7 @@ async def test_a_service_whose_engine_dies_is_built_anew_and_joins_as_another_in
 
 async def incarnation_at(address: str) -> str:
     client = RewardClient(address, Caller(token=TOKEN), timeout_s=5)
-    (incarnation,) = await client.describe()
+    (incarnation,) = (await client.describe()).graders
     await client.close()
     return incarnation
 

@@ -1,48 +1,27 @@
-"""Other people's servers on a virtual clock: load, failures, leases, retries, what a verdict is made of."""
+"""External servers on a virtual clock: load, failures, leases, retries."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
 from services.config.schema import ServerConfig
-from services.coordinator.rewards import OwnServices, Rewards, ServerGrader, merged
+from services.coordinator.rewards import Rewards
+from services.coordinator.score_parts import ServerGrader
 from services.coordinator.servers import LEASE_S
 from services.external.protocols import connect
-from services.runtime.clients import MAX_MESSAGE_BYTES
 from services.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
-from services.wire import codec
-from services.wire.types import ExternalServer, Graded, GradingError, ScoreItem, ServerHealth, Verdict
+from services.wire.types import ExternalServer, Graded, GradingError, ServerHealth, Verdict
 from tests import virtual_clock
-from tests.fake_servers import Fake, World, item, now, reward_server
+from tests.fake_rewards import scored
+from tests.fake_servers import Fake, World, item, now, reward_server, watched
+from tests.virtual_clock import timed
 
 AWAY = ServiceUnavailableError("connection refused")
 NONSENSE = BadAnswerError('got "lots", expected a number')
 BUSY = OverloadedError("the queue is full")
-
-
-def timed(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """The test, on the virtual clock."""
-
-    def run() -> None:
-        virtual_clock.run(test())
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run
-
-
-@asynccontextmanager
-async def watched(world: World, *registered: ExternalServer) -> AsyncIterator[World]:
-    watching = asyncio.create_task(world.servers.watch())
-    for server in registered:
-        await world.servers.add(server)
-    yield world
-    watching.cancel()
 
 
 async def score(world: World, number: int = 1, name: str = "judge") -> list[list[Verdict]]:
@@ -123,9 +102,9 @@ async def test_a_call_that_got_no_answer_is_forgotten_after_one_that_did() -> No
 async def test_a_server_that_answers_probes_and_calls_with_nonsense_is_asked_less_and_less() -> None:
     world = World(a=Fake(fails=NONSENSE))
     async with watched(world, reward_server("a")):
-        rewards = Rewards(8, servers=[ServerGrader(world.servers, "judge", 1.0)], asks_own=False)
+        rewards = Rewards(8, [ServerGrader(world.servers, "judge", 1.0)], asks_own=False)
         begun = now()
-        (verdict,) = await rewards.score([item(0)])
+        (verdict,) = await scored(rewards, [item(0)])
     assert isinstance(verdict, GradingError)
     assert (verdict.grader, verdict.cause) == ("server:judge", str(NONSENSE))
     times = [time - begun for time in world.fakes["a"].calls]
@@ -391,172 +370,6 @@ async def test_tool_and_env_servers_need_no_grader_and_show_their_health() -> No
         assert world.changes == changes + 1
 
 
-# What a verdict is made of
-
-
-class Own:
-    """The run's own reward service: exact_match with weight 0.5."""
-
-    def __init__(self, *failures: Verdict | Exception) -> None:
-        self.failures = list(failures)
-        self.calls: list[tuple[float, int]] = []  # when, of how many items
-
-    async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        self.calls.append((now(), len(items)))
-        if self.failures:
-            failure = self.failures.pop(0)
-            if isinstance(failure, Exception):
-                raise failure
-            others = [item for item in items if item.id != failure.id]
-            return [failure, *(graded(item) for item in others)]
-        return [graded(item) for item in items]
-
-
-def graded(item: ScoreItem) -> Graded:
-    return Graded(item.id, 0.5, {"exact_match": 1.0}, {"exact_match": "right"})
-
-
-def rewards(world: World, *own: Own, retries: int = 3, **settings: Any) -> Rewards:
-    graders = [ServerGrader(world.servers, "judge", 2.0), ServerGrader(world.servers, "style", -0.25)]
-    return Rewards(retries, own, graders, **settings)  # type: ignore[arg-type]
-
-
-@timed
-async def test_a_verdict_is_the_weighted_sum_of_all_parts_with_all_components() -> None:
-    world = World(judge=Fake(value=0.75), style=Fake(value=3.0))
-    own = Own()
-    async with watched(world, reward_server("judge"), reward_server("style", name="style")):
-        begun = now()
-        verdicts = await rewards(world, own).score([item(i) for i in range(4)])
-        assert now() - begun == pytest.approx(1.0)  # all asked at the same time
-    assert verdicts == [
-        Graded(
-            item(i).id,
-            0.5 * 1.0 + 2.0 * 0.75 - 0.25 * 3.0,
-            {
-                "exact_match": 1.0,
-                "server:judge": 0.75,
-                "server:judge/tone": 0.5,
-                "server:style": 3.0,
-                "server:style/tone": 0.5,
-            },
-            {
-                "exact_match": "right",
-                "server:judge/tone": "flat: no joke",
-                "server:style/tone": "flat: no joke",
-            },
-        )
-        for i in range(4)
-    ]
-
-
-def test_reasons_of_the_server_itself_are_those_of_its_grader() -> None:
-    grader = ServerGrader(World().servers, "judge", 2.0)
-    part = grader._part(Graded(item(0).id, 0.5, {"tone": 1.0}, {"judge": "rude", "tone": "flat"}))
-    assert isinstance(part, Graded)
-    assert part.reasons == {"server:judge": "rude", "server:judge/tone": "flat"}
-
-
-def test_without_any_grader_the_score_is_0() -> None:
-    assert merged(item(0).id, []) == Graded(item(0).id, 0.0, {})
-
-
-@timed
-async def test_only_the_part_and_the_responses_that_failed_are_asked_again_and_later_each_time() -> None:
-    world = World(judge=Fake(), style=Fake())
-    passing = GradingError(item(1).id, "exact_match", "OSError: no route", retryable=True)
-    own = Own(passing, passing, passing)
-    async with watched(world, reward_server("judge"), reward_server("style", name="style")):
-        asked = rewards(world, own)
-        begun = now()
-        verdicts = await asked.score([item(i) for i in range(4)])
-    assert all(isinstance(verdict, Graded) for verdict in verdicts)
-    assert [(round(when - begun, 3), items) for when, items in own.calls] == [
-        (0.0, 4),
-        (0.5, 1),
-        (1.5, 1),
-        (3.5, 1),
-    ]
-    assert [len(fake.calls) for fake in world.fakes.values()] == [4, 4]
-    assert asked.take_metrics() == {"reward/retried": 3.0, "reward/dropped": 0.0}
-    assert asked.take_metrics() == {"reward/retried": 0.0, "reward/dropped": 0.0}
-
-
-@timed
-async def test_a_part_that_fails_for_good_leaves_no_score() -> None:
-    world = World(judge=Fake(), style=Fake())
-    broken = GradingError(item(1).id, "exact_match", "ValueError: a bug", retryable=False)
-    own = Own(broken)
-    async with watched(world, reward_server("judge"), reward_server("style", name="style")):
-        asked = rewards(world, own)
-        verdicts = await asked.score([item(i) for i in range(4)])
-    assert [verdict for verdict in verdicts if not isinstance(verdict, Graded)] == [broken]
-    assert len(own.calls) == 1
-    assert asked.take_metrics() == {"reward/retried": 0.0, "reward/dropped": 1.0}
-
-
-@timed
-async def test_a_service_that_is_gone_is_asked_again_and_blamed_in_the_end() -> None:
-    world = World()
-    asked = Rewards(2, [Own(AWAY, AWAY, AWAY)])  # type: ignore[list-item]
-    begun = now()
-    (verdict,) = await asked.score([item(0)])
-    assert now() - begun == pytest.approx(0.5 + 1.0)
-    assert verdict == GradingError(item(0).id, "service", "connection refused", retryable=True)
-    assert world.changes == 0
-
-
-@timed
-async def test_a_sum_that_is_no_finite_number_is_no_score() -> None:
-    world = World(judge=Fake(value=1e308))
-    async with watched(world, reward_server("judge")):
-        grader = ServerGrader(world.servers, "judge", 2.0)
-        (verdict,) = await Rewards(0, servers=[grader], asks_own=False).score([item(0)])
-    cause = "got a weighted sum of inf, expected a finite number"
-    assert verdict == GradingError(item(0).id, "", cause, retryable=False)
-
-
-@timed
-async def test_each_call_asks_every_service_once_however_many_calls_there_are() -> None:
-    class Dying(Own):
-        async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-            await asyncio.sleep(1)
-            raise AWAY
-
-    asked = Rewards(0, [Dying(), Own()])  # type: ignore[list-item]
-    verdicts = await asyncio.gather(*(asked.score([item(i)]) for i in range(8)))
-    assert verdicts == [[graded(item(i))] for i in range(8)]
-
-
-@timed
-async def test_one_that_has_too_much_to_do_sends_its_calls_to_another() -> None:
-    full, free = Own(*[BUSY] * 10), Own()
-    asked = Rewards(0, [full, free])  # type: ignore[list-item]
-    for i in range(4):
-        assert await asked.score([item(i)]) == [graded(item(i))]
-    assert len(free.calls) == 4
-
-
-@timed
-async def test_where_all_have_too_much_to_do_the_call_waits_and_that_is_no_failure() -> None:
-    own = Own(*[BUSY] * 6)
-    asked = Rewards(0, [own])  # type: ignore[list-item]
-    begun = now()
-    assert await asked.score([item(0)]) == [graded(item(0))]
-    assert now() - begun == pytest.approx(0.1 + 0.2 + 0.4 + 0.8 + 1.6 + 2.0)
-    assert asked.take_metrics()["reward/retried"] == 0.0
-
-
-@timed
-async def test_patience_with_those_who_have_too_much_to_do_ends() -> None:
-    asked = Rewards(0, [Own(*[BUSY] * 100)], patience_s=20.0)  # type: ignore[list-item]
-    begun = now()
-    (verdict,) = await asked.score([item(0)])
-    assert isinstance(verdict, GradingError)
-    assert verdict.cause == str(BUSY)
-    assert 20 <= now() - begun <= 22
-
-
 @timed
 async def test_a_busy_external_server_stays_well_and_another_gets_the_call() -> None:
     world = World(a=Fake(fails=BUSY), b=Fake())
@@ -568,35 +381,3 @@ async def test_a_busy_external_server_stays_well_and_another_gets_the_call() -> 
             await score(world)
         assert world.unwell() == {}
     assert len(world.fakes["b"].calls) == 11
-
-
-@timed
-async def test_nothing_is_asked_about_nothing() -> None:
-    own = Own()
-    assert await rewards(World(), own).score([]) == []
-    assert own.calls == []
-
-
-@timed
-async def test_a_batch_is_cut_into_calls_for_all_slots() -> None:
-    world = World(a=Fake(), b=Fake())
-    async with watched(world, reward_server("a", 4), reward_server("b", 12)):
-        asked = Rewards(0, servers=[ServerGrader(world.servers, "judge", 1.0)], asks_own=False)
-        verdicts = await asked.score([item(i) for i in range(128)])
-    assert [verdict.id for verdict in verdicts] == [item(i).id for i in range(128)]
-    assert (len(world.fakes["a"].calls), len(world.fakes["b"].calls)) == (4, 12)  # of 8 responses each
-
-
-@timed
-async def test_no_call_is_larger_than_a_message_may_be() -> None:
-    """A run that continues has all its finished samples graded at once."""
-    world = World(a=Fake())
-    items = [replace(item(number), ground_truth="\N{EURO SIGN}" * ((1 << 20) - 100)) for number in range(30)]
-    async with watched(world, reward_server("a", 1)):
-        for part in (OwnServices(), ServerGrader(world.servers, "judge", 1.0)):
-            calls = part.split(items)
-            assert [one.id for call in calls for one in call] == [one.id for one in items]
-            assert [len(call) for call in calls] == [8, 8, 8, 6]
-            sizes = [sum(codec.encode_score_item(one).ByteSize() for one in call) for call in calls]
-            assert max(sizes) < MAX_MESSAGE_BYTES
-    assert [len(call) for call in OwnServices().split([item(number) for number in range(5)])] == [5]

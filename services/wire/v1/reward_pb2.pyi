@@ -338,8 +338,11 @@ class DescribeReply(_message.Message):
 
     GRADERS_FIELD_NUMBER: _builtins.int
     SANDBOX_FIELD_NUMBER: _builtins.int
+    MAX_QUEUED_FIELD_NUMBER: _builtins.int
     sandbox: _builtins.str
     """what separates programs from this machine: "landlock, seccomp, namespaces" """
+    max_queued: _builtins.int
+    """responses and programs that it holds at once, over all calls; 0: it does not say"""
     @_builtins.property
     def graders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -347,10 +350,11 @@ class DescribeReply(_message.Message):
         *,
         graders: _abc.Iterable[_builtins.str] | None = ...,
         sandbox: _builtins.str = ...,
+        max_queued: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["graders", b"graders", "sandbox", b"sandbox"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["graders", b"graders", "max_queued", b"max_queued", "sandbox", b"sandbox"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

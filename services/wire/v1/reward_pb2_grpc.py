@@ -64,7 +64,7 @@ class RewardServicer(object):
     """
 
     def Score(self, request, context):
-        """Streams one verdict per item, as they are ready.
+        """Streams one verdict per item, as they are ready. A reply without verdicts says that it is still at work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

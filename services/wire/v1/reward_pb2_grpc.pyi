@@ -36,7 +36,7 @@ class RewardStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardAsyncStub: ...
     Score: _grpc.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreReply]
-    """Streams one verdict per item, as they are ready."""
+    """Streams one verdict per item, as they are ready. A reply without verdicts says that it is still at work."""
     Execute: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ExecuteRequest, _reward_pb2.ExecuteReply]
     """Runs a Python program in a sandbox of its own."""
     Describe: _grpc.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeReply]
@@ -51,7 +51,7 @@ class RewardAsyncStub(RewardStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreReply]  # type: ignore[assignment]
-    """Streams one verdict per item, as they are ready."""
+    """Streams one verdict per item, as they are ready. A reply without verdicts says that it is still at work."""
     Execute: _aio.UnaryUnaryMultiCallable[_reward_pb2.ExecuteRequest, _reward_pb2.ExecuteReply]  # type: ignore[assignment]
     """Runs a Python program in a sandbox of its own."""
     Describe: _aio.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeReply]  # type: ignore[assignment]
@@ -69,7 +69,7 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reward_pb2.ScoreReply], _abc.AsyncIterator[_reward_pb2.ScoreReply]]:
-        """Streams one verdict per item, as they are ready."""
+        """Streams one verdict per item, as they are ready. A reply without verdicts says that it is still at work."""
 
     @_abc_1.abstractmethod
     def Execute(
