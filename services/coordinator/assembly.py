@@ -14,10 +14,12 @@ from services.coordinator.algorithm import Algorithm, AlgorithmState
 from services.coordinator.canary import Canary
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.control import Control, State
+from services.coordinator.data import Cursor
 from services.coordinator.generation import Generation
 from services.coordinator.groups import DynamicSampling
 from services.coordinator.journal import Checkpoint, Journal, Restored
 from services.coordinator.learners import Learners, Models
+from services.coordinator.ledger import LEDGER, Ledger
 from services.coordinator.loop import WARM, Loop, Parts, Push, Settings, Start, no_push
 from services.coordinator.membership import Membership, TrainerLostError
 from services.coordinator.registry import Registry
@@ -59,7 +61,7 @@ class Assembly:
     ) -> None:
         self._config = config
         self._control = control
-        self._journal = Journal(store, config.run.name)
+        self._journal = Journal(store, config.run.name, Ledger(config.folder / LEDGER))
         self._checkpoints = Checkpoints(config.folder / "checkpoints", config.checkpoint.keep)
         timeout_s = config.coordinator.request_timeout_s
         self._replicas = Replicas(caller, timeout_s)
@@ -187,15 +189,14 @@ class Assembly:
         """Restores the last checkpoint where asked to, and opens the run's next lineage."""
         config, checkpoint, best, carried, step = self._config, None, None, None, 0
         trained = [role for role in config.trained if role in models]
-        prompts = data.prompts or data.rows
         if resume and (saved := self._checkpoints.steps()):
-            state, snapshot, folder = self._checkpoints.load(saved[-1])
-            step, best, checkpoint = state.step, state.best, Checkpoint(state.step, state.version, snapshot)
+            state, journal, folder = self._checkpoints.load(saved[-1])
+            step, best, checkpoint = state.step, state.best, Checkpoint(state.step, state.version, journal)
             carried = state.algorithm
             for role in trained:
                 await models[role].load_checkpoint(folder / role)
-            if prompts and state.cursor:
-                prompts.load(state.cursor)
+            if data.rows and state.cursor:
+                data.rows.load(state.cursor)
             log.info("resumes after step %d, version %s", step, state.version)
         elif resume:
             for role in trained:
@@ -266,6 +267,8 @@ class Assembly:
         if not data.prompts:
             assert self._config.data.replay is not None  # by a rule of the config
             return ReplaySource(self._config.data.replay, step + 1)
+        if restored.cursor:
+            data.prompts.load(Cursor.parse(restored.cursor))
         source = GenerateSource(
             data.prompts,
             generation,

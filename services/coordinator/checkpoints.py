@@ -1,8 +1,8 @@
-"""Checkpoint folders: model, optimizer, data cursor and journal become valid together, by one rename.
+"""Checkpoint folders: model, optimizer and journal become valid together, by one rename.
 
 checkpoints/step-000100/actor/            model and optimizer; likewise critic/ where the run has one
-                        coordinator.json  step, version, cursor, best validation, the algorithm's state
-                        journal.bin       enough to rebuild the store
+                        coordinator.json  step, version, best validation, the algorithm's state
+                        journal.bin       enough to rebuild the store: data cursor, samples in flight
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Best:
 class CoordinatorState:
     step: int
     version: Version
-    cursor: Cursor | None  # None in a replay
+    cursor: Cursor | None  # in supervised; what is generated has its cursor in the journal
     best: Best | None
     algorithm: AlgorithmState
 
@@ -52,10 +52,16 @@ class CoordinatorState:
         return cls(
             step=tree["step"],
             version=Version(**tree["version"]),
-            cursor=None if cursor is None else Cursor.parse(cursor),
+            cursor=None if cursor is None else Cursor.parse(json.dumps(cursor)),
             best=None if best is None else Best(**best),
             algorithm=AlgorithmState(**tree["algorithm"]),
         )
+
+
+class Snapshot(Protocol):
+    """The journal at the checkpoint's moment."""
+
+    async def write(self, path: Path) -> None: ...
 
 
 class Model(Protocol):
@@ -82,7 +88,7 @@ class Checkpoints:
         return sorted(int(path.name.removeprefix("step-")) for path in self._folder.glob("step-*"))
 
     async def begin(
-        self, state: CoordinatorState, journal: bytes, models: Mapping[Role, Model], committed: Committed
+        self, state: CoordinatorState, journal: Snapshot, models: Mapping[Role, Model], committed: Committed
     ) -> None:
         """Returns once every model has a copy of its state. The rest goes on beside training: the models
         write, the folder becomes valid, then `committed` is called with it. Of two checkpoints, the second
@@ -103,7 +109,7 @@ class Checkpoints:
         if write is not None:
             written = await write
             self._metrics = {
-                "checkpoint/write_s": max(part.seconds for part in written),
+                "checkpoint/write_s": max((part.seconds for part in written), default=0.0),
                 "checkpoint/num_bytes": float(sum(part.num_bytes for part in written)),
             }
 
@@ -126,16 +132,17 @@ class Checkpoints:
         self,
         partial: Path,
         state: CoordinatorState,
-        journal: bytes,
+        journal: Snapshot,
         models: Mapping[Role, Model],
         committed: Committed,
     ) -> list[Written]:
         """Waits for the models' writes; what it does to the disk itself, it does in a thread."""
         with self._explained(state.step):
+            await journal.write(partial / JOURNAL)
             written = await asyncio.gather(
                 *(model.wait_checkpoint(partial / role) for role, model in models.items())
             )
-            publishing = asyncio.create_task(asyncio.to_thread(self._publish, partial, state, journal))
+            publishing = asyncio.create_task(asyncio.to_thread(self._publish, partial, state))
             try:
                 await asyncio.shield(publishing)
             finally:
@@ -143,8 +150,7 @@ class Checkpoints:
         await committed(self.path(state.step))
         return written
 
-    def _publish(self, partial: Path, state: CoordinatorState, journal: bytes) -> None:
-        _write(partial / JOURNAL, journal)
+    def _publish(self, partial: Path, state: CoordinatorState) -> None:
         _write(partial / STATE, json.dumps(asdict(state), indent=2).encode())
         if state.step in self.steps():  # of a lineage that was left behind
             self._set_aside(state.step)
@@ -166,11 +172,11 @@ class Checkpoints:
                 + "; once that is mended, continue with --resume"
             ) from error
 
-    def load(self, step: int) -> tuple[CoordinatorState, bytes, Path]:
-        """State, journal snapshot, and the folder in which each model that learns has its own."""
+    def load(self, step: int) -> tuple[CoordinatorState, Path, Path]:
+        """State, the journal's file, and the folder in which each model that learns has its own."""
         path = self.path(step)
         state = CoordinatorState.parse(json.loads((path / STATE).read_text()))
-        return state, (path / JOURNAL).read_bytes(), path
+        return state, path / JOURNAL, path
 
     def _remove_old(self, state: CoordinatorState) -> None:
         keep = set(self.steps()[-self._keep :]) | ({state.best.step} if state.best else set())

@@ -1,10 +1,11 @@
 """Where prompts come from: weighted datasets, shuffled per epoch, resumable at any draw."""
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import jinja2
 import numpy as np
@@ -30,9 +31,13 @@ class Cursor:
     rows: tuple[int, ...]  # of each source, without over-long ones
     drawn: tuple[int, ...]  # from each source since the run began
 
+    def dump(self) -> str:
+        """JSON that `parse` reads."""
+        return json.dumps(asdict(self))
+
     @classmethod
-    def parse(cls, tree: Mapping[str, Any]) -> "Cursor":
-        """From what `dataclasses.asdict` became in a JSON file."""
+    def parse(cls, text: str) -> "Cursor":
+        tree = json.loads(text)
         return cls(tree["seed"], tree["shuffle"], tuple(tree["rows"]), tuple(tree["drawn"]))
 
 
@@ -67,7 +72,7 @@ class Mixture:
         expected = replace(self.cursor, drawn=cursor.drawn)
         if cursor != expected or len(cursor.drawn) != len(expected.rows):
             raise UserError(
-                f"cannot resume the data: the checkpoint was made with {cursor}, this run has {expected}; "
+                f"cannot resume the data: the run stood at {cursor}, this run has {expected}; "
                 "restore run.seed, data.shuffle and the training datasets, or start a new run"
             )
         self.cursor = cursor

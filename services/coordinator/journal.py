@@ -1,19 +1,29 @@
 """What became of every sample: issued -> finished -> consumed(step) -> committed(checkpoint).
 
 The journal makes a run restartable: what finished stays in the store until a checkpoint covers the
-step that consumed it. A call is one round trip and one transaction under the coordinator's fence.
+step that consumed it, and the data cursor moves with the issue of what was drawn. A call is one round
+trip and one transaction under the coordinator's fence; what may be long goes in parts, over a
+connection of its own.
 """
 
+import asyncio
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Final
 
 from services.coordinator import journal_scripts as scripts
-from services.runtime.errors import AtollError
+from services.coordinator.journal_file import read_records, write_magic, write_record
+from services.coordinator.ledger import Ledger
+from services.runtime.errors import AtollError, UserError
 from services.runtime.store import Script, Store
 from services.wire import codec
-from services.wire.types import GroupId, JournalSnapshot, Sample, SampleId, Version
+from services.wire.types import GroupId, JournalIndex, Sample, SampleId, Version
+
+PART: Final = 1000  # samples or payloads named in one call
+PART_BYTES: Final = 4 << 20  # of payloads in one call
 
 
 class JournalError(AtollError):
@@ -38,11 +48,22 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where a run goes on: its last step, the version live after it, and `Journal.snapshot` from then."""
+    """Where a run goes on: its last step, the version live after it, and what `Snapshot.write` wrote then.
+
+    Without a file (None) the store must still have the journal.
+    """
 
     step: int
     version: Version
-    journal: bytes
+    journal: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A group that was issued and not trained on; `Journal.load` gives its samples."""
+
+    id: GroupId
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +78,28 @@ class RestoredGroup:
 @dataclass(frozen=True, slots=True)
 class Restored:
     lineage: str
-    groups: tuple[RestoredGroup, ...]  # in the order of their issue
+    cursor: str | None  # where the data stood after the last issue; None: nothing was issued
+    groups: tuple[InFlight, ...]  # in the order of their issue
 
 
 class Journal:
     """The journal of one run. The store must have taken its epoch; `restore` comes first."""
 
-    def __init__(self, store: Store, run: str) -> None:
+    def __init__(self, store: Store, run: str, ledger: Ledger) -> None:
         self._store = store
+        self._bulk = store.apart()  # for what is long
         self._run = run
+        self._ledger = ledger
+        self._lineage = Lineage("", {})
+        self.num_bytes = 0  # of the payloads in the store
 
-    async def issue(self, samples: Sequence[SampleId]) -> None:
-        """These samples are to be generated, from attempt 0 on. Those that are known stay as they are."""
-        await self._write(scripts.ISSUE, _names(samples))
+    async def issue(self, samples: Sequence[SampleId], cursor: str) -> None:
+        """These samples are to be generated, from attempt 0 on. Those that are known stay as they are.
+
+        `cursor` (JSON) is where the data stand after them: a restart draws what follows.
+        """
+        await self._write(scripts.ISSUE, _names(samples), cursor)
+        self._ledger.issue(samples, cursor)
 
     async def finish(self, samples: Sequence[Sample], payload: bytes) -> list[Sample]:
         """Keeps finished samples; returns those whose attempt was the first to finish.
@@ -79,128 +109,264 @@ class Journal:
         would cost more than all the rest of the journal's work.
         """
         attempts = " ".join(f"{_name(sample.id)} {sample.attempt}" for sample in samples)
-        accepted = await self._write(scripts.FINISH, attempts, payload)
-        return [sample for sample, flag in zip(samples, accepted.decode(), strict=True) if flag == "1"]
+        num_bytes, accepted = (await self._write(scripts.FINISH, attempts, payload)).decode().split(" ")
+        self.num_bytes = int(num_bytes)
+        return [sample for sample, flag in zip(samples, accepted, strict=True) if flag == "1"]
 
     async def retry(self, samples: Sequence[SampleId], reason: str) -> None:
         """The next attempt at these samples begins. Finished ones are forgotten and may not return;
         of unfinished ones an earlier attempt may still win."""
         await self._write(scripts.RETRY, _names(samples), reason)
 
-    async def drop(self, samples: Sequence[SampleId], reason: str) -> None:
-        """Forgets these samples, in whatever state they are."""
-        await self._write(scripts.DROP, _names(samples), reason)
+    async def drop(self, samples: Sequence[SampleId], reason: str, step: int | None = None) -> None:
+        """Forgets these samples. Those that were consumed stay, but for what `step` consumed: its batch
+        could not be trained on."""
+        self._ledger.drop(samples, reason, step)
+        await self._write(scripts.DROP, _names(samples), reason, "" if step is None else step)
 
     async def consume(self, step: int, samples: Sequence[SampleId]) -> None:
         """`step` trains on these samples. Raises JournalError unless each is finished and not consumed."""
         refusal = await self._write(scripts.CONSUME, _names(samples), step)
         if refusal:
             raise JournalError(f"step {step}: sample {self._run}/{refusal.decode()}; nothing was consumed")
+        self._ledger.consume(step, samples)
 
     async def commit(self, step: int) -> None:
         """A checkpoint covers all steps up to `step`: forgets what they consumed."""
-        await self._write(scripts.COMMIT, step)
+        await self._forget_consumed(step)
+        self._ledger.commit(step)
 
-    async def snapshot(self, step: int) -> bytes:
+    async def snapshot(self, step: int) -> "Snapshot":
         """All that a checkpoint of `step` needs of the journal: what was issued and not consumed up to it.
         The step after it may be consuming its batch, which a stop then gives up."""
-        return codec.encode_journal(await self._read(step))
+        return Snapshot(self._bulk, await self._index(step))
 
     async def restore(self, checkpoint: Checkpoint | None) -> Restored:
         """Opens a new lineage that goes on from a checkpoint (None: from scratch).
 
         The store's own tables are newer than the checkpoint's and are used where they stem from that
         checkpoint; where they are lost or belong to another branch, the checkpoint's replace them.
-        What was consumed after the checkpoint is finished again. What was under way, and what holds
-        versions of a branch that was left, begins its next attempt.
+        What was consumed after the checkpoint is finished again, what was dropped stays dropped. A crash
+        in the midst of it does no harm: the next restore of the same checkpoint completes it.
         """
         name = secrets.token_hex(4)
-        if checkpoint is None:
-            await self._rebuild(JournalSnapshot({}, {}, {}, ()))
-            await self._write(scripts.BRANCH, f"{name} - 0")
-            return Restored(name, ())
-        if not await self._holds(checkpoint):
-            await self._rebuild(codec.decode_journal(checkpoint.journal))
-        await self.commit(checkpoint.step)
-        await self._write(scripts.BRANCH, f"{name} {checkpoint.version.lineage} {checkpoint.version.number}")
+        continues = await self._continued(checkpoint)
+        step = checkpoint.step if checkpoint else 0
+        parent = checkpoint.version if checkpoint else None
+        if continues is None:
+            await self._rebuild(checkpoint)
+        await self._forget_consumed(step)
+        # the lineage first: with it, the tables belong to no later checkpoint than this one
+        await self._bulk_write(
+            scripts.BRANCH, f"{name} {parent.lineage} {parent.number}" if parent else f"{name} - 0"
+        )
+        while await self._bulk_write(scripts.UNCONSUME, step):
+            pass
+        index = await self._index(step)
+        self._lineage = _lineages(index.lineages)[name]
+        groups = await asyncio.to_thread(_in_flight, self._run, index)
+        self._ledger.branch(
+            name,
+            parent,
+            step,
+            continues=continues,
+            cursor=index.cursor,
+            pending=(f"{g.id.epoch}/{g.id.prompt}/0-{g.num_samples - 1}" for g in groups),
+        )
+        return Restored(name, index.cursor, groups)
 
-        tables = await self._read(checkpoint.step)
-        lineage = _lineages(tables.lineages)[name]
-        samples = self._finished(tables)
-        kept = {id: s for id, s in samples.items() if all(map(lineage.contains, s.versions()))}
-        await self.retry([id for id in samples if id not in kept], "lineage")
-        await self.retry([self._id(sample) for sample in tables.issued], "restart")
-        return Restored(name, self._groups(await self._read(checkpoint.step), kept))
+    async def load(self, groups: Sequence[InFlight]) -> list[RestoredGroup]:
+        """The samples of restored groups. What was under way when the run stopped, and what holds versions
+        of a branch that was left, begins its next attempt."""
+        ids = [SampleId(group.id, index) for group in groups for index in range(group.num_samples)]
+        finished = await self._finished(ids)
+        kept = {id: s for id, s in finished.items() if all(map(self._lineage.contains, s.versions()))}
+        await self.retry([id for id in ids if id in finished and id not in kept], "lineage")
+        await self.retry([id for id in ids if id not in finished], "restart")
+        entries = await self._entries(ids)
+        return [
+            RestoredGroup(
+                id=group.id,
+                samples=tuple(kept.get(SampleId(group.id, index)) for index in range(group.num_samples)),
+                attempts=tuple(
+                    int(entries[SampleId(group.id, index)].split()[2]) for index in range(group.num_samples)
+                ),
+            )
+            for group in groups
+        ]
 
     async def counts(self) -> dict[str, int]:
-        """How many samples were "refused", "retried: REASON" and "dropped: REASON" so far."""
+        """How many samples were "refused", "retried: KIND" and "dropped: KIND" so far."""
         cells = await self._store.read("HGETALL", "journal/counts")
-        return {name: int(value) for name, value in _table(cells).items()}
+        return {name.decode(): int(value) for name, value in zip(cells[::2], cells[1::2], strict=True)}
 
     async def _write(self, script: Script, *args: str | bytes | int) -> Any:
         return await self._store.write(script, scripts.TABLES, *args)
 
-    async def _read(self, step: int) -> JournalSnapshot:
+    async def _bulk_write(self, script: Script, *args: str | bytes | int) -> Any:
+        return await self._bulk.write(script, scripts.TABLES, *args)
+
+    async def _forget_consumed(self, step: int) -> None:
+        forgotten = 1
+        while forgotten:
+            forgotten, self.num_bytes = await self._bulk_write(scripts.COMMIT, step)
+
+    async def _index(self, step: int) -> JournalIndex:
         """What is issued or finished and not consumed up to `step`."""
-        issued, finished, payloads, consumed, lineages = await self._write(scripts.READ, step)
-        trained = {name.decode() for name in consumed}
-        rest = {name: value for name, value in _table(finished).items() if name not in trained}
-        numbers = {value.split()[1].encode() for value in rest.values()}
-        return JournalSnapshot(
-            issued=_table(issued),
-            finished=rest,
-            payloads={
-                number.decode(): payload
-                for number, payload in zip(payloads[::2], payloads[1::2], strict=True)
-                if number in numbers
-            },
-            lineages=tuple(record.decode() for record in lineages),
-        )
+        issued, finished, cursor, lineages = await self._bulk_write(scripts.INDEX, step)
+        names = tuple(record.decode() for record in lineages)
+        return JournalIndex(issued, finished, cursor.decode() if cursor else None, names)
 
-    async def _rebuild(self, tables: JournalSnapshot) -> None:
-        cells: list[str | bytes | int] = []
-        for table in (tables.issued, tables.finished, tables.payloads):
-            cells.append(len(table))
-            for pair in table.items():
-                cells += pair
-        await self._write(scripts.REBUILD, *cells, *tables.lineages)
-
-    async def _holds(self, checkpoint: Checkpoint) -> bool:
-        """Whether the store's tables are a continuation of the checkpoint's."""
-        records = await self._store.read("LRANGE", "journal/lineages", 0, -1)
-        committed = int(await self._store.read("HGET", "journal/counts", "committed") or 0)
+    async def _continued(self, checkpoint: Checkpoint | None) -> str | None:
+        """The lineage of the store's tables, if they are a continuation of the checkpoint's."""
+        if checkpoint is None:
+            return None
+        records = await self._bulk.read("LRANGE", "journal/lineages", 0, -1)
+        committed = int(await self._bulk.read("HGET", "journal/counts", "committed") or 0)
         if not records or committed > checkpoint.step:
-            return False
+            return None
         *_, current = _lineages(record.decode() for record in records).values()
-        return current.contains(checkpoint.version)
+        return current.name if current.contains(checkpoint.version) else None
 
-    def _finished(self, tables: JournalSnapshot) -> dict[SampleId, Sample]:
-        """The samples whose attempt won; their payloads may hold others beside them."""
+    async def _rebuild(self, checkpoint: Checkpoint | None) -> None:
+        """Replaces the tables by the checkpoint's, which are read in parts."""
+        if checkpoint is not None and checkpoint.journal is None:
+            raise UserError(
+                f"the store has lost the journal of the run {self._run}, which wrote no checkpoint that "
+                "could replace it; start a new run"
+            )
+        await self._bulk_write(scripts.CLEAR)
+        if checkpoint is None or checkpoint.journal is None:
+            return
+        parts = _parts(read_records(checkpoint.journal))
+        while isinstance(part := await asyncio.to_thread(next, parts), list):
+            await self._bulk_write(scripts.FILL_PAYLOADS, *part)
+        index = part
+        last_issued = last_payload = 0
+        for script, table, width in (
+            (scripts.FILL_ISSUED, index.issued, 4),
+            (scripts.FILL_FINISHED, index.finished, 5),
+        ):
+            entries = _entries_of(table, width)
+            while part_of_table := list(islice(entries, PART)):
+                await self._bulk_write(script, *chain.from_iterable(part_of_table))
+                numbers = [entry.split() for _, entry in part_of_table]
+                last_issued = max(last_issued, *(int(words[0]) for words in numbers))
+                if width == 5:
+                    last_payload = max(last_payload, *(int(words[1]) for words in numbers))
+        await self._bulk_write(scripts.SEAL, last_issued, last_payload, index.cursor or "", *index.lineages)
+
+    async def _finished(self, ids: Sequence[SampleId]) -> dict[SampleId, Sample]:
+        """Those of `ids` that are finished; a payload may hold other samples and attempts beside them."""
+        entries = {id: entry.split() for id, entry in (await self._entries(ids)).items()}
+        won = {id: int(words[3]) for id, words in entries.items() if len(words) == 4}
+        numbers = dict.fromkeys(entries[id][1] for id in won)
         samples = {}
-        for number, payload in tables.payloads.items():
-            for sample in codec.decode_payload(payload):
-                won = tables.finished.get(_name(sample.id), "").split()
-                if won[1:2] == [number] and int(won[3]) == sample.attempt:
-                    samples[sample.id] = sample
+        async for _, payload in _payloads(self._bulk, list(numbers)):
+            if payload is not None:
+                for sample in await asyncio.to_thread(codec.decode_payload, payload):
+                    if won.get(sample.id) == sample.attempt:
+                        samples[sample.id] = sample
         return samples
 
-    def _groups(self, tables: JournalSnapshot, kept: Mapping[SampleId, Sample]) -> tuple[RestoredGroup, ...]:
-        groups: dict[GroupId, dict[int, tuple[Sample | None, int]]] = {}
-        values = {**tables.issued, **tables.finished}
-        for name in sorted(values, key=lambda name: int(values[name].split()[0])):
-            id = self._id(name)
-            groups.setdefault(id.group, {})[id.index] = (kept.get(id), int(values[name].split()[2]))
-        return tuple(
-            RestoredGroup(
-                id=group,
-                samples=tuple(sample for _, (sample, _) in sorted(members.items())),
-                attempts=tuple(attempt for _, (_, attempt) in sorted(members.items())),
-            )
-            for group, members in groups.items()
-        )
+    async def _entries(self, ids: Sequence[SampleId]) -> dict[SampleId, str]:
+        """Of those that are issued or finished; the latter have four words."""
+        entries: dict[SampleId, str] = {}
+        for first in range(0, len(ids), PART):
+            part = ids[first : first + PART]
+            issued, finished = await self._bulk_write(scripts.ENTRIES, _names(part))
+            for id, value, other in zip(part, issued, finished, strict=True):
+                if (entry := value or other) is not None:
+                    entries[id] = entry.decode()
+        return entries
 
-    def _id(self, name: str) -> SampleId:
-        return SampleId.parse(f"{self._run}/{name}")
+
+class Snapshot:
+    """The journal at one moment; its payloads are read while it is written."""
+
+    def __init__(self, store: Store, index: JournalIndex) -> None:
+        self._store = store
+        self._index = index
+
+    async def write(self, path: Path) -> None:
+        """The file that `Journal.restore` reads, on disk. A sample whose payload was released in the
+        meantime is one to be generated again."""
+        index, gone = self._index, set()
+        with path.open("wb") as file:
+            write_magic(file)
+            async for number, payload in _payloads(self._store, await asyncio.to_thread(_numbers, index)):
+                if payload is None:
+                    gone.add(number)
+                    continue
+                record = codec.encode_journal_payload(number, payload)
+                await asyncio.to_thread(write_record, file, record)
+            if gone:
+                index = await asyncio.to_thread(_without, index, gone)
+            await asyncio.to_thread(write_record, file, codec.encode_journal_index(index))
+
+
+async def _payloads(store: Store, numbers: Sequence[str]) -> AsyncIterator[tuple[str, bytes | None]]:
+    """Payloads by number, some MiB in one call; None for one that has gone."""
+    done = 0
+    while done < len(numbers):
+        part = numbers[done : done + PART]
+        answers = await store.write(scripts.PAYLOADS, scripts.TABLES, " ".join(part), PART_BYTES)
+        for number, payload in zip(part, answers, strict=False):
+            yield number, payload
+        done += len(answers)
+
+
+def _parts(records: Iterator[tuple[str, bytes] | JournalIndex]) -> Iterator[list[str | bytes] | JournalIndex]:
+    """Payloads as number, content, number, ..., some MiB in one part; the index at the end."""
+    part: list[str | bytes] = []
+    size = 0
+    for record in records:
+        if isinstance(record, JournalIndex):
+            yield part
+            yield record
+            return
+        part += record
+        size += len(record[1])
+        if size >= PART_BYTES:
+            yield part
+            part, size = [], 0
+
+
+def _in_flight(run: str, index: JournalIndex) -> tuple[InFlight, ...]:
+    """The groups of an index in the order of their issue."""
+    firsts: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], int] = {}
+    for table, width in ((index.issued, 4), (index.finished, 5)):
+        for name, entry in _entries_of(table, width):
+            epoch, prompt, member = map(int, name.split("/"))
+            key, number = (epoch, prompt), int(entry.partition(" ")[0])
+            firsts[key] = min(firsts.get(key, number), number)
+            sizes[key] = max(sizes.get(key, 0), member + 1)
+    return tuple(InFlight(GroupId(run, *key), sizes[key]) for key in sorted(firsts, key=firsts.__getitem__))
+
+
+def _numbers(index: JournalIndex) -> list[str]:
+    """The payloads that an index needs."""
+    return list(dict.fromkeys(entry.split()[1] for _, entry in _entries_of(index.finished, 5)))
+
+
+def _without(index: JournalIndex, gone: set[str]) -> JournalIndex:
+    """Samples whose payload has gone are to be generated again, as the next attempt."""
+    issued, finished = [index.issued.decode()], []
+    for name, entry in _entries_of(index.finished, 5):
+        number, payload, last, _ = entry.split()
+        if payload in gone:
+            issued.append(f"{name} {number} {int(last) + 1} {int(last) + 1}")
+        else:
+            finished.append(f"{name} {entry}")
+    return replace(index, issued=" ".join(issued).encode(), finished=" ".join(finished).encode())
+
+
+def _entries_of(table: bytes, width: int) -> Iterator[tuple[str, str]]:
+    """Sample and entry of an index's table, whose lines have `width` words."""
+    words = iter(table.decode().split())
+    while line := tuple(islice(words, width)):
+        yield line[0], " ".join(line[1:])
 
 
 def _name(id: SampleId) -> str:
@@ -209,10 +375,6 @@ def _name(id: SampleId) -> str:
 
 def _names(samples: Iterable[SampleId]) -> str:
     return " ".join(map(_name, samples))
-
-
-def _table(cells: Sequence[bytes]) -> dict[str, str]:
-    return {name.decode(): value.decode() for name, value in zip(cells[::2], cells[1::2], strict=True)}
 
 
 def _lineages(records: Iterable[str]) -> dict[str, Lineage]:

@@ -1,15 +1,20 @@
 """The journal's tables in the store, and the Lua scripts that are its transactions.
 
-A sample of this run is named "epoch/prompt/index". Each is in `issued` or in `finished`, never in both.
+A sample of this run is named "epoch/prompt/index". Each is in one of `issued`, `finished`, `trained`.
 
     issued    hash        sample -> "number first last": number of issue; attempts that may finish it
     finished  hash        sample -> "number payload last attempt": of issue; where it is; which one won
+    trained   hash        what of `finished` was consumed; snapshots leave it out
+    consumed  sorted set  sample -> step; the samples of `trained`
     payloads  hash        payload -> encoded samples that arrived together
     refs      hash        payload -> how many samples still need it
-    consumed  sorted set  sample -> step; it stays in `finished`
+    cursor    string      where the data stand, after the last issue
     lineages  list        "name parent fork", the current one last
-    counts    hash        last numbers given; samples refused, retried or dropped, by reason
+    counts    hash        last numbers given; bytes of payloads; samples refused, retried or dropped, by kind
     events    stream      every retry and drop with its reason
+
+No script's work grows with the journal but INDEX's, which touches no payload: what may be long goes in
+parts, and a part that is repeated after a crash changes nothing.
 """
 
 from typing import Final
@@ -19,16 +24,19 @@ from services.runtime.store import Script
 TABLES: Final = (
     "journal/issued",
     "journal/finished",
+    "journal/trained",
+    "journal/consumed",
     "journal/payloads",
     "journal/refs",
-    "journal/consumed",
+    "journal/cursor",
     "journal/lineages",
     "journal/counts",
     "journal/events",
 )
 
 _PRELUDE: Final = """
-local issued, finished, payloads, refs, consumed, lineages, counts, events = unpack(KEYS)
+local issued, finished, trained, consumed, payloads, refs, cursor, lineages, counts, events = unpack(KEYS)
+local PART = 1000  -- samples that a script takes on at once
 
 local function words(text)  -- each once
   local list, seen = {}, {}
@@ -39,7 +47,7 @@ local function words(text)  -- each once
   return list
 end
 
-local function fields(entry)  -- the first three numbers of an entry; nothing where it is false
+local function fields(entry)  -- the first three numbers of an entry; nothing if it is false
   return string.match(entry or '', '(%d+) (%d+) (%d+)')
 end
 
@@ -52,36 +60,43 @@ local function bulk(command, key, list)  -- in parts, since Lua unpacks some tho
   return answers
 end
 
-local function untrained(samples)
+local function untrained(samples, step)  -- without those that another step than this one consumed
   local steps, list = bulk('ZMSCORE', consumed, samples), {}
   for i, sample in ipairs(samples) do
-    if not steps[i] then list[#list + 1] = sample end
+    if not steps[i] or steps[i] == step then list[#list + 1] = sample end
   end
   return list
 end
 
-local function forget(samples)  -- a payload goes with the last sample that needs it
+local function release(entries)  -- a payload goes with the last sample that needs it
   local released = {}
-  for _, entry in ipairs(bulk('HMGET', finished, samples)) do
+  for _, entry in ipairs(entries) do
     local _, payload = fields(entry)
     if payload then released[payload] = (released[payload] or 0) + 1 end
   end
   for payload, count in pairs(released) do
     if redis.call('HINCRBY', refs, payload, -count) == 0 then
+      redis.call('HINCRBY', counts, 'bytes', -redis.call('HSTRLEN', payloads, payload))
       redis.call('HDEL', refs, payload)
       redis.call('HDEL', payloads, payload)
     end
   end
+end
+
+local function forget(samples)
+  release(bulk('HMGET', finished, samples))
+  release(bulk('HMGET', trained, samples))
   bulk('HDEL', issued, samples)
   bulk('HDEL', finished, samples)
+  bulk('HDEL', trained, samples)
   bulk('ZREM', consumed, samples)
 end
 
-local function record(event, samples)
+local function record(event, reason, samples)  -- counted by kind: a reason may quote a cause
   if #samples == 0 then return end
-  redis.call('HINCRBY', counts, event, #samples)
+  redis.call('HINCRBY', counts, event .. ': ' .. (string.match(reason, '^(.-): ') or reason), #samples)
   redis.call('XADD', events, 'MAXLEN', '~', 100000, '*',
-    'event', event, 'samples', table.concat(samples, ' '))
+    'event', event .. ': ' .. reason, 'samples', table.concat(samples, ' '))
 end
 """
 
@@ -90,7 +105,7 @@ def _script(body: str) -> Script:
     return Script(_PRELUDE + body)
 
 
-# samples
+# samples, cursor after them
 ISSUE: Final = _script("""
 local samples, fresh = words(ARGV[1]), {}
 local known, done = bulk('HMGET', issued, samples), bulk('HMGET', finished, samples)
@@ -102,9 +117,11 @@ for i, sample in ipairs(samples) do
   end
 end
 bulk('HSET', issued, fresh)
+redis.call('SET', cursor, ARGV[2])
 """)
 
-# "sample attempt sample attempt ...", their payload; answers "1" or "0" for each sample
+# "sample attempt sample attempt ...", their payload; answers the bytes of all payloads, then "1" or "0"
+# for each sample
 FINISH: Final = _script("""
 local samples, attempts = {}, {}
 for sample, attempt in string.gmatch(ARGV[1], '(%S+) (%d+)') do
@@ -112,7 +129,7 @@ for sample, attempt in string.gmatch(ARGV[1], '(%S+) (%d+)') do
   attempts[#attempts + 1] = attempt
 end
 local entries, payload = bulk('HMGET', issued, samples), redis.call('HINCRBY', counts, 'payloads', 1)
-local accepted, won, values, is_won = {}, {}, {}, {}
+local accepted, won, values, is_won, size = {}, {}, {}, {}, 0
 for i, sample in ipairs(samples) do
   local number, first, last = fields(entries[i])
   if number and not is_won[sample] and tonumber(attempts[i]) >= tonumber(first) then
@@ -129,9 +146,10 @@ bulk('HSET', finished, values)
 if #won > 0 then
   redis.call('HSET', payloads, payload, ARGV[2])
   redis.call('HSET', refs, payload, #won)
+  size = #ARGV[2]
 end
-redis.call('HINCRBY', counts, 'refused', #samples - #won)
-return table.concat(accepted)
+if #samples > #won then redis.call('HINCRBY', counts, 'refused', #samples - #won) end
+return redis.call('HINCRBY', counts, 'bytes', size) .. ' ' .. table.concat(accepted)
 """)
 
 # samples, reason. Earlier attempts at an unfinished sample may still win; what was finished may not return.
@@ -148,19 +166,19 @@ for i, sample in ipairs(samples) do
 end
 forget(retried)
 bulk('HSET', issued, values)
-record('retried: ' .. ARGV[2], retried)
+record('retried', ARGV[2], retried)
 """)
 
-# samples, reason
+# samples, reason, step or "": those that this step consumed are dropped, too
 DROP: Final = _script("""
-local samples = untrained(words(ARGV[1]))
+local samples = untrained(words(ARGV[1]), ARGV[3])
 forget(samples)
-record('dropped: ' .. ARGV[2], samples)
+record('dropped', ARGV[2], samples)
 """)
 
 # samples, step; answers "" or why nothing was consumed
 CONSUME: Final = _script("""
-local samples, scores = words(ARGV[1]), {}
+local samples, scores, values = words(ARGV[1]), {}, {}
 local steps, done = bulk('ZMSCORE', consumed, samples), bulk('HMGET', finished, samples)
 for i, sample in ipairs(samples) do
   if steps[i] then return sample .. ' was consumed before, by step ' .. steps[i] end
@@ -170,58 +188,105 @@ for i, sample in ipairs(samples) do
   end
   scores[#scores + 1] = ARGV[2]
   scores[#scores + 1] = sample
+  values[#values + 1] = sample
+  values[#values + 1] = done[i]
 end
+bulk('HDEL', finished, samples)
+bulk('HSET', trained, values)
 bulk('ZADD', consumed, scores)
 return ''
 """)
 
-# step
+# step; answers how many samples it forgot and the bytes of all payloads. Repeat until there is none: the
+# first part says already that no earlier checkpoint may build on these tables.
 COMMIT: Final = _script("""
-forget(redis.call('ZRANGEBYSCORE', consumed, '-inf', ARGV[1]))
 redis.call('HSET', counts, 'committed', ARGV[1])
+local samples = redis.call('ZRANGEBYSCORE', consumed, '-inf', ARGV[1], 'LIMIT', 0, PART)
+forget(samples)
+return {#samples, redis.call('HINCRBY', counts, 'bytes', 0)}
 """)
 
-# lineage. What was consumed after the last commit is finished again.
+# "name parent fork"
 BRANCH: Final = _script("""
-redis.call('DEL', consumed)
 redis.call('RPUSH', lineages, ARGV[1])
 """)
 
-# step; of what was consumed, only up to it
-READ: Final = _script("""
+# step: what was consumed after it is finished again; answers how many. Repeat until there is none.
+UNCONSUME: Final = _script("""
+local samples, values = redis.call('ZRANGEBYSCORE', consumed, '(' .. ARGV[1], '+inf', 'LIMIT', 0, PART), {}
+for i, entry in ipairs(bulk('HMGET', trained, samples)) do
+  values[2 * i - 1], values[2 * i] = samples[i], entry
+end
+bulk('HSET', finished, values)
+bulk('HDEL', trained, samples)
+bulk('ZREM', consumed, samples)
+return #samples
+""")
+
+# step; answers `issued` and `finished` as text, cursor, lineages; what a later step has consumed is finished
+INDEX: Final = _script("""
+local done = redis.call('HGETALL', finished)
+local later = redis.call('ZRANGEBYSCORE', consumed, '(' .. ARGV[1], '+inf')
+for i, entry in ipairs(bulk('HMGET', trained, later)) do
+  done[#done + 1] = later[i]
+  done[#done + 1] = entry
+end
 return {
-  redis.call('HGETALL', issued),
-  redis.call('HGETALL', finished),
-  redis.call('HGETALL', payloads),
-  redis.call('ZRANGEBYSCORE', consumed, '-inf', ARGV[1]),
+  table.concat(redis.call('HGETALL', issued), ' '),
+  table.concat(done, ' '),
+  redis.call('GET', cursor),
   redis.call('LRANGE', lineages, 0, -1),
 }
 """)
 
-# Replaces all tables: how many and which pairs of `issued`, `finished`, `payloads`; then the lineages.
-REBUILD: Final = _script("""
-redis.call('DEL', unpack(KEYS))
-local a, num_issued, num_payloads = 1, 0, 0
-local function fill(key, see)
-  local last = a + 2 * tonumber(ARGV[a])
-  for pair = a + 1, last, 2 do
-    redis.call('HSET', key, ARGV[pair], ARGV[pair + 1])
-    see(ARGV[pair + 1])
-  end
-  a = last + 1
+# samples; answers the entry in `issued` of each, then that in `finished`
+ENTRIES: Final = _script("""
+local samples = words(ARGV[1])
+return {bulk('HMGET', issued, samples), bulk('HMGET', finished, samples)}
+""")
+
+# payloads, bytes; answers of the first ones, until they are as many bytes; none for one that has gone
+PAYLOADS: Final = _script("""
+local answers, size = {}, 0
+for _, number in ipairs(words(ARGV[1])) do
+  if size >= tonumber(ARGV[2]) then break end
+  local payload = redis.call('HGET', payloads, number)
+  size = size + (payload and #payload or 0)
+  answers[#answers + 1] = payload
 end
-local function see_number(value)
-  num_issued = math.max(num_issued, tonumber(string.match(value, '^%d+')))
+return answers
+""")
+
+# All tables are replaced: CLEAR, then FILL_* as often as it takes, then SEAL. Without the lineages that
+# SEAL adds, tables belong to no checkpoint.
+CLEAR: Final = _script("""
+redis.call('UNLINK', unpack(KEYS))
+""")
+
+# payload, content, payload, content, ...
+FILL_PAYLOADS: Final = _script("""
+for i = 1, #ARGV, 2 do
+  redis.call('HSET', payloads, ARGV[i], ARGV[i + 1])
+  redis.call('HINCRBY', counts, 'bytes', #ARGV[i + 1])
 end
-local function see_payload(value)
-  see_number(value)
-  local payload = string.match(value, '^%d+ (%d+)')
+""")
+
+# sample, entry, sample, entry, ...
+FILL_ISSUED: Final = _script("""
+bulk('HSET', issued, ARGV)
+""")
+
+FILL_FINISHED: Final = _script("""
+bulk('HSET', finished, ARGV)
+for i = 2, #ARGV, 2 do
+  local _, payload = fields(ARGV[i])
   redis.call('HINCRBY', refs, payload, 1)
-  num_payloads = math.max(num_payloads, tonumber(payload))
 end
-fill(issued, see_number)
-fill(finished, see_payload)
-fill(payloads, function() end)
-for lineage = a, #ARGV do redis.call('RPUSH', lineages, ARGV[lineage]) end
-redis.call('HSET', counts, 'issued', num_issued, 'payloads', num_payloads)
+""")
+
+# last numbers given to samples and payloads; the cursor or ""; the lineages
+SEAL: Final = _script("""
+redis.call('HSET', counts, 'issued', ARGV[1], 'payloads', ARGV[2])
+if ARGV[3] ~= '' then redis.call('SET', cursor, ARGV[3]) end
+for i = 4, #ARGV do redis.call('RPUSH', lineages, ARGV[i]) end
 """)

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from services.coordinator.data import Cursor, PromptSource
+from services.coordinator.data import PromptSource
 from services.coordinator.dump import read_dump
 from services.coordinator.generation import Generation
 from services.coordinator.groups import DynamicSampling, PendingGroup
-from services.coordinator.journal import Journal, RestoredGroup
+from services.coordinator.journal import InFlight, Journal, RestoredGroup
 from services.runtime.errors import AtollError, UserError
 from services.wire.types import Group, GroupId, Prompt, Sample, SampleId, Sampling, Version
 
@@ -24,11 +24,6 @@ MIN_JUDGED = 2  # batches issued before the share of dropped groups is judged
 
 
 class Source(Protocol):
-    @property
-    def cursor(self) -> Cursor | None:
-        """How far its prompts are drawn; None in a replay."""
-        ...
-
     async def take(self, step: int, count: int, current: Version) -> list[Group]:
         """The batch that `step` trains on, at version `current`."""
         ...
@@ -74,8 +69,8 @@ class GenerateSource:
         self._needed = steps * prompts_per_step  # groups still to be taken
         self._training = 0  # groups taken and not yet published
         self._issued = 0
-        self._restored: set[GroupId] = set()  # those that the cursor may come to again
-        self._waiting: list[tuple[int, RestoredGroup]] = []  # of those, by order: no room for them yet
+        self._waiting: list[tuple[int, InFlight]] = []  # restored, by order: no room for them yet
+        self._admission = asyncio.Lock()
         self._pending: dict[GroupId, PendingGroup] = {}
         self._ready: dict[GroupId, PendingGroup] = {}
         self._changed = asyncio.Event()
@@ -83,10 +78,6 @@ class GenerateSource:
         self.drops: dict[str, int] = {}  # kind of reason -> groups or samples, since the run began
         self._failed = 0  # groups dropped for an error, out of self._issued
         self._metrics: Mapping[str, float] = {}
-
-    @property
-    def cursor(self) -> Cursor:
-        return self._prompts.cursor
 
     async def take(self, step: int, count: int, current: Version) -> list[Group]:
         """Waits for `count` groups with no sample older than max_staleness at `current`.
@@ -127,35 +118,45 @@ class GenerateSource:
 
     async def admit(self) -> None:
         """Issues as many prompts as the bound on staleness leaves room for, restored groups first."""
-        live = len(self._pending) + len(self._ready)
-        room = (self._max_staleness + 1) * self._prompts_per_step - self._training - live
-        room = min(room, self._needed - live)
-        if room <= 0:
-            return
-        groups = [self._again(order, entry) for order, entry in self._waiting[:room]]
-        self._waiting = self._waiting[room:]
-        fresh = [
-            self._group(prompt, self._issued + i, [None] * self._samples_per_group)
-            for i, prompt in enumerate(self._draw(room - len(groups)))
-        ]
-        self._issued += len(fresh)
-        self._pending |= {group.prompt.id: group for group in [*groups, *fresh]}
-        await self._journal.issue([id for group in fresh for id in group.ids()])
-        self._generation.submit([*groups, *fresh], self)
+        async with self._admission:  # draws reach the journal in their order
+            live = len(self._pending) + len(self._ready)
+            room = (self._max_staleness + 1) * self._prompts_per_step - self._training - live
+            room = min(room, self._needed - live)
+            if room <= 0:
+                return
+            waiting, self._waiting = self._waiting[:room], self._waiting[room:]
+            loaded = await self._journal.load([entry for _, entry in waiting])
+            groups = [
+                self._again(order, entry) for (order, _), entry in zip(waiting, loaded, strict=True)
+            ] + await self._issue(room - len(waiting))
+            self._pending |= {group.prompt.id: group for group in groups}
+            self._generation.submit(groups, self)
 
-    def restore(self, restored: Sequence[RestoredGroup], version: Version) -> None:
+    async def _issue(self, count: int) -> list[PendingGroup]:
+        """The next prompts; the journal has them and the cursor behind them when it returns."""
+        if count == 0:
+            return []
+        groups = [
+            self._group(prompt, self._issued + i, [None] * self._samples_per_group)
+            for i, prompt in enumerate(self._prompts.draw(count))
+        ]
+        self._issued += count
+        cursor = self._prompts.cursor.dump()
+        await self._journal.issue([id for group in groups for id in group.ids()], cursor)
+        return groups
+
+    def restore(self, restored: Sequence[InFlight], version: Version) -> None:
         """Takes up the groups that were in flight when the run stopped, in the order of their issue and
         within the bound on staleness: several steps' groups lie between an old checkpoint and its journal."""
         self._version = version.number
         for entry in restored:
-            if len(entry.samples) != self._samples_per_group:
+            if entry.num_samples != self._samples_per_group:
                 raise UserError(
-                    f"group {entry.id} was in flight with {len(entry.samples)} samples, the config asks for "
+                    f"group {entry.id} was in flight with {entry.num_samples} samples, the config asks for "
                     f"{self._samples_per_group}: a run that continues keeps coordinator.samples_per_prompt "
                     "and greedy_baseline"
                 )
         self._issued = len(restored)
-        self._restored = {entry.id for entry in restored}
         self._waiting = list(enumerate(restored))
 
     def _again(self, order: int, entry: RestoredGroup) -> PendingGroup:
@@ -165,15 +166,6 @@ class GenerateSource:
 
     def _group(self, prompt: Prompt, order: int, samples: list[Sample | None]) -> PendingGroup:
         return PendingGroup(prompt, order, self._sampling, samples, self._version, self._greedy_baseline)
-
-    def _draw(self, count: int) -> list[Prompt]:
-        """The next prompts that are not in flight already: a restored cursor is older than the journal."""
-        prompts: list[Prompt] = []
-        while len(prompts) < count:
-            drawn = self._prompts.draw(count - len(prompts))
-            prompts += [prompt for prompt in drawn if prompt.id not in self._restored]
-            self._restored.difference_update(prompt.id for prompt in drawn)
-        return prompts
 
     def _choose(self, count: int, current: Version) -> list[PendingGroup]:
         """`count` ready groups, or none while the batch cannot be put together yet."""
@@ -242,8 +234,6 @@ class GenerateSource:
 
 class ReplaySource:
     """The batches of a dump folder, in the order in which they were consumed."""
-
-    cursor = None
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._files = sorted(folder.glob("step-*.pb"))[first_step - 1 :]

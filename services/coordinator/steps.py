@@ -22,7 +22,7 @@ class StepSource(Protocol):
 
     @property
     def cursor(self) -> Cursor | None:
-        """How far the run's data is drawn; None: nothing is drawn."""
+        """How far the run's data is drawn; None: nothing is drawn, or the journal has it."""
         ...
 
     @property
@@ -62,6 +62,7 @@ class GroupSteps:
     """Scored groups, generated now or replayed, become batches by a recipe."""
 
     higher_is_better = True
+    cursor: Cursor | None = None  # it moves with the journal, which has every sample of a group
 
     def __init__(
         self,
@@ -83,10 +84,6 @@ class GroupSteps:
         self._meters = [source.take_metrics, *meters]
         self._evaluate = evaluate
         self._reasons = Reasons()
-
-    @property
-    def cursor(self) -> Cursor | None:
-        return self._source.cursor
 
     @property
     def state(self) -> AlgorithmState:

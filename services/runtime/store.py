@@ -5,6 +5,7 @@ Restricted to Redis 6.2 commands and EVALSHA, so that Valkey, Redis and their fo
 
 import asyncio
 import contextlib
+import copy
 import fcntl
 import hashlib
 import os
@@ -64,8 +65,9 @@ class Script:
 class Store:
     """One run's keys. Every write is a script that carries the epoch taken by `take_epoch`.
 
-    Calls wait for each other on one connection. Nothing is sent twice: where an answer is lost the
-    call raises StoreError, since a write may have happened or not; the next call connects again.
+    Calls wait for each other on one connection; what must not wait for others, or would keep them waiting,
+    has one of its own by `apart`. Nothing is sent twice: where an answer is lost the call raises StoreError,
+    since a write may have happened or not; the next call connects again.
     """
 
     def __init__(self, url: str, run: str) -> None:
@@ -84,11 +86,24 @@ class Store:
                 f"store.url = {self._shown}: expected redis://[USER:PASSWORD@]HOST:PORT/DB, the same with "
                 "rediss:// for TLS, or unix:///PATH; special characters of a password as %XX"
             ) from None
-        # One bare connection costs half the CPU of the client class, which also sends again by itself.
-        self._connection = pool.make_connection()  # type: ignore[no-untyped-call]
-        self._turn = asyncio.Lock()
+        self._pool = pool
         self._prefix = f"atoll/{run}/"
         self._epoch: int | None = None
+        self._apart: list[Store] = []  # those that were opened beside this one
+        self._connect()
+
+    def _connect(self) -> None:
+        # One bare connection costs half the CPU of the client class, which also sends again by itself.
+        self._connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
+        self._turn = asyncio.Lock()
+
+    def apart(self) -> "Store":
+        """The same keys under the same epoch, over a connection of its own that `close` closes, too."""
+        other = copy.copy(self)
+        other._epoch, other._apart = self.epoch, []
+        other._connect()
+        self._apart.append(other)
+        return other
 
     @property
     def epoch(self) -> int:
@@ -113,7 +128,8 @@ class Store:
         return await self._call(command, self._prefix + key, *args)
 
     async def close(self) -> None:
-        await self._connection.disconnect()
+        for store in (self, *self._apart):
+            await store._connection.disconnect()
 
     async def _call(self, *words: str | bytes | int) -> Any:
         async with self._turn:

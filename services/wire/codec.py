@@ -28,7 +28,7 @@ from services.wire.types import (
     Group,
     GroupId,
     Int32,
-    JournalSnapshot,
+    JournalIndex,
     Limits,
     Membership,
     Node,
@@ -749,20 +749,23 @@ def encode_payload(samples: Iterable[Sample]) -> bytes:
     return encode_samples(samples).SerializeToString()
 
 
-def encode_journal(snapshot: JournalSnapshot) -> bytes:
-    return journal_pb2.JournalSnapshot(
-        issued=snapshot.issued,
-        finished=snapshot.finished,
-        payloads=snapshot.payloads,
-        lineages=snapshot.lineages,
+def encode_journal_payload(number: str, content: bytes) -> bytes:
+    payload = journal_pb2.JournalPayload(number=number, content=content)
+    return journal_pb2.JournalRecord(payload=payload).SerializeToString()
+
+
+def encode_journal_index(index: JournalIndex) -> bytes:
+    return journal_pb2.JournalRecord(
+        index=journal_pb2.JournalIndex(
+            issued=index.issued, finished=index.finished, cursor=index.cursor or "", lineages=index.lineages
+        )
     ).SerializeToString()
 
 
-def decode_journal(data: bytes) -> JournalSnapshot:
-    message = journal_pb2.JournalSnapshot.FromString(data)
-    return JournalSnapshot(
-        issued=dict(message.issued),
-        finished=dict(message.finished),
-        payloads=dict(message.payloads),
-        lineages=tuple(message.lineages),
-    )
+def decode_journal_record(data: bytes) -> tuple[str, bytes] | JournalIndex:
+    """A payload with its number, or the index."""
+    record = journal_pb2.JournalRecord.FromString(data)
+    if record.WhichOneof("record") == "payload":
+        return record.payload.number, record.payload.content
+    index = record.index
+    return JournalIndex(index.issued, index.finished, index.cursor or None, tuple(index.lineages))

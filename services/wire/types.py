@@ -519,11 +519,11 @@ class ServerHealth:
     cause: str = ""  # why it gets no calls
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class JournalSnapshot:
-    """The coordinator's journal inside a checkpoint, in the form of coordinator/journal_scripts.py."""
+@dataclass(frozen=True, slots=True)
+class JournalIndex:
+    """The coordinator's journal but for its payloads, in the form of coordinator/journal_scripts.py."""
 
-    issued: Mapping[str, str]
-    finished: Mapping[str, str]
-    payloads: Mapping[str, bytes]
+    issued: bytes  # "sample number first last sample number ..."
+    finished: bytes  # "sample number payload last attempt sample ..."
+    cursor: str | None  # where the data stood after the last issue
     lineages: tuple[str, ...]

@@ -17,9 +17,11 @@ import pytest
 from services.config.schema import FilterConfig
 from services.coordinator import journal_scripts as scripts
 from services.coordinator.control import Control
+from services.coordinator.data import Cursor
 from services.coordinator.generation import Generation
 from services.coordinator.groups import DynamicSampling, PendingGroup, staleness
-from services.coordinator.journal import Checkpoint, Journal, RestoredGroup
+from services.coordinator.journal import Checkpoint, InFlight, Journal
+from services.coordinator.ledger import LEDGER, Ledger
 from services.coordinator.replicas import Replica, Replicas, State
 from services.coordinator.source import GenerateSource
 from services.runtime.clients import Arrival, Caller
@@ -53,6 +55,13 @@ class Prompts:
 
     def __init__(self) -> None:
         self._next = 0
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(0, False, (1 << 30,), (self._next,))
+
+    def load(self, cursor: Cursor) -> None:
+        (self._next,) = cursor.drawn
 
     def prompt(self, id: GroupId) -> Prompt:
         return builders.prompt(id.prompt)
@@ -138,7 +147,10 @@ class Graders:
 class Dataflow:
     """Everything between prompts and batches, with `num_replicas` simulated replicas."""
 
-    def __init__(self, store: Store, *, death_rate: float = 0.0, graders: Graders | None = None) -> None:
+    def __init__(
+        self, store: Store, folder: Path, *, death_rate: float = 0.0, graders: Graders | None = None
+    ) -> None:
+        self.folder = folder
         self.dice = random.Random(0)
         self.version = Version("", 0)
         self.restarts: list[asyncio.Task[None]] = []
@@ -157,12 +169,15 @@ class Dataflow:
             )
             for simulated in self.simulated
         ]
-        self.journal = Journal(store, "toy")
+        self.journal = Journal(store, "toy", Ledger(folder / LEDGER))
+        self.prompts = Prompts()
         rewards = rewards_of(graders or Graders(), retries=1)
         self.generation = Generation(self.replicas, rewards, model="", max_attempts=50, timeout_s=5.0)
 
-    async def start(self, checkpoint: Checkpoint | None = None) -> tuple[RestoredGroup, ...]:
+    async def start(self, checkpoint: Checkpoint | None = None) -> tuple[InFlight, ...]:
         restored = await self.journal.restore(checkpoint)
+        if restored.cursor:
+            self.prompts.load(Cursor.parse(restored.cursor))
         self.version = Version(restored.lineage, checkpoint.version.number if checkpoint else 0)
         await self.publish(self.version)
         return restored.groups
@@ -177,7 +192,7 @@ class Dataflow:
         max_refill: int = 10,
     ) -> GenerateSource:
         return GenerateSource(
-            Prompts(),  # type: ignore[arg-type]
+            self.prompts,  # type: ignore[arg-type]
             self.generation,
             self.journal,
             sampling=Sampling(8),
@@ -189,6 +204,11 @@ class Dataflow:
             max_dropped_share=0.5,
             dynamic_sampling=DynamicSampling(FilterConfig(name=filter, max_refill=max_refill), 10),
         )
+
+    async def checkpoint(self, step: int) -> Checkpoint:
+        path = self.folder / f"journal-{step}.bin"
+        await (await self.journal.snapshot(step)).write(path)
+        return Checkpoint(step, self.version, path)
 
     def _restart(self) -> None:
         """Dead replicas come back with the current version after a while."""
@@ -219,9 +239,9 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     ("max_staleness", "death_rate", "greedy_baseline"), [(0, 0.0, False), (2, 0.002, False), (2, 0.002, True)]
 )
 async def test_no_consumed_token_is_older_than_the_bound(
-    store: Store, max_staleness: int, death_rate: float, greedy_baseline: bool
+    store: Store, tmp_path: Path, max_staleness: int, death_rate: float, greedy_baseline: bool
 ) -> None:
-    flow = Dataflow(store, death_rate=death_rate)
+    flow = Dataflow(store, tmp_path, death_rate=death_rate)
     await flow.start()
     steps = 125  # x 10 prompts x 8 samples = 10,000
     source = flow.source(max_staleness, steps, greedy_baseline=greedy_baseline)
@@ -250,8 +270,10 @@ async def test_no_consumed_token_is_older_than_the_bound(
     assert min(ages) == 0
 
 
-async def test_a_group_that_cannot_be_graded_is_dropped_whole_and_replaced(store: Store) -> None:
-    flow = Dataflow(store, graders=Graders(broken={3, 4}))
+async def test_a_group_that_cannot_be_graded_is_dropped_whole_and_replaced(
+    store: Store, tmp_path: Path
+) -> None:
+    flow = Dataflow(store, tmp_path, graders=Graders(broken={3, 4}))
     await flow.start()
     source = flow.source(max_staleness=0, steps=1)
     running = asyncio.create_task(flow.generation.run())
@@ -262,8 +284,8 @@ async def test_a_group_that_cannot_be_graded_is_dropped_whole_and_replaced(store
     assert source.drops == {"reward toy": 2}
 
 
-async def test_too_many_dropped_groups_stop_the_run_with_the_cause(store: Store) -> None:
-    flow = Dataflow(store, graders=Graders(broken=range(1000)))
+async def test_too_many_dropped_groups_stop_the_run_with_the_cause(store: Store, tmp_path: Path) -> None:
+    flow = Dataflow(store, tmp_path, graders=Graders(broken=range(1000)))
     await flow.start()
     source = flow.source(max_staleness=0, steps=1)
     running = asyncio.create_task(flow.generation.run())
@@ -275,8 +297,8 @@ async def test_too_many_dropped_groups_stop_the_run_with_the_cause(store: Store)
     running.cancel()
 
 
-async def test_a_group_without_contrast_is_filtered_and_replaced(store: Store) -> None:
-    flow = Dataflow(store, graders=Graders(flat={0}))
+async def test_a_group_without_contrast_is_filtered_and_replaced(store: Store, tmp_path: Path) -> None:
+    flow = Dataflow(store, tmp_path, graders=Graders(flat={0}))
     await flow.start()
     source = flow.source(max_staleness=0, steps=1)
     running = asyncio.create_task(flow.generation.run())
@@ -287,8 +309,8 @@ async def test_a_group_without_contrast_is_filtered_and_replaced(store: Store) -
     assert source.drops == {"filtered": 1}
 
 
-async def test_without_a_replica_the_run_ends_with_the_reason(store: Store) -> None:
-    flow = Dataflow(store)
+async def test_without_a_replica_the_run_ends_with_the_reason(store: Store, tmp_path: Path) -> None:
+    flow = Dataflow(store, tmp_path)
     flow.generation = Generation(
         flow.replicas, rewards_of(Graders(), retries=1), model="", max_attempts=2, timeout_s=0.1
     )
@@ -301,9 +323,9 @@ async def test_without_a_replica_the_run_ends_with_the_reason(store: Store) -> N
     assert "0 of 1 rollout replicas are ready after 0.1 s" in str(failure.value.exceptions[0])
 
 
-async def test_a_journal_that_does_not_take_a_sample_ends_the_run(store: Store) -> None:
+async def test_a_journal_that_does_not_take_a_sample_ends_the_run(store: Store, tmp_path: Path) -> None:
     """The sample would never be graded, and its replica is not to blame."""
-    flow = Dataflow(store)
+    flow = Dataflow(store, tmp_path)
     await flow.start()
     source = flow.source(max_staleness=0, steps=1)
 
@@ -319,8 +341,10 @@ async def test_a_journal_that_does_not_take_a_sample_ends_the_run(store: Store) 
     assert {replica.state for replica in flow.routed} == {State.ROUTED}
 
 
-async def test_a_group_that_is_dropped_while_its_retry_is_noted_is_not_sent_again(store: Store) -> None:
-    flow = Dataflow(store, death_rate=1.0)
+async def test_a_group_that_is_dropped_while_its_retry_is_noted_is_not_sent_again(
+    store: Store, tmp_path: Path
+) -> None:
+    flow = Dataflow(store, tmp_path, death_rate=1.0)
     generation, completed = flow.generation, asyncio.Event()
 
     class Sink:
@@ -349,9 +373,9 @@ async def test_a_group_that_is_dropped_while_its_retry_is_noted_is_not_sent_agai
     ]
 
 
-async def test_refill_goes_up_to_the_bound_for_each_batch(store: Store) -> None:
+async def test_refill_goes_up_to_the_bound_for_each_batch(store: Store, tmp_path: Path) -> None:
     """2 batches of 10 are left out before the first batch, and again before the second."""
-    flow = Dataflow(store, graders=Graders(flat={*range(20), *range(30, 50)}))
+    flow = Dataflow(store, tmp_path, graders=Graders(flat={*range(20), *range(30, 50)}))
     await flow.start()
     source = flow.source(max_staleness=0, steps=2, max_refill=2)
     running = asyncio.create_task(flow.generation.run())
@@ -366,8 +390,8 @@ async def test_refill_goes_up_to_the_bound_for_each_batch(store: Store) -> None:
     running.cancel()
 
 
-async def test_one_group_beyond_the_refill_bound_ends_the_run(store: Store) -> None:
-    flow = Dataflow(store, graders=Graders(flat=range(21)))
+async def test_one_group_beyond_the_refill_bound_ends_the_run(store: Store, tmp_path: Path) -> None:
+    flow = Dataflow(store, tmp_path, graders=Graders(flat=range(21)))
     await flow.start()
     source = flow.source(max_staleness=0, steps=1, max_refill=2)
     running = asyncio.create_task(flow.generation.run())
@@ -381,7 +405,7 @@ async def test_one_group_beyond_the_refill_bound_ends_the_run(store: Store) -> N
 
 async def test_a_users_filter_that_fails_ends_the_run_with_its_cause(store: Store, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def keep(group):\n    return group.samples[9].score > 0\n")
-    flow = Dataflow(store)
+    flow = Dataflow(store, tmp_path)
     await flow.start()
     source = flow.source(max_staleness=0, steps=1, filter=f"{tmp_path}/mine.py:keep")
     await source.published(flow.version)
@@ -391,8 +415,8 @@ async def test_a_users_filter_that_fails_ends_the_run_with_its_cause(store: Stor
     assert "IndexError: tuple index out of range; mend" in str(failure.value.exceptions[0])
 
 
-async def test_the_greedy_sample_becomes_the_baseline(store: Store) -> None:
-    flow = Dataflow(store)
+async def test_the_greedy_sample_becomes_the_baseline(store: Store, tmp_path: Path) -> None:
+    flow = Dataflow(store, tmp_path)
     await flow.start()
     source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
     running = asyncio.create_task(flow.generation.run())
@@ -410,13 +434,15 @@ async def test_the_greedy_sample_becomes_the_baseline(store: Store) -> None:
     assert sorted(names) == sorted(f"0/{id.group.prompt}/{id.index}".encode() for id in ids)
 
 
-async def test_a_restart_in_mid_group_keeps_what_is_there_of_samples_and_baseline(store: Store) -> None:
+async def test_a_restart_in_mid_group_keeps_what_is_there_of_samples_and_baseline(
+    store: Store, tmp_path: Path
+) -> None:
     """Killed while even prompts lack their baseline and odd ones everything but that."""
 
     def hangs(id: SampleId) -> bool:
         return (id.index == 8) == (id.group.prompt % 2 == 0)
 
-    killed = Dataflow(store)
+    killed = Dataflow(store, tmp_path)
     await killed.start()
     for replica in killed.simulated:
         replica.hangs = hangs
@@ -427,8 +453,8 @@ async def test_a_restart_in_mid_group_keeps_what_is_there_of_samples_and_baselin
             pass
     running.cancel()
 
-    flow = Dataflow(store)
-    restored = await flow.start(Checkpoint(0, killed.version, await killed.journal.snapshot(0)))
+    flow = Dataflow(store, tmp_path)
+    restored = await flow.start(await killed.checkpoint(0))
     source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
     source.restore(restored, flow.version)
     running = asyncio.create_task(flow.generation.run())
@@ -445,9 +471,40 @@ async def test_a_restart_in_mid_group_keeps_what_is_there_of_samples_and_baselin
             assert sample.attempt == hangs(sample.id)
 
 
-async def test_a_stop_in_the_midst_of_consuming_a_batch_loses_none_of_it(store: Store) -> None:
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_two_restarts_train_on_every_prompt_once(
+    store: Store, tmp_path: Path, max_staleness: int
+) -> None:
+    """Each life ends beyond its last checkpoint; the second lies within the first life."""
+    num_steps = 9
+    path: dict[int, list[int]] = {}  # step -> prompts, on the path that led to the current version
+    checkpoint: Checkpoint | None = None
+    for first, saved, last in ((1, 2, 6), (3, 4, 5), (5, 0, num_steps)):
+        await store.take_epoch()
+        flow = Dataflow(store, tmp_path)
+        restored = await flow.start(checkpoint)
+        source = flow.source(max_staleness, num_steps - first + 1)
+        source.restore(restored, flow.version)
+        running = asyncio.create_task(flow.generation.run())
+        await source.published(flow.version)
+        for step in range(first, last + 1):
+            taken = await asyncio.wait_for(source.take(step, 10, flow.version), 20)
+            path[step] = [group.prompt.id.prompt for group in taken]
+            flow.version = Version(flow.version.lineage, step)
+            await flow.publish(flow.version)
+            await source.published(flow.version)
+            if step == saved:
+                checkpoint = await flow.checkpoint(step)
+                await flow.journal.commit(step)
+        running.cancel()
+    assert sorted(prompt for prompts in path.values() for prompt in prompts) == list(range(90))
+
+
+async def test_a_stop_in_the_midst_of_consuming_a_batch_loses_none_of_it(
+    store: Store, tmp_path: Path
+) -> None:
     """The last checkpoint is made while the answer to `consume` is on its way; the store is lost then."""
-    stopped, control = Dataflow(store), Control(trains=True)
+    stopped, control = Dataflow(store, tmp_path), Control(trains=True)
     await stopped.start()
     source, consume = stopped.source(max_staleness=0, steps=1), stopped.journal.consume
 
@@ -461,29 +518,26 @@ async def test_a_stop_in_the_midst_of_consuming_a_batch_loses_none_of_it(store: 
     await source.published(stopped.version)
     assert await asyncio.wait_for(control.unless_stopped(source.take(1, 10, stopped.version)), 20) is None
     running.cancel()
-    checkpoint = Checkpoint(0, stopped.version, await stopped.journal.snapshot(0))
+    checkpoint = await stopped.checkpoint(0)
 
     await store.write(Script("redis.call('DEL', unpack(KEYS))"), scripts.TABLES)
-    restored = await Dataflow(store).start(checkpoint)
+    flow = Dataflow(store, tmp_path)
+    restored = await flow.journal.load(await flow.start(checkpoint))
     assert [group.id.prompt for group in restored] == list(range(10))
     assert all(sample is not None for group in restored for sample in group.samples)
 
 
-async def test_a_stale_baseline_is_generated_again_alone(store: Store) -> None:
-    flow = Dataflow(store)
+async def test_a_stale_baseline_is_generated_again_alone(store: Store, tmp_path: Path) -> None:
+    flow = Dataflow(store, tmp_path)
     await flow.start()
     current = Version(flow.version.lineage, 1)
     ids = [sample_id(prompt, index) for prompt in range(10) for index in range(9)]
     samples = [made(id, 0, "2", "rollout-0", flow.version if id.index == 8 else current) for id in ids]
-    await flow.journal.issue(ids)
+    await flow.journal.issue(ids, "{}")
     await flow.journal.finish(samples, codec.encode_payload(samples))
     await flow.publish(current)
     source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
-    groups = [
-        RestoredGroup(group_id(prompt), tuple(samples[9 * prompt : 9 * prompt + 9]), (0,) * 9)
-        for prompt in range(10)
-    ]
-    source.restore(groups, current)
+    source.restore([InFlight(group_id(prompt), 9) for prompt in range(10)], current)
     running = asyncio.create_task(flow.generation.run())
     await source.published(current)
     taken = await asyncio.wait_for(source.take(1, 10, current), 20)
@@ -497,12 +551,12 @@ async def test_a_stale_baseline_is_generated_again_alone(store: Store) -> None:
         ]
 
 
-async def test_restored_groups_of_several_steps_keep_their_order(store: Store) -> None:
+async def test_restored_groups_of_several_steps_keep_their_order(store: Store, tmp_path: Path) -> None:
     """As after a checkpoint some steps older than the journal: each step trains on what it trained on."""
-    flow = Dataflow(store)
+    flow = Dataflow(store, tmp_path)
     await flow.start()
-    groups = [RestoredGroup(group_id(prompt), (None,) * 8, (1,) * 8) for prompt in range(20)]
-    await flow.journal.issue([SampleId(group.id, index) for group in groups for index in range(8)])
+    groups = [InFlight(group_id(prompt), 8) for prompt in range(20)]
+    await flow.journal.issue([SampleId(group.id, index) for group in groups for index in range(8)], "{}")
     source = flow.source(max_staleness=0, steps=2)
     source.restore(groups, flow.version)
     running = asyncio.create_task(flow.generation.run())
@@ -514,10 +568,10 @@ async def test_restored_groups_of_several_steps_keep_their_order(store: Store) -
     running.cancel()
 
 
-async def test_a_restart_with_another_group_size_is_refused(store: Store) -> None:
-    flow = Dataflow(store)
+async def test_a_restart_with_another_group_size_is_refused(store: Store, tmp_path: Path) -> None:
+    flow = Dataflow(store, tmp_path)
     await flow.start()
-    group = RestoredGroup(group_id(3), (None,) * 8, (1,) * 8)
+    group = InFlight(group_id(3), 8)
     source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
     with pytest.raises(UserError, match="toy/0/3 was in flight with 8 samples, the config asks for 9"):
         source.restore([group], flow.version)

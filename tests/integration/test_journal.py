@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from services.coordinator import journal_scripts as scripts
 from services.coordinator.journal import Checkpoint, Journal, JournalError, Lineage, RestoredGroup
+from services.coordinator.ledger import LEDGER, Ledger
 from services.runtime.errors import StaleFenceError
 from services.runtime.store import EmbeddedServer, Script, Store, embedded
 from services.wire import codec
@@ -26,6 +28,8 @@ from services.wire.types import (
     Version,
     VersionSpan,
 )
+
+CURSOR = '{"drawn": [4]}'
 
 
 def sample_id(prompt: int, index: int = 0) -> SampleId:
@@ -45,8 +49,8 @@ def sample(id: SampleId, version: Version, attempt: int = 0) -> Sample:
     return Sample(id, attempt, (node,), FinishReason.STOP, f"{id}:{attempt}", provenance)
 
 
-async def opened(store: Store) -> tuple[Journal, str]:
-    journal = Journal(store, "toy")
+async def opened(store: Store, folder: Path) -> tuple[Journal, str]:
+    journal = Journal(store, "toy", Ledger(folder / LEDGER))
     return journal, (await journal.restore(None)).lineage
 
 
@@ -54,27 +58,40 @@ async def finish(journal: Journal, samples: Sequence[Sample]) -> list[Sample]:
     return await journal.finish(samples, codec.encode_payload(samples))
 
 
-def texts(groups: tuple[RestoredGroup, ...]) -> list[tuple[str | None, ...]]:
+async def saved(journal: Journal, step: int, version: Version, folder: Path) -> Checkpoint:
+    path = folder / f"journal-{step}.bin"
+    await (await journal.snapshot(step)).write(path)
+    return Checkpoint(step, version, path)
+
+
+async def restore(journal: Journal, checkpoint: Checkpoint) -> list[RestoredGroup]:
+    """All groups that were in flight, as if they were all admitted at once."""
+    return await journal.load((await journal.restore(checkpoint)).groups)
+
+
+def texts(groups: Sequence[RestoredGroup]) -> list[tuple[str | None, ...]]:
     return [tuple(s.text if s else None for s in group.samples) for group in groups]
 
 
-async def test_the_first_finished_attempt_wins_and_a_second_is_refused_and_counted(store: Store) -> None:
-    journal, lineage = await opened(store)
+async def test_the_first_finished_attempt_wins_and_a_second_is_refused_and_counted(
+    store: Store, tmp_path: Path
+) -> None:
+    journal, lineage = await opened(store, tmp_path)
     id, now = sample_id(1), Version(lineage, 0)
-    await journal.issue([id])
+    await journal.issue([id], CURSOR)
     await journal.retry([id], "replica lost")
     first, second = sample(id, now, 0), sample(id, now, 1)
     assert await finish(journal, [first]) == [first]
     assert await finish(journal, [second]) == []
     assert (await journal.counts())["refused"] == 1
-    restored = await journal.restore(Checkpoint(0, now, await journal.snapshot(0)))
-    assert texts(restored.groups) == [("toy/0/1/0:0",)]
+    restored = await restore(journal, await saved(journal, 0, now, tmp_path))
+    assert texts(restored) == [("toy/0/1/0:0",)]
 
 
-async def test_a_finished_sample_that_was_replaced_may_not_return(store: Store) -> None:
-    journal, lineage = await opened(store)
+async def test_a_finished_sample_that_was_replaced_may_not_return(store: Store, tmp_path: Path) -> None:
+    journal, lineage = await opened(store, tmp_path)
     id, now = sample_id(1), Version(lineage, 0)
-    await journal.issue([id])
+    await journal.issue([id], CURSOR)
     await finish(journal, [sample(id, now, 0)])
     await journal.retry([id], "stale")
     assert await finish(journal, [sample(id, now, 0)]) == []
@@ -84,10 +101,10 @@ async def test_a_finished_sample_that_was_replaced_may_not_return(store: Store) 
     assert (counts["retried: stale"], counts["refused"]) == (1, 1)
 
 
-async def test_a_sample_is_consumed_once_and_all_or_nothing(store: Store) -> None:
-    journal, lineage = await opened(store)
+async def test_a_sample_is_consumed_once_and_all_or_nothing(store: Store, tmp_path: Path) -> None:
+    journal, lineage = await opened(store, tmp_path)
     a, b, c = (sample_id(prompt) for prompt in range(3))
-    await journal.issue([a, b, c])
+    await journal.issue([a, b, c], CURSOR)
     await finish(journal, [sample(id, Version(lineage, 0)) for id in (a, b)])
     with pytest.raises(JournalError, match="toy/0/2/0 is not finished: still issued; nothing was consumed"):
         await journal.consume(1, [a, c])
@@ -100,10 +117,10 @@ async def test_a_sample_is_consumed_once_and_all_or_nothing(store: Store) -> Non
         await journal.consume(3, [a])
 
 
-async def test_a_consumed_sample_can_be_neither_retried_nor_dropped(store: Store) -> None:
-    journal, lineage = await opened(store)
+async def test_a_consumed_sample_can_be_neither_retried_nor_dropped(store: Store, tmp_path: Path) -> None:
+    journal, lineage = await opened(store, tmp_path)
     id = sample_id(1)
-    await journal.issue([id])
+    await journal.issue([id], CURSOR)
     await finish(journal, [sample(id, Version(lineage, 0))])
     await journal.consume(1, [id])
     await journal.retry([id], "late")
@@ -113,13 +130,13 @@ async def test_a_consumed_sample_can_be_neither_retried_nor_dropped(store: Store
         await journal.consume(2, [id])
 
 
-async def test_a_sample_comes_back_byte_for_byte(store: Store) -> None:
-    journal, lineage = await opened(store)
+async def test_a_sample_comes_back_byte_for_byte(store: Store, tmp_path: Path) -> None:
+    journal, lineage = await opened(store, tmp_path)
     now = Version(lineage, 0)
     original = sample(sample_id(7, 0), now)
-    await journal.issue([original.id])
+    await journal.issue([original.id], CURSOR)
     await finish(journal, [original])
-    ((back,),) = [g.samples for g in (await journal.restore(Checkpoint(0, now, b""))).groups]
+    ((back,),) = [g.samples for g in await restore(journal, Checkpoint(0, now, None))]
     assert back is not None
     np.testing.assert_array_equal(back.nodes[0].token_ids, [7, 0, 2])
     np.testing.assert_array_equal(back.nodes[0].logprobs, np.float32([-0.5, -0.25, 0.0]))
@@ -132,10 +149,12 @@ async def test_a_sample_comes_back_byte_for_byte(store: Store) -> None:
     )
 
 
-async def test_commit_frees_payloads_with_the_last_sample_that_needs_them(store: Store) -> None:
-    journal, lineage = await opened(store)
+async def test_commit_frees_payloads_with_the_last_sample_that_needs_them(
+    store: Store, tmp_path: Path
+) -> None:
+    journal, lineage = await opened(store, tmp_path)
     ids = [sample_id(prompt) for prompt in range(3)]
-    await journal.issue(ids)
+    await journal.issue(ids, CURSOR)
     await finish(journal, [sample(id, Version(lineage, 0)) for id in ids])  # one payload for all three
     await journal.consume(1, ids[:1])
     await journal.consume(2, ids[1:2])
@@ -147,9 +166,9 @@ async def test_commit_frees_payloads_with_the_last_sample_that_needs_them(store:
     assert await store.read("ZCARD", "journal/consumed") == 0
 
 
-async def test_every_drop_and_retry_is_a_record_with_its_reason(store: Store) -> None:
-    journal, _ = await opened(store)
-    await journal.issue([sample_id(1, 0), sample_id(1, 1)])
+async def test_every_drop_and_retry_is_a_record_with_its_reason(store: Store, tmp_path: Path) -> None:
+    journal, _ = await opened(store, tmp_path)
+    await journal.issue([sample_id(1, 0), sample_id(1, 1)], CURSOR)
     await journal.retry([sample_id(1, 1)], "lost with rollout-0")
     await journal.drop([sample_id(1, 0), sample_id(1, 1)], "reward gsm8k: NaN")
     events = await store.read("XRANGE", "journal/events", "-", "+")
@@ -160,10 +179,10 @@ async def test_every_drop_and_retry_is_a_record_with_its_reason(store: Store) ->
 
 
 async def test_a_second_coordinator_shuts_the_first_one_out(
-    store_server: EmbeddedServer, store: Store, request: pytest.FixtureRequest
+    store_server: EmbeddedServer, store: Store, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    journal, lineage = await opened(store)
-    await journal.issue([sample_id(1)])
+    journal, lineage = await opened(store, tmp_path)
+    await journal.issue([sample_id(1)], CURSOR)
     successor = Store(store_server.url, request.node.name)
     await successor.take_epoch()
     with pytest.raises(StaleFenceError):
@@ -172,61 +191,63 @@ async def test_a_second_coordinator_shuts_the_first_one_out(
     await successor.close()
 
 
-async def test_samples_of_a_branch_that_was_left_are_generated_again(store: Store) -> None:
+async def test_samples_of_a_branch_that_was_left_are_generated_again(store: Store, tmp_path: Path) -> None:
     """Lineage A publishes 0, 1, 2; a checkpoint at 1 is restored: samples of A:2 are of another model."""
-    journal, a = await opened(store)
+    journal, a = await opened(store, tmp_path)
     ids = [sample_id(prompt) for prompt in range(4)]
-    await journal.issue(ids)
+    await journal.issue(ids, CURSOR)
     await finish(journal, [sample(ids[0], Version(a, 1)), sample(ids[1], Version(a, 2))])
-    restored = await journal.restore(Checkpoint(1, Version(a, 1), b""))
-    assert texts(restored.groups) == [("toy/0/0/0:0",), (None,), (None,), (None,)]
-    assert [group.attempts for group in restored.groups] == [(0,), (1,), (1,), (1,)]
+    opened_b = await journal.restore(Checkpoint(1, Version(a, 1), None))
+    restored, b = await journal.load(opened_b.groups), opened_b.lineage
+    assert texts(restored) == [("toy/0/0/0:0",), (None,), (None,), (None,)]
+    assert [group.attempts for group in restored] == [(0,), (1,), (1,), (1,)]
     counts = await journal.counts()
     assert (counts["retried: lineage"], counts["retried: restart"]) == (1, 2)
     # the new lineage B goes on from A:1; a checkpoint at B:3 keeps what A made up to 1 and B up to 3
-    b = restored.lineage
     await finish(journal, [sample(ids[2], Version(b, 3), 1), sample(ids[3], Version(b, 4), 1)])
-    restored = await journal.restore(Checkpoint(1, Version(b, 3), b""))
-    assert texts(restored.groups) == [("toy/0/0/0:0",), (None,), ("toy/0/2/0:1",), (None,)]
+    restored = await restore(journal, Checkpoint(1, Version(b, 3), None))
+    assert texts(restored) == [("toy/0/0/0:0",), (None,), ("toy/0/2/0:1",), (None,)]
 
 
-async def test_an_older_checkpoint_than_the_last_brings_its_own_journal(store: Store) -> None:
-    journal, a = await opened(store)
+async def test_an_older_checkpoint_than_the_last_brings_its_own_journal(store: Store, tmp_path: Path) -> None:
+    journal, a = await opened(store, tmp_path)
     x, y = sample_id(0), sample_id(1)
-    await journal.issue([x, y])
+    await journal.issue([x, y], CURSOR)
     await finish(journal, [sample(x, Version(a, 0))])
-    old = Checkpoint(0, Version(a, 0), await journal.snapshot(0))
+    old = await saved(journal, 0, Version(a, 0), tmp_path)
     await journal.consume(1, [x])
     await journal.commit(1)  # the store has forgotten x
-    restored = await journal.restore(old)
-    assert texts(restored.groups) == [("toy/0/0/0:0",), (None,)]
-    assert [group.id.prompt for group in restored.groups] == [0, 1]
+    restored = await restore(journal, old)
+    assert texts(restored) == [("toy/0/0/0:0",), (None,)]
+    assert [group.id.prompt for group in restored] == [0, 1]
 
 
-async def test_a_checkpoint_of_another_branch_brings_its_own_journal(store: Store) -> None:
+async def test_a_checkpoint_of_another_branch_brings_its_own_journal(store: Store, tmp_path: Path) -> None:
     """Lineage A is saved at steps 1 and 2; after a restore of 1 the store belongs to branch B."""
-    journal, a = await opened(store)
-    await journal.issue([sample_id(0)])
-    early = Checkpoint(1, Version(a, 1), await journal.snapshot(1))
-    await journal.issue([sample_id(1)])
-    late = Checkpoint(2, Version(a, 2), await journal.snapshot(2))
+    journal, a = await opened(store, tmp_path)
+    await journal.issue([sample_id(0)], CURSOR)
+    early = await saved(journal, 1, Version(a, 1), tmp_path)
+    await journal.issue([sample_id(1)], CURSOR)
+    late = await saved(journal, 2, Version(a, 2), tmp_path)
     await journal.restore(early)
     await journal.drop([sample_id(0)], "test")
-    await journal.issue([sample_id(2)])
-    restored = await journal.restore(late)
-    assert [group.id.prompt for group in restored.groups] == [0, 1]
+    await journal.issue([sample_id(2)], CURSOR)
+    restored = await restore(journal, late)
+    assert [group.id.prompt for group in restored] == [0, 1]
 
 
-async def test_a_crash_between_checkpoint_and_commit_trains_on_nothing_twice(store: Store) -> None:
-    journal, a = await opened(store)
+async def test_a_crash_between_checkpoint_and_commit_trains_on_nothing_twice(
+    store: Store, tmp_path: Path
+) -> None:
+    journal, a = await opened(store, tmp_path)
     ids = [sample_id(0), sample_id(1)]
-    await journal.issue(ids)
+    await journal.issue(ids, CURSOR)
     await finish(journal, [sample(id, Version(a, 0)) for id in ids])
     await journal.consume(1, ids[:1])
-    checkpoint = Checkpoint(1, Version(a, 1), await journal.snapshot(1))
+    checkpoint = await saved(journal, 1, Version(a, 1), tmp_path)
     await journal.consume(2, ids[1:])  # after the checkpoint, so it comes back
-    restored = await journal.restore(checkpoint)
-    assert texts(restored.groups) == [("toy/0/1/0:0",)]
+    restored = await restore(journal, checkpoint)
+    assert texts(restored) == [("toy/0/1/0:0",)]
 
 
 def test_a_lineage_holds_its_ancestors_up_to_the_fork() -> None:
@@ -245,9 +266,9 @@ async def test_no_finished_sample_is_lost_when_the_server_is_killed(tmp_path: Pa
     with embedded(tmp_path) as server:
         store = Store(server.url, "toy")
         await store.take_epoch()
-        journal, lineage = await opened(store)
+        journal, lineage = await opened(store, tmp_path)
         ids = [sample_id(prompt, index) for prompt in range(50) for index in range(4)]
-        await journal.issue(ids)
+        await journal.issue(ids, CURSOR)
         for start in range(0, len(ids), 10):
             await finish(journal, [sample(id, Version(lineage, 0)) for id in ids[start : start + 10]])
         await journal.consume(1, ids[:100])
@@ -256,8 +277,9 @@ async def test_no_finished_sample_is_lost_when_the_server_is_killed(tmp_path: Pa
     with embedded(tmp_path) as server:
         store = Store(server.url, "toy")
         await store.take_epoch()
-        restored = await Journal(store, "toy").restore(Checkpoint(0, Version(lineage, 0), b""))
-        assert texts(restored.groups) == [
+        journal = Journal(store, "toy", Ledger(tmp_path / LEDGER))
+        restored = await restore(journal, Checkpoint(0, Version(lineage, 0), None))
+        assert texts(restored) == [
             tuple(f"toy/0/{prompt}/{index}:0" for index in range(4)) for prompt in range(50)
         ]
         await store.close()
@@ -288,10 +310,11 @@ class World:
     path: list[tuple[str, int]]  # every version that led to the current one, and that one
     trained: set[SampleId]  # by the steps that led to the current one
     step: int = 0
+    cursor: int = 0  # number of issues
 
     def copy(self) -> "World":
         entries = {id: dataclasses.replace(entry) for id, entry in self.entries.items()}
-        return World(entries, list(self.path), set(self.trained), self.step)
+        return World(entries, list(self.path), set(self.trained), self.step, self.cursor)
 
     def without_consumed(self, step: int) -> dict[SampleId, Entry]:
         return {id: e for id, e in self.entries.items() if not (e.state == "consumed" and e.step <= step)}
@@ -310,6 +333,7 @@ class JournalMachine(RuleBasedStateMachine):
     """Random runs with crashes: nothing finished is lost, nothing is trained on twice."""
 
     server: EmbeddedServer
+    scratch: Path
     number = 0
 
     def __init__(self) -> None:
@@ -318,7 +342,8 @@ class JournalMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.store = Store(self.server.url, f"machine-{JournalMachine.number}")
         self.runner.run(self.store.take_epoch())
-        self.journal = Journal(self.store, "toy")
+        self.folder = Path(tempfile.mkdtemp(dir=self.scratch))
+        self.journal = Journal(self.store, "toy", Ledger(self.folder / LEDGER))
         lineage = self.runner.run(self.journal.restore(None)).lineage
         self.world = World({}, [(lineage, 0)], set())
         self.committed = 0
@@ -333,7 +358,8 @@ class JournalMachine(RuleBasedStateMachine):
     def issue(self, prompt: int) -> None:
         if set(group_of(prompt)) & self.world.trained:
             return  # the data cursor is past it
-        self.runner.run(self.journal.issue(group_of(prompt)))
+        self.world.cursor += 1
+        self.runner.run(self.journal.issue(group_of(prompt), str(self.world.cursor)))
         for id in group_of(prompt):
             self.world.entries.setdefault(id, Entry())
 
@@ -395,9 +421,9 @@ class JournalMachine(RuleBasedStateMachine):
     def checkpoint(self, commits: bool) -> None:
         """Without the commit: a crash comes after the checkpoint was written, before the store knows."""
         version = Version(*self.world.path[-1])
-        checkpoint = Checkpoint(
-            self.world.step, version, self.runner.run(self.journal.snapshot(self.world.step))
-        )
+        folder = self.folder / str(len(self.checkpoints))
+        folder.mkdir(exist_ok=True)
+        checkpoint = self.runner.run(saved(self.journal, self.world.step, version, folder))
         self.checkpoints.append((checkpoint, self.world.copy()))
         if commits:
             self.runner.run(self.journal.commit(self.world.step))
@@ -423,7 +449,9 @@ class JournalMachine(RuleBasedStateMachine):
                 entry.state = "finished"
             if entry.state == "issued" or entry.version not in path:
                 entry.retry()
-        self.world = World(entries, path, then.trained, checkpoint.step)
+        cursor = (self.world if continues else then).cursor
+        self.world = World(entries, path, then.trained, checkpoint.step, cursor)
+        assert restored.cursor == (str(cursor) if cursor else None)
         self.committed = checkpoint.step
 
         expected: dict[GroupId, list[tuple[int, str | None, int]]] = {}
@@ -435,15 +463,17 @@ class JournalMachine(RuleBasedStateMachine):
                 (index, s.text if s else None, attempt)
                 for index, (s, attempt) in enumerate(zip(group.samples, group.attempts, strict=True))
             ]
-            for group in restored.groups
+            for group in self.runner.run(self.journal.load(restored.groups))
         }
         assert got == expected
         assert list(got) == list(expected), "another order than that of issue"
 
 
-def test_random_runs_lose_nothing_and_train_on_nothing_twice(store_server: EmbeddedServer) -> None:
+def test_random_runs_lose_nothing_and_train_on_nothing_twice(
+    store_server: EmbeddedServer, tmp_path: Path
+) -> None:
     """The assertions are in JournalMachine: after every rule the journal equals the model."""
-    JournalMachine.server = store_server
+    JournalMachine.server, JournalMachine.scratch = store_server, tmp_path
     run_state_machine_as_test(
         JournalMachine,
         settings=settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True),

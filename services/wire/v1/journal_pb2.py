@@ -24,25 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eservices/wire/v1/journal.proto\x12\x08\x61toll.v1\"\xe1\x02\n\x0fJournalSnapshot\x12\x35\n\x06issued\x18\x01 \x03(\x0b\x32%.atoll.v1.JournalSnapshot.IssuedEntry\x12\x39\n\x08\x66inished\x18\x02 \x03(\x0b\x32\'.atoll.v1.JournalSnapshot.FinishedEntry\x12\x39\n\x08payloads\x18\x03 \x03(\x0b\x32\'.atoll.v1.JournalSnapshot.PayloadsEntry\x12\x10\n\x08lineages\x18\x04 \x03(\t\x1a-\n\x0bIssuedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rFinishedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rPayloadsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eservices/wire/v1/journal.proto\x12\x08\x61toll.v1\"o\n\rJournalRecord\x12+\n\x07payload\x18\x01 \x01(\x0b\x32\x18.atoll.v1.JournalPayloadH\x00\x12\'\n\x05index\x18\x02 \x01(\x0b\x32\x16.atoll.v1.JournalIndexH\x00\x42\x08\n\x06record\"1\n\x0eJournalPayload\x12\x0e\n\x06number\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"R\n\x0cJournalIndex\x12\x0e\n\x06issued\x18\x01 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\t\x12\x10\n\x08lineages\x18\x04 \x03(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.wire.v1.journal_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOURNALSNAPSHOT_ISSUEDENTRY']._loaded_options = None
-  _globals['_JOURNALSNAPSHOT_ISSUEDENTRY']._serialized_options = b'8\001'
-  _globals['_JOURNALSNAPSHOT_FINISHEDENTRY']._loaded_options = None
-  _globals['_JOURNALSNAPSHOT_FINISHEDENTRY']._serialized_options = b'8\001'
-  _globals['_JOURNALSNAPSHOT_PAYLOADSENTRY']._loaded_options = None
-  _globals['_JOURNALSNAPSHOT_PAYLOADSENTRY']._serialized_options = b'8\001'
-  _globals['_JOURNALSNAPSHOT']._serialized_start=45
-  _globals['_JOURNALSNAPSHOT']._serialized_end=398
-  _globals['_JOURNALSNAPSHOT_ISSUEDENTRY']._serialized_start=255
-  _globals['_JOURNALSNAPSHOT_ISSUEDENTRY']._serialized_end=300
-  _globals['_JOURNALSNAPSHOT_FINISHEDENTRY']._serialized_start=302
-  _globals['_JOURNALSNAPSHOT_FINISHEDENTRY']._serialized_end=349
-  _globals['_JOURNALSNAPSHOT_PAYLOADSENTRY']._serialized_start=351
-  _globals['_JOURNALSNAPSHOT_PAYLOADSENTRY']._serialized_end=398
+  _globals['_JOURNALRECORD']._serialized_start=44
+  _globals['_JOURNALRECORD']._serialized_end=155
+  _globals['_JOURNALPAYLOAD']._serialized_start=157
+  _globals['_JOURNALPAYLOAD']._serialized_end=206
+  _globals['_JOURNALINDEX']._serialized_start=208
+  _globals['_JOURNALINDEX']._serialized_end=290
 # @@protoc_insertion_point(module_scope)

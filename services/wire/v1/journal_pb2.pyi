@@ -19,99 +19,88 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class JournalSnapshot(_message.Message):
+class JournalRecord(_message.Message):
     """The coordinator's journal inside a checkpoint: what the store held of all samples that were issued
-    and not yet trained on, in the store's own form (services/coordinator/journal_scripts.py).
+    and not yet trained on. A file of these, each behind its length; the index comes last.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class IssuedEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def payload(self) -> Global___JournalPayload: ...
+    @_builtins.property
+    def index(self) -> Global___JournalIndex: ...
+    def __init__(
+        self,
+        *,
+        payload: Global___JournalPayload | None = ...,
+        index: Global___JournalIndex | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "payload", b"payload", "record", b"record"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "payload", b"payload", "record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["payload", "index"]  # noqa: Y015
+    _WhichOneofArgType_record: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_record) -> _WhichOneofReturnType_record | None: ...
 
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+Global___JournalRecord: _TypeAlias = JournalRecord  # noqa: Y015
 
-    @_typing.final
-    class FinishedEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
+@_typing.final
+class JournalPayload(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+    NUMBER_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    number: _builtins.str
+    content: _builtins.bytes
+    """Samples, as they arrived"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.str = ...,
+        content: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    @_typing.final
-    class PayloadsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
+Global___JournalPayload: _TypeAlias = JournalPayload  # noqa: Y015
 
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.bytes
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.bytes = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+@_typing.final
+class JournalIndex(_message.Message):
+    """The tables in the store's own form (services/coordinator/journal_scripts.py): name and entry of each
+    sample, in words.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
 
     ISSUED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
-    PAYLOADS_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
     LINEAGES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def issued(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
-    @_builtins.property
-    def finished(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
-    @_builtins.property
-    def payloads(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
-        """GenerateReply"""
-
+    issued: _builtins.bytes
+    finished: _builtins.bytes
+    cursor: _builtins.str
+    """empty before the first issue"""
     @_builtins.property
     def lineages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
-        issued: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        finished: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        payloads: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
+        issued: _builtins.bytes = ...,
+        finished: _builtins.bytes = ...,
+        cursor: _builtins.str = ...,
         lineages: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "issued", b"issued", "lineages", b"lineages", "payloads", b"payloads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "finished", b"finished", "issued", b"issued", "lineages", b"lineages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___JournalSnapshot: _TypeAlias = JournalSnapshot  # noqa: Y015
+Global___JournalIndex: _TypeAlias = JournalIndex  # noqa: Y015

@@ -1,0 +1,100 @@
+"""runs/NAME/ledger.jsonl: what the journal did, one line for each event, only ever appended to.
+
+    {"event": "branch", "lineage": "9b1c", "parent": "77aa", "step": 6, "fork": 6, "continues": "77aa",
+     "cursor": {...}, "pending": "0/17/0-7 0/18/0-7"}
+    {"event": "issue", "lineage": "9b1c", "samples": "0/19/0-7", "cursor": {...}}
+    {"event": "drop", "lineage": "9b1c", "samples": "0/18/0-7", "reason": "filtered", "step": null}
+    {"event": "consume", "lineage": "9b1c", "samples": "0/17/0-7", "step": 7}
+    {"event": "commit", "lineage": "9b1c", "step": 7}
+
+"0/17/0-7": samples 0 to 7 of prompt 17 in epoch 0. A drop is written before the store hears of it, all
+else after it, so that a crash in between never hides where a sample went: the branch of the next start
+names all samples that are pending then, and the cursor behind which none of them was drawn.
+`atoll audit` reads it (services/cli/audit.py).
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+from services.wire.types import SampleId, Version
+
+LEDGER: Final = "ledger.jsonl"
+
+
+class Ledger:
+    """Opens the file for each event: they are few a second, and a run's folder may be moved between two."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lineage = ""
+
+    def branch(
+        self,
+        lineage: str,
+        parent: Version | None,
+        step: int,
+        *,
+        continues: str | None,
+        cursor: str | None,
+        pending: Iterable[str],
+    ) -> None:
+        """Opens `lineage`, which goes on from `step` and `parent` (None: from scratch). `continues`: the
+        lineage whose tables in the store it took over; None: they were rebuilt. `pending`: groups' spans."""
+        self._lineage = lineage
+        self._append(
+            "branch",
+            parent=parent.lineage if parent else None,
+            step=step,
+            fork=parent.number if parent else 0,
+            continues=continues,
+            cursor=json.loads(cursor) if cursor else None,
+            pending=" ".join(pending),
+        )
+
+    def issue(self, samples: Sequence[SampleId], cursor: str) -> None:
+        self._append("issue", samples=spans(samples), cursor=json.loads(cursor))
+
+    def drop(self, samples: Sequence[SampleId], reason: str, step: int | None) -> None:
+        self._append("drop", samples=spans(samples), reason=reason, step=step)
+
+    def consume(self, step: int, samples: Sequence[SampleId]) -> None:
+        self._append("consume", samples=spans(samples), step=step)
+
+    def commit(self, step: int) -> None:
+        self._append("commit", step=step)
+
+    def _append(self, event: str, **fields: object) -> None:
+        line = json.dumps({"event": event, "lineage": self._lineage, **fields}) + "\n"
+        with self._path.open("a+b", buffering=0) as file:
+            if event == "branch" and not _ends_with_newline(self._path):
+                line = "\n" + line  # a writer was killed, or the disk was full, in the midst of a line
+            if file.write(line.encode()) < len(line):
+                raise OSError(f"{self._path}: the disk took a part of a line only; make room")
+            if event == "branch":
+                os.fsync(file.fileno())
+
+
+def spans(samples: Sequence[SampleId]) -> str:
+    """In the order given, neighbours of one group as one: "0/17/0-7 0/18/0-7"."""
+    words = []
+    for group, members in groupby(samples, key=lambda id: id.group):
+        indices = [id.index for id in members]
+        first, last = indices[0], indices[-1]
+        if indices == list(range(first, last + 1)):
+            words.append(f"{group.epoch}/{group.prompt}/{first}-{last}")
+        else:
+            words += [f"{group.epoch}/{group.prompt}/{index}-{index}" for index in indices]
+    return " ".join(words)
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return True
+        file.seek(size - 1)
+        return file.read(1) == b"\n"
