@@ -1,5 +1,6 @@
 """A run of the real loop on a trainer that only counts, and on batches that are there from the start."""
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ import numpy as np
 from services.coordinator.algorithm import Algorithm
 from services.coordinator.checkpoints import Best, Checkpoints
 from services.coordinator.control import Control
-from services.coordinator.data import Cursor
 from services.coordinator.learners import Learners
 from services.coordinator.loop import Loop, Parts, Settings, Start
 from services.coordinator.steps import GroupSteps, NoRecipe, StepSource
@@ -78,8 +78,6 @@ class FakeTrainer:
 class ListSource:
     """Hands out the batches of a list, the first of them to step `first`."""
 
-    cursor: Cursor | None = None
-
     def __init__(self, batches: Sequence[Sequence[Group]], first: int = 1) -> None:
         self._batches = batches
         self._first = first
@@ -95,14 +93,19 @@ class ListSource:
         return {}
 
 
+class FakeSnapshot:
+    async def write(self, path: Path) -> None:
+        await asyncio.to_thread(path.touch)
+
+
 class FakeJournal:
     """Remembers which steps a checkpoint covers."""
 
     def __init__(self) -> None:
         self.committed: list[int] = []
 
-    async def snapshot(self, step: int) -> bytes:
-        return b""
+    async def snapshot(self, step: int) -> FakeSnapshot:
+        return FakeSnapshot()
 
     async def commit(self, step: int) -> None:
         self.committed.append(step)
