@@ -24,21 +24,26 @@ RETRY_S = 5.0  # between two probes of one that is unwell
 class Health:
     """Takes replicas that do not generate out of the routing, and brings those in that do."""
 
-    def __init__(self, replicas: Replicas, model: str, admit: Callable[[Replica], Awaitable[None]]) -> None:
-        """`admit` gives a replica the current weights and routes to it."""
+    def __init__(
+        self,
+        replicas: Replicas,
+        model: str,
+        admit: Callable[[Replica], Awaitable[None]],
+        refuse: Callable[[Replica, UserError], Awaitable[None]],
+    ) -> None:
+        """`admit` gives a replica the current weights and routes to it; `refuse` hears of one that does not
+        fit the run, such as one with another model."""
         self._replicas = replicas
         self._model = model
         self._admit = admit
+        self._refuse = refuse
         # ids that no sample has, nor a probe of an earlier coordinator: an id is answered from memory
         self._run = f"probe-{token_hex(4)}"
         self._numbers = count()
 
     async def watch(self, replica: Replica) -> None:
         """Ends once the replica is lost. Consumes its state and its silence; waits for the time at which it
-        is to be asked, and looks in between since it may get work; unblocked by its failure and its loss.
-
-        Raises UserError where it does not fit the run.
-        """
+        is to be asked, and looks in between since it may get work; unblocked by its failure and its loss."""
         while replica.state is not State.LOST:
             patience = self._patience(replica)
             if replica.state is State.UNWELL:
@@ -71,10 +76,10 @@ class Health:
             probe = await self._probe(replica, timeout_s)
             if probe.versions() != {version}:
                 raise ServiceUnavailableError(f"it generates with {probe.versions()}, expected {version}")
-        except UserError:
-            raise
         except AtollError as error:
-            if replica.seat.heard <= asked and not replica.committing:
+            if isinstance(error, BadAnswerError):
+                self._replicas.blame(replica, error)
+            elif replica.seat.heard <= asked and not replica.committing:
                 self._replicas.suspend(replica, error)
         replica.asked = now()
         return self._patience(replica)
@@ -86,10 +91,13 @@ class Health:
             probe = await self._probe(replica, ANSWER_S)
             replica.alone = probe.num_tokens / max(now() - begun, 1e-3)
             await self._admit(replica)
-        except UserError:
-            raise
         except AtollError as error:
-            self._replicas.suspend(replica, error)
+            if isinstance(error, UserError | BadAnswerError):
+                self._replicas.blame(replica, error)
+            else:
+                self._replicas.suspend(replica, error)
+            if isinstance(error, UserError):
+                await self._refuse(replica, error)
             return False
         replica.asked = now()
         return True

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import AsyncExitStack
 
 from services.coordinator.health import RETRY_S, Health
 from services.coordinator.registry import Joined, Registry
@@ -40,13 +41,15 @@ class Membership:
         self._caller = caller
         self._timeout_s = request_timeout_s
         self._admit = admit
-        self._health = Health(replicas, model, self._bring_in)
+        self._health = Health(replicas, model, self._bring_in, lambda it, why: self._refuse(it.entry, why))
         self._connecting: set[ServiceEntry] = set()
         self._unseen: set[ServiceEntry] = set()  # replicas that have not generated yet
         self._clients: dict[ServiceEntry, RewardClient | Replica] = {}
         self._trainers: dict[ServiceEntry, Trainer] = {}
         self._changed = asyncio.Condition()
         self._lost = ""  # the last trainer that left since `reconnect`
+        self._refused: dict[ServiceEntry, str] = {}  # those that do not fit the run, and why
+        self._is_complete = False  # all services that the run needs have been there
 
     @property
     def models(self) -> Trainer:
@@ -70,20 +73,30 @@ class Membership:
                     await self._leave(change.entry)
 
     async def wait_for(self, expected: Mapping[str, int], timeout_s: float) -> None:
-        """Returns once that many services of each role are connected. Raises ServiceUnavailableError."""
+        """Returns once that many services of each role are connected. Raises ServiceUnavailableError, and
+        UserError if, before they have ever been complete, one of a missing role does not fit the run."""
 
-        def missing() -> str:
+        def missing() -> dict[str, int]:
             there = [*(entry.role for entry in self._clients.keys() - self._unseen), *self.models]
             counts = {role: number - there.count(role) for role, number in expected.items()}
-            return ", ".join(f"{number} x {role}" for role, number in counts.items() if number > 0)
+            return {role: number for role, number in counts.items() if number > 0}
+
+        def misfits() -> list[str]:
+            refused = {} if self._is_complete else self._refused
+            return [f"{entry.name}: {why}" for entry, why in refused.items() if entry.role in missing()]
 
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: not missing())
+                await self._changed.wait_for(lambda: misfits() or not missing())
         except TimeoutError:
+            numbers = ", ".join(f"{number} x {role}" for role, number in missing().items())
+            refused = "".join(f"; {entry.name} is refused: {why}" for entry, why in self._refused.items())
             raise ServiceUnavailableError(
-                f"after {timeout_s:g} s still missing: {missing()}; see logs/*.log of the run"
+                f"after {timeout_s:g} s still missing: {numbers}{refused}; see logs/*.log of the run"
             ) from None
+        if reasons := misfits():
+            raise UserError("; ".join(reasons))
+        self._is_complete = True
 
     async def watch_trainers(self) -> None:
         """Raises TrainerLostError once a trainer leaves, or has left since `reconnect`."""
@@ -120,24 +133,34 @@ class Membership:
             await self._health.watch(replica)
 
     async def _connect_once_it_answers(self, entry: ServiceEntry) -> bool:
-        """False where it does not while it is registered: it may be busy, and a lease may outlive its
-        process. Raises UserError where it serves another model: the config is wrong, not the service."""
+        """False if it does not while it is registered: it may be busy, its lease may outlive its process, or
+        its role may be taken. One that does not fit the run stays out."""
+        told = ""
         while entry in self._registry.services():
             try:
                 await self._connect(entry)
                 return True
-            except UserError:
-                raise
             except AtollError as error:
-                log.warning("%s is registered at %s and cannot be used: %s", entry.name, entry.address, error)
+                if str(error) != told:
+                    told = str(error)
+                    log.warning(
+                        "%s is registered at %s and cannot be used: %s", entry.name, entry.address, told
+                    )
+                if isinstance(error, UserError):
+                    await self._refuse(entry, error)
                 if not isinstance(error, ServiceUnavailableError):
                     return False
             await asyncio.sleep(RETRY_S)
         return False
 
+    async def _refuse(self, entry: ServiceEntry, error: UserError) -> None:
+        self._refused[entry] = str(error)
+        await self._notify()
+
     async def _bring_in(self, replica: Replica) -> None:
         await self._admit(replica)
         self._unseen.discard(replica.entry)
+        self._refused.pop(replica.entry, None)
         await self._notify()
 
     async def _notify(self) -> None:
@@ -145,27 +168,33 @@ class Membership:
             self._changed.notify_all()
 
     async def _connect(self, entry: ServiceEntry) -> None:
-        match entry.role:
-            case "reward":
-                reward = RewardClient(entry.address, self._caller)
-                info = await reward.describe()
-                self._check_is_there(entry)
-                self._rewards.add(reward, info.max_queued)
-                self._clients[entry] = reward
-            case "rollout":
-                replica = await self._replicas.connect(entry)
-                self._check_is_there(entry)
-                self._replicas.suspend(replica, replica.why)
-                self._clients[entry] = replica
-                self._unseen.add(entry)
-            case "actor" | "critic" | "cost_critic" | "reference" | "reward_model" | "cost_model":
-                client = self._client(entry, entry.role)
-                roles = (await client.info()).roles  # one, or the actor with its reference
-                self._check_is_there(entry)
-                others = {role: self._client(entry, role) for role in roles if role != entry.role}
-                self._trainers[entry] = {entry.role: client, **others}
-            case role:
-                raise AtollError(f"no part of a run has the role {role!r}")
+        async with AsyncExitStack() as undo:
+            match entry.role:
+                case "reward":
+                    reward = RewardClient(entry.address, self._caller)
+                    undo.push_async_callback(reward.close)
+                    info = await reward.describe()
+                    self._check_is_there(entry)
+                    self._rewards.add(reward, info.max_queued)
+                    self._clients[entry] = reward
+                case "rollout":
+                    replica = await self._replicas.connect(entry)
+                    undo.push_async_callback(replica.client.close)
+                    self._check_is_there(entry)
+                    self._replicas.suspend(replica, replica.why)
+                    self._clients[entry] = replica
+                    self._unseen.add(entry)
+                case "actor" | "critic" | "cost_critic" | "reference" | "reward_model" | "cost_model":
+                    client = self._client(entry, entry.role)
+                    undo.push_async_callback(client.close)
+                    roles = (await client.info()).roles  # one, or the actor with its reference
+                    self._check_is_there(entry)
+                    self._check_is_free({entry.role, *roles})
+                    others = {role: self._client(entry, role) for role in roles if role != entry.role}
+                    self._trainers[entry] = {entry.role: client, **others}
+                case role:
+                    raise AtollError(f"no part of a run has the role {role!r}")
+            undo.pop_all()
 
     def _check_is_there(self, entry: ServiceEntry) -> None:
         """Raises ServiceUnavailableError where it has left while it was asked: nobody would see it leave
@@ -173,11 +202,22 @@ class Membership:
         if entry not in self._registry.services():
             raise ServiceUnavailableError("it has left before it answered")
 
+    def _check_is_free(self, roles: Collection[str]) -> None:
+        """Raises ServiceUnavailableError if another trainer has one of the roles: a second one's weights are
+        not what the run has trained. It may have the role once the first has left."""
+        for other, trainer in self._trainers.items():
+            if taken := [role for role in roles if role in trainer]:
+                raise ServiceUnavailableError(
+                    f"{other.name} at {other.address} is already the run's {' and '.join(taken)}, expected "
+                    "one service for each role: stop one of the two"
+                )
+
     def _client(self, entry: ServiceEntry, role: str) -> TrainerClient:
         return TrainerClient(entry.address, self._caller, self._timeout_s, role)
 
     async def _leave(self, entry: ServiceEntry) -> None:
         log.info("%s leaves", entry.name)
+        self._refused.pop(entry, None)
         if entry in self._trainers:
             await _close(self._trainers.pop(entry))
             self._lost = entry.name

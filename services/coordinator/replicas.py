@@ -108,7 +108,11 @@ class Replicas:
         Raises ServiceUnavailableError.
         """
         client = RolloutClient(entry.address, self._caller, self._timeout_s)
-        info = await client.info()
+        try:
+            info = await client.info()
+        except BaseException:
+            await client.close()
+            raise
         return Replica(entry, client, info, info.version)
 
     @property

@@ -16,7 +16,7 @@ from services.coordinator.plans import Plans
 from services.coordinator.push_report import Live, PushReport, report
 from services.coordinator.replicas import Replica, Replicas
 from services.runtime.clients import TrainerClient
-from services.runtime.errors import AtollError, ServiceUnavailableError, WeightPushError
+from services.runtime.errors import AtollError, ServiceUnavailableError, UserError, WeightPushError
 from services.wire.types import Float32, Membership, Plan, Published, StreamManifest, Version
 
 T = TypeVar("T")
@@ -126,9 +126,8 @@ class WeightSync:
             await self._forget_version()
             self._is_asked = not self._canary.is_due(self._num_pushes)
             self._num_pushes += 1
-        members = [*self._replicas, *self._replicas.waiting]
-        plans = {replica: await self._plans.of(replica) for replica in members}
         failed: dict[Replica, AtollError] = {}
+        plans = await self._plans_of([*self._replicas, *self._replicas.waiting], failed)
         try:
             num_bytes = await self._transfer(version, plans, failed)
             self._version = version
@@ -150,6 +149,20 @@ class WeightSync:
         elif joined and len(self._replicas) == 0:  # nobody else would bring them up before the next step
             return await self._push_to_all(version)
         return report(time.perf_counter() - started, num_bytes, live, failed)
+
+    async def _plans_of(
+        self, members: Sequence[Replica], failed: dict[Replica, AtollError]
+    ) -> dict[Replica, Plan]:
+        """A replica with another model fails. Raises UserError if all have one at the first push."""
+        plans: dict[Replica, Plan] = {}
+        for replica in members:
+            try:
+                plans[replica] = await self._plans.of(replica)
+            except UserError as error:
+                failed[replica] = error
+        if failed and not plans and self._num_pushes == 1:
+            raise next(iter(failed.values()))
+        return plans
 
     def _leave(self, failed: Mapping[Replica, AtollError]) -> None:
         for replica, error in failed.items():

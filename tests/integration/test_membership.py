@@ -19,10 +19,11 @@ from services.coordinator.replicas import Replica, Replicas, State
 from services.coordinator.rewards import Rewards
 from services.coordinator.servers import Servers
 from services.external.protocols import connect
+from services.runtime.errors import ServiceUnavailableError, UserError
 from services.runtime.server import Server
 from services.runtime.store import Store
 from services.wire.types import ServiceEntry, Version
-from services.wire.v1 import rollout_pb2, rollout_pb2_grpc
+from services.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tests.builders import run_config
 from tests.tokens import CALLER, TOKEN
 
@@ -34,9 +35,11 @@ class SlowToDescribe(rollout_pb2_grpc.RolloutServicer):
         """The first `too_late` answers do not come in time."""
         self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
         self._too_late = too_late
+        self.num_asked = 0
 
     async def Info(self, request, context):  # type: ignore[no-untyped-def]
         self.asked.set()
+        self.num_asked += 1
         await self.may_answer.wait()
         if self._too_late > 0:
             self._too_late -= 1
@@ -44,11 +47,22 @@ class SlowToDescribe(rollout_pb2_grpc.RolloutServicer):
         return rollout_pb2.RolloutInfoReply(slots=1)
 
 
+class OneOfEach(trainer_pb2_grpc.TrainerServicer):
+    async def Info(self, request, context):  # type: ignore[no-untyped-def]
+        return trainer_pb2.TrainerInfoReply(roles=["actor", "reference"])
+
+
 @asynccontextmanager
-async def serving(servicer: SlowToDescribe) -> AsyncIterator[str]:
+async def serving(servicer: SlowToDescribe | OneOfEach) -> AsyncIterator[str]:
+    def add(server: grpc.aio.Server) -> None:
+        if isinstance(servicer, OneOfEach):
+            trainer_pb2_grpc.add_TrainerServicer_to_server(servicer, server)
+        else:
+            rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, server)
+
     server = await Server.start(
         "atoll.v1.Rollout",
-        lambda s: rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, s),
+        add,
         host="127.0.0.1",
         port=0,
         token=TOKEN,
@@ -117,10 +131,77 @@ async def test_a_replica_that_is_too_busy_to_answer_is_asked_again(
         following = asyncio.create_task(membership.follow())
         await registry.register(ServiceEntry("rollout", "rollout-0", "0001-a", address))
         async with asyncio.timeout(30):
-            messages = [(await log.get()).getMessage() for _ in range(3)]
+            messages = [(await log.get()).getMessage() for _ in range(2)]
         following.cancel()
-    assert ["cannot be used" in message for message in messages] == [True, True, False]
-    assert messages[2] == f"rollout-0 joins at {address}"
+    assert busy.num_asked == 3
+    assert "cannot be used" in messages[0]  # said once
+    assert messages[1] == f"rollout-0 joins at {address}"
+
+
+async def test_a_second_trainer_of_a_role_is_kept_out_until_the_first_leaves(
+    store: Store, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights were never trained."""
+    monkeypatch.setattr("services.coordinator.membership.RETRY_S", 0.01)
+    registry, rewards = Registry(store, lease_s=60), Rewards(0)
+    membership = Membership(registry, Replicas(CALLER, 60), rewards, CALLER, 60, never, "actor")
+
+    async def logged() -> str:
+        async with asyncio.timeout(30):
+            return (await log.get()).getMessage()
+
+    async with serving(OneOfEach()) as first_address, serving(OneOfEach()) as second_address:
+        following = asyncio.create_task(membership.follow())
+        first = ServiceEntry("actor", "actor", "0001-a", first_address)
+        second = ServiceEntry("actor", "spare", "0002-b", second_address)
+        await registry.register(first)
+        assert await logged() == f"actor joins at {first_address}"
+        client = membership.model("actor")
+        await registry.register(second)
+        assert f"actor at {first_address} is already the run's" in await logged()
+        assert membership.model("actor") is client
+        assert set(membership.models) == {"actor", "reference"}
+        await registry.deregister(first)
+        assert await logged() == "actor leaves"
+        assert await logged() == f"spare joins at {second_address}"
+        assert membership.model("actor").address == second_address
+        following.cancel()
+
+
+async def test_a_service_that_does_not_fit_ends_the_run_only_before_it_has_begun(
+    store: Store, log: Log
+) -> None:
+    class Misfit(OneOfEach):
+        async def Info(self, request, context):  # type: ignore[no-untyped-def]
+            raise UserError("this is no actor of yours")
+
+    async def logged(text: str) -> None:
+        async with asyncio.timeout(30):
+            while text not in (await log.get()).getMessage():
+                pass
+
+    registry = Registry(store, lease_s=60)
+    membership = Membership(registry, Replicas(CALLER, 60), Rewards(0), CALLER, 60, never, "actor")
+    async with serving(Misfit()) as bad_address, serving(OneOfEach()) as good_address:
+        following = asyncio.create_task(membership.follow())
+        stray = ServiceEntry("actor", "stray", "0001-a", bad_address)
+        await registry.register(stray)
+        with pytest.raises(UserError, match=r"stray: .*this is no actor of yours"):
+            await membership.wait_for({"actor": 1}, 60)
+        await registry.deregister(stray)
+        await logged("stray leaves")
+        await registry.register(ServiceEntry("actor", "actor", "0002-b", good_address))
+        await membership.wait_for({"actor": 1}, 60)
+        await registry.register(ServiceEntry("actor", "stray", "0003-c", bad_address))
+        await logged("stray is registered")
+        with pytest.raises(ServiceUnavailableError, match="missing: 1 x actor; stray is refused: "):
+            await membership.wait_for({"actor": 2}, 0.01)
+        assert not following.done()
+        following.cancel()
+
+
+async def never(replica: Replica) -> None:
+    raise AssertionError("no replica joins")
 
 
 async def test_a_push_that_begins_while_the_actor_is_away_has_lost_a_trainer(

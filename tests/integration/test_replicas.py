@@ -16,7 +16,7 @@ from services.coordinator.health import Health
 from services.coordinator.replicas import Replica, Replicas, State
 from services.coordinator.routing import AHEAD_S
 from services.runtime.clients import Arrival, Caller
-from services.runtime.errors import ServiceUnavailableError
+from services.runtime.errors import ServiceUnavailableError, UserError
 from services.wire.types import (
     Graded,
     GroupId,
@@ -147,7 +147,7 @@ class Run:
 
     def __init__(self, admit: Callable[[Replica], Awaitable[None]] | None = None) -> None:
         self.replicas = Replicas(Caller(), 1000.0)
-        self.health = Health(self.replicas, "actor", admit or self.replicas.route)
+        self.health = Health(self.replicas, "actor", admit or self.replicas.route, self.refuse)
         self.generation = Generation(
             self.replicas,
             rewards_of(Graders()),
@@ -157,6 +157,10 @@ class Run:
         )
         self.tasks = [asyncio.create_task(self.generation.run())]
         self._incarnations = 0
+        self.refused: list[tuple[str, str]] = []
+
+    async def refuse(self, replica: Replica, why: UserError) -> None:
+        self.refused.append((replica.entry.name, str(why)))
 
     def join(self, simulated: SimulatedReplica) -> Replica:
         self._incarnations += 1
@@ -338,6 +342,31 @@ def test_a_probe_without_sense_is_no_sign_of_health() -> None:
         assert replica.state is State.ROUTED  # it was brought in again
         assert simulated.probes >= 5
         await run.stop()
+
+    virtual_clock.run(scene())
+
+
+def test_a_replica_that_refuses_a_probe_stays_out_and_the_run_continues() -> None:
+    """As one that serves another model; it is asked less and less often."""
+
+    class OtherModel(SimulatedReplica):
+        async def generate(
+            self, model: str, requests: Sequence[GroupRequest]
+        ) -> AsyncGenerator[Arrival, None]:
+            self.probes += 1
+            raise UserError("this replica serves 'critic'")
+            yield
+
+    async def scene() -> None:
+        run = Run()
+        stray = OtherModel("stray")
+        replica = run.join(stray)
+        run.join(SimulatedReplica("rollout-0"))
+        collector = run.submit(40)
+        await run.finish(collector)
+        assert (replica.state, replica.why) == (State.UNWELL, "this replica serves 'critic'")
+        assert run.refused == [("stray", "this replica serves 'critic'")] * stray.probes
+        assert stray.probes < 8
 
     virtual_clock.run(scene())
 

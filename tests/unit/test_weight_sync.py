@@ -430,6 +430,22 @@ async def test_another_model_is_the_users_error():
         await run.sync.push(V1)
 
 
+async def test_a_replica_with_another_model_stays_out_and_the_push_reaches_the_others():
+    run = Run()
+    await run.join("one")
+    stray = Engine()
+    stray.shard.catalog.boxes["rows"][0] += 1
+    misfit, _ = await run.join("stray", stray)
+    run.trainer.train(1)
+    assert (await run.sync.push(V1)).num_replicas == 1
+    assert run.routed() == {"one"}
+    assert "stray and the trainer do not fit" in misfit.why
+    with pytest.raises(UserError, match="stray and the trainer do not fit"):
+        await run.sync.catch_up(misfit)  # as health does once it generates
+    run.trainer.train(2)
+    assert (await run.sync.push(V2)).num_replicas == 1
+
+
 # Transports that both ends enter together
 
 
