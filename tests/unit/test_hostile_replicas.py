@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from services.coordinator.generation import Generation
 from services.coordinator.groups import PendingGroup
 from services.coordinator.replicas import Replica, Replicas, State
-from services.coordinator.rewards import Rewards
 from services.runtime.clients import Arrival, Caller
 from services.runtime.errors import (
     AtollError,
@@ -41,6 +40,7 @@ from services.wire.types import (
 from services.wire.v1 import types_pb2
 from tests import virtual_clock
 from tests.builders import arrival, group_id, node, pending, sample, sample_id
+from tests.fake_rewards import rewards_of
 
 V3 = Version("run", 3)
 VOCAB = 50
@@ -81,8 +81,8 @@ def made(id: SampleId, attempt: int) -> Sample:
 
 
 class Graders:
-    async def score(self, items: Sequence[ScoreItem]) -> list[Graded]:
-        return [Graded(item.id, 1.0, {}) for item in items]
+    async def verdicts(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Graded], None]:
+        yield [Graded(item.id, 1.0, {}) for item in items]
 
 
 class Kept:
@@ -132,7 +132,7 @@ class Run:
         ]
         self.generation = Generation(
             self.replicas,
-            Rewards(0, [Graders()]),  # type: ignore[list-item]
+            rewards_of(Graders()),
             model="actor",
             max_attempts=max_attempts,
             timeout_s=100.0,
