@@ -26,14 +26,14 @@ test-long: .venv/installed .venv-servers/installed .venv-sglang/installed
 	$(TWO_AT_A_TIME) test-learning test-services test-sglang
 
 test-learning: .venv/installed
-	$(BIN)/pytest -v -m long $(LEARNING) $(SAYING_WHOSE)
+	$(BIN)/python -m tests.rerun -v -m long $(LEARNING) $(SAYING_WHOSE)
 
 test-services: .venv/installed .venv-servers/installed .venv-sglang/installed
-	$(BIN)/pytest -v -m long --ignore $(LEARNING) $(SAYING_WHOSE)
+	$(BIN)/python -m tests.rerun -v -m long --ignore $(LEARNING) $(SAYING_WHOSE)
 
 # The real SGLang on a CPU, one and two ranks; a part of the long tests.
 test-sglang: .venv-sglang/installed
-	.venv-sglang/bin/pytest -v tests/contract/test_engine.py tests/contract/test_engine_families.py \
+	.venv-sglang/bin/python -m tests.rerun -v tests/contract/test_engine.py tests/contract/test_engine_families.py \
 		tests/sglang $(SAYING_WHOSE)
 
 # Kernels and device memory; each test skips with its reason where there is no GPU.

@@ -36,7 +36,7 @@ from services.wire.v1 import reward_pb2, reward_pb2_grpc
 from tests.http_servers import served
 from tests.openenv_server import openenv_server
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.rerun_once]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/reward_server"

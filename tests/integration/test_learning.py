@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.rerun_once]
 
 
 def atoll(folder: Path, *words: str | Path) -> None:

@@ -102,6 +102,7 @@ def mean_score(rows: list[dict[str, float]]) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.rerun_once
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_recipe_runs_with_what_it_needs_and_says_how_it_went(
     folder: Path, warm: str, recipe: Recipe

@@ -6,7 +6,7 @@ import pytest
 
 from tests.integration.test_learning import ROOT, atoll, results
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.rerun_once]
 
 
 def test_a_run_trains_on_what_sglang_generates(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from services.cli.launcher import launch
 from services.config.schema import RunConfig
 from services.runtime.clients import CoordinatorClient
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.rerun_once]
 
 STEPS, ROWS_PER_STEP, WARMUP_STEPS, RATE, WEIGHT_DECAY, MAX_NORM = 30, 6, 4, 3e-3, 0.1, 0.5
 NUM_HELD_OUT = 5

@@ -16,7 +16,7 @@ from services.runtime.ports import reserved_port
 from services.wire.types import ExternalServer, FinishReason, Graded, GroupId, SampleId, ScoreItem
 from tests.conftest import write_tokenizer
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.rerun_once]
 
 PYTHON = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
 START_TIMEOUT_S = 120

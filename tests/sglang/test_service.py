@@ -30,7 +30,7 @@ END_S = 20.0
 NO_SERVERS = SimpleNamespace(health=tuple)
 PROMPT = [7, 30, 12]
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.rerun_once]
 
 
 def config_file(folder: Path, model: Path) -> Path:
