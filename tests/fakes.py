@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from services.coordinator.algorithm import Algorithm
-from services.coordinator.checkpoints import Best, Checkpoints
+from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.control import Control
 from services.coordinator.learners import Learners
 from services.coordinator.loop import Loop, Parts, Settings, Start
 from services.coordinator.steps import GroupSteps, NoRecipe, StepSource
 from services.coordinator.warmup import NoWarmUp, WarmUp
+from services.runtime.errors import UserError
 from services.runtime.telemetry import MetricsFile
-from services.wire.types import Batch, Group, Segments, StepKey, Version, Written
+from services.wire.types import Batch, Group, SampleId, Segments, StepKey, Version, Written
 from tests.builders import group, node, run_config, sample, sample_id
 
 Event = tuple[Any, ...]
@@ -32,12 +33,15 @@ class FakeTrainer:
         self.weights: list[StepKey] = []
         self.batches: dict[StepKey, Batch] = {}
         self.metrics: Callable[[StepKey], Mapping[str, float]] = lambda key: ACTOR_METRICS
+        self.refuses: Callable[[StepKey], str] = lambda key: ""  # why
         self.logprob: Callable[[], float] = lambda: -1.0  # of every token
         self._events = events
 
     async def forward_backward(self, key: StepKey, batch: Batch) -> Mapping[str, float]:
         assert key not in self.batches, f"{key} names another batch already"
         self.batches[key] = batch
+        if reason := self.refuses(key):
+            raise UserError(reason)
         return self.metrics(key)
 
     async def optim_step(self, key: StepKey, learning_rate: float) -> Mapping[str, float]:
@@ -82,9 +86,13 @@ class ListSource:
         self._batches = batches
         self._first = first
         self.published_versions: list[int] = []
+        self.refusals: list[tuple[int, list[str], str]] = []
 
     async def take(self, step: int, count: int, current: Version) -> list[Group]:
         return list(self._batches[step - self._first])
+
+    async def refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None:
+        self.refusals.append((step, [str(id) for id in samples], reason))
 
     async def published(self, version: Version) -> None:
         self.published_versions.append(version.number)
@@ -131,10 +139,13 @@ class FakeRun:
     validations: Sequence[float] = ()  # what each validation gives, as val/sums/avg@1
 
     def __post_init__(self) -> None:
-        run = {"run": {"name": "toy", "dir": self.folder, "steps": 3} | dict(self.sections.get("run", {}))}
-        checkpoint = {"checkpoint": {"at_end": False} | dict(self.sections.get("checkpoint", {}))}
-        reward = {"reward": {"graders": [{"name": "exact_match"}]}}
-        self.config = run_config(**{**reward, **self.sections, **run, **checkpoint})
+        defaults: dict[str, dict[str, Any]] = {
+            "run": {"name": "toy", "dir": self.folder, "steps": 3},
+            "checkpoint": {"at_end": False, "every_minutes": 0},
+            "reward": {"graders": [{"name": "exact_match"}]},
+        }
+        changed = {name: defaults.get(name, {}) | dict(keys) for name, keys in self.sections.items()}
+        self.config = run_config(**(defaults | changed))
         self.config.folder.mkdir(exist_ok=True, parents=True)
         self.events: list[Event] = []
         self.trainers = {role: FakeTrainer(self.events, role) for role in self.models}
@@ -163,7 +174,8 @@ class FakeRun:
             evaluate=self.validate,
         )
 
-    def loop(self, step: int = 0, best: Best | None = None, rows: Sequence[Mapping[str, float]] = ()) -> Loop:
+    def loop(self, step: int = 0, **start: Any) -> Loop:
+        """After `step`: if that is not 0, from its checkpoint."""
         config = self.config
         parts = Parts(
             steps=self.steps or self.group_steps(),
@@ -183,11 +195,11 @@ class FakeRun:
             checkpoints=self.checkpoints,
         )
         settings = Settings(config.run, config.validation, config.checkpoint, config.guards)
-        start = Start(Version("a3f0", step), step, best, rows, resumed=step > 0)
-        return Loop(settings, parts, start, self.clock)
+        begin = Start(Version("a3f0", step), **{"step": step, "resumed": step > 0, **start})
+        return Loop(settings, parts, begin, self.clock)
 
-    async def run(self, **start: Any) -> None:
-        await self.loop(**start).run()
+    async def run(self, step: int = 0, **start: Any) -> None:
+        await self.loop(step, **start).run()
 
     def rows(self) -> list[dict[str, Any]]:
         """What metrics.jsonl has."""

@@ -408,7 +408,8 @@ class ValidationSection(Section):
 
 
 class CheckpointSection(Section):
-    every: NonNegativeInt = 0  # steps; 0: only at the end
+    every: NonNegativeInt = 0  # steps; 0: not by their number
+    every_minutes: NonNegativeFloat = 15.0  # since the last one, after the step in progress; 0: not by time
     at_end: bool = True
     keep: PositiveInt = 2
 

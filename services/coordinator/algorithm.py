@@ -22,12 +22,12 @@ from services.coordinator.correction import correct
 from services.coordinator.experience import Layout, lay_out, loss_weights, split
 from services.coordinator.groups import component_of
 from services.coordinator.kl import adapted, kl_penalty
-from services.coordinator.learners import Model, Models
+from services.coordinator.learners import BatchRefusedError, Model, Models
 from services.coordinator.metrics import critic_metrics, extent
 from services.coordinator.reweight import REWEIGHTS
-from services.runtime.errors import AtollError
+from services.runtime.errors import AtollError, UserError
 from services.runtime.telemetry import StepTimer
-from services.wire.types import Batch, Bool, Float32, Group, PolicyBatch, Segments, ValueBatch
+from services.wire.types import Batch, Bool, Float32, Group, PolicyBatch, SampleId, Segments, ValueBatch
 
 Question = Callable[[Model], Awaitable[Float32]]
 
@@ -44,6 +44,8 @@ class AlgorithmState:
 class Prepared:
     batches: Mapping[Role, Sequence[Batch]]  # one per minibatch, for each model that trains
     metrics: Mapping[str, float]
+    samples: Sequence[Sequence[SampleId]] = ()  # of each minibatch
+    refusal: str = ""  # why there is no batch: a model did not take it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +89,18 @@ class Algorithm:
         )
 
     async def prepare(self, groups: Sequence[Group], timer: StepTimer) -> Prepared:
-        """Asks the models, then estimates; what is carried to the next step changes here."""
+        """Asks the models, then estimates; what is carried to the next step changes here, unless it fails.
+
+        Raises BatchRefusedError if a model does not take the batch, AtollError if the estimator fails.
+        """
+        before = self.state
+        try:
+            return await self._prepare(groups, timer)
+        except Exception:
+            self.state = before
+            raise
+
+    async def _prepare(self, groups: Sequence[Group], timer: StepTimer) -> Prepared:
         layout = lay_out(groups)
         answers = await self._ask(layout.segments, timer)
         with timer.phase("adv"):
@@ -115,7 +128,7 @@ class Algorithm:
             batches = self._batches(
                 layout, mask_T, weight_N, layout.place(advantages_R), old_T, reference_T, learned
             )
-            return Prepared(batches, metrics)
+            return Prepared(batches, metrics, self._samples(groups, layout))
 
     async def _ask(self, segments: Segments, timer: StepTimer) -> _Answers:
         config, kl = self._config, self._config.kl
@@ -135,7 +148,10 @@ class Algorithm:
             if role not in self._models or not needed:
                 return None
             with timer.phase(phase):
-                answer = await question(self._models[role])
+                try:
+                    answer = await question(self._models[role])
+                except UserError as error:
+                    raise BatchRefusedError(f"{role}: {error}") from error
                 if role in self._rests:
                     await self._models[role].offload()
                 return answer
@@ -276,6 +292,13 @@ class Algorithm:
         kept_T = mask_T.copy()
         kept_T[mask_T] = corrected.keep_T
         return advantages_R * corrected.weights_T, kept_T
+
+    def _samples(self, groups: Sequence[Group], layout: Layout) -> list[list[SampleId]]:
+        """Of each minibatch, which is of whole groups."""
+        return [
+            [id for number in np.unique(layout.group_N[part.samples]) for id in groups[number].ids()]
+            for part in split(layout, self._config.num_minibatches)
+        ]
 
     def _batches(
         self,

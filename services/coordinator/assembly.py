@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.config.schema import RunConfig
-from services.coordinator.algorithm import Algorithm, AlgorithmState
+from services.coordinator.algorithm import Algorithm
 from services.coordinator.canary import Canary
-from services.coordinator.checkpoints import Checkpoints
+from services.coordinator.checkpoints import Checkpoints, CoordinatorState
 from services.coordinator.control import Control, State
 from services.coordinator.data import Cursor
 from services.coordinator.generation import Generation
@@ -187,12 +187,11 @@ class Assembly:
         self, resume: bool, data: RunData, models: Mapping[str, TrainerClient], generation: Generation
     ) -> Loop:
         """Restores the last checkpoint where asked to, and opens the run's next lineage."""
-        config, checkpoint, best, carried, step = self._config, None, None, None, 0
+        config, checkpoint, state, step = self._config, None, None, 0
         trained = [role for role in config.trained if role in models]
         if resume and (saved := self._checkpoints.steps()):
             state, journal, folder = self._checkpoints.load(saved[-1])
-            step, best, checkpoint = state.step, state.best, Checkpoint(state.step, state.version, journal)
-            carried = state.algorithm
+            step, checkpoint = state.step, Checkpoint(state.step, state.version, journal)
             for role in trained:
                 await models[role].load_checkpoint(folder / role)
             if data.rows and state.cursor:
@@ -204,10 +203,10 @@ class Assembly:
             log.info("nothing was saved yet: begins again from the start")
         restored = await self._journal.restore(checkpoint)
         version = Version(restored.lineage, checkpoint.version.number if checkpoint else 0)
-        metrics = config.folder / "metrics.jsonl"
+        metrics = MetricsFile(config.folder / "metrics.jsonl", step if checkpoint else None)
         push = _pushes(self._sync) if self._sync else no_push
         parts = Parts(
-            steps=self._steps(data, models, generation, restored, version, step, carried),
+            steps=self._steps(data, models, generation, restored, version, state),
             learners=Learners(
                 models,
                 {role: section for role, section in config.roles.items() if role in models},
@@ -219,11 +218,21 @@ class Assembly:
             push=push,
             warmup=self._warmup(data, models, generation, push),
             control=self._control,
-            metrics=MetricsFile(metrics, step if checkpoint else None),
+            metrics=metrics,
             journal=self._journal,
             checkpoints=self._checkpoints,
         )
-        start = Start(version, step, best, rows_before(metrics), resumed=checkpoint is not None)
+        rows = rows_before(config.folder / "metrics.jsonl")
+        start = Start(version, rows=list(rows.values()))
+        if state:
+            start = replace(
+                start,
+                step=step,
+                best=state.best,
+                unrecorded=None if step in rows else state.row,
+                seconds=state.seconds,
+                resumed=True,
+            )
         settings = Settings(config.run, config.validation, config.checkpoint, config.guards)
         return Loop(settings, parts, start, time.monotonic)
 
@@ -234,10 +243,9 @@ class Assembly:
         generation: Generation,
         restored: Restored,
         version: Version,
-        step: int,
-        carried: AlgorithmState | None,
+        state: CoordinatorState | None,
     ) -> StepSource:
-        """What the steps after `step` train on."""
+        """What the steps after that of `state` train on."""
         config, coordinator = self._config, self._config.coordinator
         if data.rows:
             actor, rows_per_step = models["actor"], coordinator.prompts_per_step
@@ -247,8 +255,8 @@ class Assembly:
             return await evaluate(data.validation_sets, generation, config.run.name, version.number)
 
         return GroupSteps(
-            self._groups(data, generation, restored, version, step),
-            Algorithm(config, models, carried) if models else NoRecipe(),
+            self._groups(data, generation, restored, version, state.step if state else 0),
+            Algorithm(config, models, state.algorithm if state else None) if models else NoRecipe(),
             self._control,
             prompts_per_step=coordinator.prompts_per_step,
             dumps=config.folder / "dumps" if coordinator.dump else None,
@@ -317,12 +325,12 @@ def _pushes(sync: WeightSync) -> Push:
     return push
 
 
-def rows_before(path: Path) -> list[dict[str, float]]:
+def rows_before(path: Path) -> dict[int, dict[str, float]]:
     """What a metrics file has of each step; null, which was not finite, is left out."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        {name: value for name, value in row.items() if name != "step" and value is not None} for row in rows
-    ]
+    return {
+        row.pop("step"): {name: value for name, value in row.items() if value is not None} for row in rows
+    }
 
 
 def first_cause(error: BaseException) -> BaseException:

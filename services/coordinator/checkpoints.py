@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +45,10 @@ class CoordinatorState:
     cursor: Cursor | None  # in supervised; what is generated has its cursor in the journal
     best: Best | None
     algorithm: AlgorithmState
+    row: Mapping[str, float] = field(
+        default_factory=dict
+    )  # the step's metrics, which may not be in the metrics file yet
+    seconds: float = 0.0  # that the run took until then
 
     @classmethod
     def parse(cls, tree: Mapping[str, Any]) -> "CoordinatorState":
@@ -55,6 +59,8 @@ class CoordinatorState:
             cursor=None if cursor is None else Cursor.parse(json.dumps(cursor)),
             best=None if best is None else Best(**best),
             algorithm=AlgorithmState(**tree["algorithm"]),
+            row=tree.get("row", {}),
+            seconds=tree.get("seconds", 0.0),
         )
 
 

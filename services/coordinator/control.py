@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeVar
@@ -74,7 +74,7 @@ class Control:
         return self._stop.is_set()
 
     async def unless_stopped(self, work: Coroutine[None, None, T]) -> T | None:
-        """The work's result; None where the run is to stop before the work is done."""
+        """The work's result; None if the run is to stop before the work is done."""
         tasks = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -83,19 +83,25 @@ class Control:
             for task in tasks:
                 task.cancel()
 
-    async def gate(self) -> None:
-        """Where the loop waits between two steps while the run is paused."""
+    async def gate(self, save: Callable[[], Awaitable[None]]) -> None:
+        """Where the loop waits between two steps while the run is paused; `save` answers those who ask for
+        a checkpoint in the meantime."""
         if not self._paused or self.stopping:
             return
         before = self.progress.state
         await self.report(state=State.PAUSED)
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._paused or self.stopping)
+        while self._paused and not self.stopping:
+            if self._checkpoints:
+                await save()
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda: not self._paused or self.stopping or self.checkpoint_requested
+                )
         await self.report(state=before, error="")
 
     async def request_checkpoint(self) -> str:
         """Returns the path once the loop has saved, after the step in progress. Raises UserError for a
-        run that trains nothing."""
+        run that trains nothing, and for one that a guard has paused."""
         if not self._trains:
             raise UserError(
                 'Checkpoint: a run of mode "rollout_only" has no trainer to save; '
@@ -103,6 +109,7 @@ class Control:
             )
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._checkpoints.append(future)
+        await self._wake()
         return await future
 
     @property
@@ -118,6 +125,13 @@ class Control:
             if not future.done():
                 future.set_result(path)
         self._begun = []
+
+    def refuse_checkpoint(self, reason: str) -> None:
+        """Those who have asked until now get none."""
+        for future in self._checkpoints:
+            if not future.done():
+                future.set_exception(UserError(reason))
+        self._checkpoints = []
 
     def checkpoint_abandoned(self) -> None:
         """Those who waited for it get the next one."""

@@ -1,15 +1,24 @@
 """The models of a run: where they begin, their updates, and which of them leave the device in between."""
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from services.config.schema import Role, RoleSection, TrainerSection
 from services.coordinator.metrics import mean_of
 from services.coordinator.schedule import learning_rate
+from services.runtime.errors import UserError
 from services.runtime.telemetry import StepTimer
 from services.wire.types import Batch, Float32, Segments, StepKey, Written
+
+log = logging.getLogger(__name__)
+
+
+class BatchRefusedError(UserError):
+    """A model does not take a batch: others may be fine."""
 
 
 class Model(Protocol):
@@ -27,6 +36,24 @@ class Model(Protocol):
 
 
 Models = Mapping[str, Model]  # by role
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What became of a step's batches."""
+
+    metrics: Mapping[str, float]
+    trained: frozenset[Role]  # who learned something
+    refused: Mapping[int, str]  # minibatches that no model trained on, and why
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """What became of the batches of one model."""
+
+    metrics: Mapping[str, float]
+    trained: frozenset[int]  # minibatches
+    refused: Mapping[int, str]  # minibatches that it did not take at least once
 
 
 class Learners:
@@ -58,35 +85,55 @@ class Learners:
             if isinstance(section, TrainerSection)
         }
 
-    def updates_actor(self, step: int) -> bool:
-        return step > self._critic_warmup
-
     async def update(
         self, step: int, lineage: str, batches: Mapping[Role, Sequence[Batch]], timer: StepTimer
-    ) -> dict[str, float]:
-        """Every model that trains, all at once; the actor waits while its critic warms up."""
-        roles = [role for role in batches if role != "actor" or self.updates_actor(step)]
-        rows = await asyncio.gather(
+    ) -> Updated:
+        """Every model that trains, all at once; the actor waits while its critic warms up.
+
+        A minibatch that a model refuses is left out by this model.
+        """
+        roles = [role for role in batches if role != "actor" or step > self._critic_warmup]
+        updates = await asyncio.gather(
             *(self._update(role, step, lineage, batches[role], timer) for role in roles)
         )
-        return {name: value for row in rows for name, value in row.items()}
+        metrics = {name: value for update in updates for name, value in update.metrics.items()}
+        refused = {number: reason for update in updates for number, reason in update.refused.items()}
+        return Updated(
+            metrics | {"training/num_refused": float(len(refused))},
+            frozenset(role for role, update in zip(roles, updates, strict=True) if update.trained),
+            {
+                number: reason
+                for number, reason in refused.items()
+                if not any(number in update.trained for update in updates)
+            },
+        )
 
     async def _update(
         self, role: Role, step: int, lineage: str, batches: Sequence[Batch], timer: StepTimer
-    ) -> dict[str, float]:
+    ) -> _Update:
         """One optimizer step per minibatch and epoch."""
         model, section = self._models[role], self._sections[role]
         assert isinstance(section, TrainerSection)
         rate = learning_rate(section.optimizer, step, self._num_steps)
         rows: list[Mapping[str, float]] = []
+        trained, refused = set[int](), dict[int, str]()
         with timer.phase(f"update_{role}"):
-            for number, batch in enumerate(list(batches) * self._num_epochs):
+            for number in range(len(batches) * self._num_epochs):
+                minibatch = number % len(batches)
+                if minibatch in refused:
+                    continue
                 key = StepKey(lineage, step, number, role)
-                row = dict(await model.forward_backward(key, batch))
+                try:
+                    row = dict(await model.forward_backward(key, batches[minibatch]))
+                except UserError as error:  # raised before any gradient is accumulated
+                    log.warning("step %d: the %s refuses minibatch %d: %s", step, role, minibatch, error)
+                    refused[minibatch] = f"{role}: {error}"
+                    continue
                 rows.append(row | dict(await model.optim_step(key, rate)))
+                trained.add(minibatch)
             if role != "actor":  # which is published next
                 await self.offload(role)
-        return mean_of(rows)
+        return _Update(mean_of(rows), frozenset(trained), refused)
 
     async def offload(self, *roles: str) -> None:
         """Models whose part of the step is over make room for others, if their `offload` is set."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.config.schema import CheckpointSection, GuardsSection, RunSection, ValidationSection
+from services.coordinator.algorithm import Prepared
 from services.coordinator.checkpoints import Best, Checkpoints, CoordinatorState
 from services.coordinator.control import Control, State
 from services.coordinator.guards import Limits, trip
@@ -19,13 +20,15 @@ from services.coordinator.learners import Learners
 from services.coordinator.steps import StepSource
 from services.coordinator.summary import Row, write_summary
 from services.coordinator.warmup import WarmUp
-from services.runtime.errors import AtollError
+from services.runtime.errors import AtollError, ServiceUnavailableError
 from services.runtime.telemetry import MetricsFile, StepTimer
 from services.wire.types import Version
 
 log = logging.getLogger(__name__)
 
 WARM = "warm"  # folder in the run's: the policy after the warm-up, where reference and critics begin
+
+MAX_REFUSED = 2  # steps in a row of which the trainer takes nothing: then it is not the batches
 
 Push = Callable[[Version], Awaitable[Mapping[str, float]]]  # gives a version to every replica; its metrics
 
@@ -66,7 +69,9 @@ class Start:
     version: Version
     step: int = 0  # the last finished one
     best: Best | None = None
-    rows: Sequence[Row] = ()  # metrics of the steps up to `step`
+    rows: Sequence[Row] = ()  # metrics of the steps so far
+    unrecorded: Row | None = None  # those of `step`, if they are not among `rows`
+    seconds: float = 0.0  # that the run has taken so far
     resumed: bool = False  # from a checkpoint; that of step 0 is one
 
 
@@ -80,39 +85,57 @@ class Loop:
         self._best = start.best
         self._resumed = start.resumed
         self._rows = list(start.rows)
-        self._scores = [row["critic/score/mean"] for row in start.rows if "critic/score/mean" in row]
+        self._unrecorded = start.unrecorded
+        self._row: Row = start.unrecorded or {}  # metrics of the last step, as far as they are known
+        rows = [*start.rows, self._row]
+        self._scores = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
         self._clock = clock
-        self._begun = clock()
+        self._begun = clock() - start.seconds
+        self._saved = start.step if start.resumed else None  # the step of the last checkpoint
+        self._saved_at = clock()
+        self._can_save = start.resumed  # the models are those of `step`, and no guard has tripped
+        self._num_refused = 0  # steps in a row of which the trainer took nothing
 
     async def run(self) -> None:
-        """Runs to the last step, the target reward, or a request to stop; then writes summary.json."""
+        """Runs to the last step, the target reward, or a request to stop; then writes summary.json.
+
+        What ends it otherwise, a lost trainer excepted, leaves a checkpoint of the last whole step.
+        """
         try:
             await self._begin()
             while not self._ends():
-                await self._parts.control.gate()
-                await self._one_step()
+                await self._parts.control.gate(self._answer_checkpoint)
+                if not self._ends():
+                    await self._one_step()
             await self._end()
+        except ServiceUnavailableError:
+            raise  # a trainer is gone: the others go back to the last checkpoint with it
+        except Exception as error:
+            await self._save_after(error)
+            raise
         finally:
             await self._parts.checkpoints.abandon()  # if the run failed
             self._parts.control.checkpoint_abandoned()
 
     async def _begin(self) -> None:
-        """To the first published version; a new run warms up before and is validated."""
+        """To the first published version; a new run warms up before, which is saved, and is validated."""
         parts, settings = self._parts, self._settings
-        metrics: dict[str, float] = {}
         if not self._resumed:
             warm = await parts.warmup.run(self._version)
-            self._version = warm.version
-            metrics |= warm.metrics
+            self._version, self._unrecorded, self._row = warm.version, warm.metrics, warm.metrics
+            self._can_save = warm.is_complete  # else a resume begins with it again
         if (left := settings.folder.absolute() / WARM).exists():
             await parts.learners.begin_at(left, resumed=self._resumed)
+        if not self._resumed and self._unrecorded and self._can_save:
+            await self._checkpoint()
         await self._publish()
         await parts.control.report(state=State.TRAINING, step=self._step, num_steps=settings.run.steps)
-        if not self._resumed:
-            if settings.validation.at_start:
+        if self._unrecorded is not None:
+            metrics = dict(self._unrecorded)
+            if self._step == 0 and settings.validation.at_start:
                 metrics |= await self._validate()
             await self._record(metrics)
-            if settings.checkpoint.every:
+            if not self._resumed and settings.checkpoint.every:
                 await self._checkpoint()
 
     async def _end(self) -> None:
@@ -141,26 +164,42 @@ class Loop:
             prepared = await parts.steps.prepare(step, self._version, timer)
             if prepared is None:
                 return
-            metrics = dict(prepared.metrics)
-            if prepared.batches:
-                lineage = self._version.lineage
-                metrics |= await parts.learners.update(step, lineage, prepared.batches, timer)
-                if parts.learners.updates_actor(step):
-                    self._version = replace(self._version, number=self._version.number + 1)
-            self._step = step
+            self._can_save = False
+            metrics, refusal = await self._update(step, prepared, timer)
+            self._step, self._row = step, metrics
             if "critic/score/mean" in metrics:
                 self._scores.append(metrics["critic/score/mean"])
             await self._guard(metrics)
+            self._can_save = True
             with timer.phase("sync_weights"):
                 metrics |= await self._publish()
             if self._due(settings.validation.every, settings.validation.at_end):
                 with timer.phase("testing"):
                     metrics |= await self._validate()
-            if self._due(settings.checkpoint.every, settings.checkpoint.at_end) or self._must_save():
+            if self._must_save():
                 with timer.phase("save_checkpoint"):
                     await self._checkpoint()
             metrics |= await parts.checkpoints.take_metrics()
         await self._record(metrics | _timings(timer, metrics))
+        self._num_refused = self._num_refused + 1 if refusal else 0
+        if self._num_refused == MAX_REFUSED:
+            raise AtollError(
+                f"step {step}: the trainer took nothing of {MAX_REFUSED} steps in a row, the last time "
+                f"because {refusal}; fix the cause, then continue with --resume"
+            )
+
+    async def _update(self, step: int, prepared: Prepared, timer: StepTimer) -> tuple[dict[str, float], str]:
+        """The step's metrics, and why nothing was trained on, if nothing was although a batch was there."""
+        parts, metrics = self._parts, dict(prepared.metrics)
+        if not prepared.batches:
+            return metrics, prepared.refusal
+        updated = await parts.learners.update(step, self._version.lineage, prepared.batches, timer)
+        for number, reason in updated.refused.items():
+            await parts.steps.refused(step, prepared.samples[number], reason)
+        if "actor" in updated.trained:
+            self._version = replace(self._version, number=self._version.number + 1)
+        refusal = "" if updated.trained else next(iter(updated.refused.values()))
+        return {**metrics, **updated.metrics}, refusal
 
     async def _guard(self, metrics: Row) -> None:
         """Stops or pauses a run that diverges, before its weights are published or saved."""
@@ -172,10 +211,14 @@ class Loop:
         saved = checkpoints.steps()
         good = f"step {saved[-1]} in {checkpoints.path(saved[-1])}" if saved else "none was saved"
         reason = f"step {self._step}: {reason}; the last good checkpoint: {good}"
+
+        async def refuse() -> None:
+            control.refuse_checkpoint(f"Checkpoint: a guard has paused the run: {reason}; resume or stop it")
+
         if guards.action == "pause" and not control.stopping:
             log.warning("the run pauses: %s", reason)
             await control.pause(reason)
-            await control.gate()
+            await control.gate(refuse)
         if guards.action == "stop" or control.stopping:
             raise AtollError(reason)
 
@@ -204,11 +247,19 @@ class Loop:
         return value > best if self._parts.steps.higher_is_better else value < best
 
     async def _checkpoint(self) -> None:
-        """Waits until the models have copied their state; the run goes on while they write it."""
+        """Waits until the models have copied their state; the run continues while they write it."""
         parts, trained = self._parts, self._parts.learners.trained
-        if not trained:
+        if not trained or self._saved == self._step or not self._can_save:
             return
-        state = CoordinatorState(self._step, self._version, parts.steps.cursor, self._best, parts.steps.state)
+        state = CoordinatorState(
+            step=self._step,
+            version=self._version,
+            cursor=parts.steps.cursor,
+            best=self._best,
+            algorithm=parts.steps.state,
+            row=self._row,
+            seconds=self._clock() - self._begun,
+        )
         snapshot = await parts.journal.snapshot(self._step)
 
         async def committed(path: Path) -> None:
@@ -216,12 +267,38 @@ class Loop:
             parts.control.checkpoint_saved(str(path))
 
         await parts.checkpoints.begin(state, snapshot, trained, committed)
+        self._saved, self._saved_at = self._step, self._clock()
         parts.control.checkpoint_begun()
         await parts.learners.offload(*trained)
 
+    async def _answer_checkpoint(self) -> None:
+        """Of a paused run, that of its last step; there may be one."""
+        parts = self._parts
+        await self._checkpoint()
+        parts.control.checkpoint_begun()
+        await parts.checkpoints.finish()
+        parts.control.checkpoint_saved(str(parts.checkpoints.path(self._step)))
+
+    async def _save_after(self, error: Exception) -> None:
+        """Keeps the steps of a run that ends by an error."""
+        if self._saved == self._step or not self._can_save:
+            return
+        log.error("the run ends, its last step is saved before: %s", error)
+        try:
+            await self._checkpoint()
+            await self._parts.checkpoints.finish()
+        except AtollError as other:
+            log.error("the last step could not be saved: %s", other)
+
     def _must_save(self) -> bool:
-        new_best = self._best is not None and self._best.step == self._step
-        return new_best or self._parts.control.checkpoint_requested
+        checkpoint = self._settings.checkpoint
+        elapsed_s = self._clock() - self._saved_at
+        return (
+            self._due(checkpoint.every, checkpoint.at_end)
+            or (checkpoint.every_minutes > 0 and elapsed_s >= 60 * checkpoint.every_minutes)
+            or (self._best is not None and self._best.step == self._step)
+            or self._parts.control.checkpoint_requested
+        )
 
     def _due(self, every: int, at_end: bool) -> bool:
         return (every > 0 and self._step % every == 0) or (at_end and self._ends())

@@ -28,6 +28,10 @@ class Source(Protocol):
         """The batch that `step` trains on, at version `current`."""
         ...
 
+    async def refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None:
+        """`step`, which took these samples, does not train on them."""
+        ...
+
     async def published(self, version: Version) -> None:
         """The batch taken last is trained on and `version` is live."""
         ...
@@ -106,6 +110,11 @@ class GenerateSource:
         chosen.sort(key=lambda group: group.order)
         await self._journal.consume(step, [id for group in chosen for id in group.ids()])
         return [group.group() for group in chosen]
+
+    async def refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None:
+        for _ in {sample.group for sample in samples}:
+            self._count_failed(reason)
+        await self._journal.drop(samples, reason, step)
 
     async def published(self, version: Version) -> None:
         self._version = version.number
@@ -215,17 +224,20 @@ class GenerateSource:
 
     async def dropped(self, group: PendingGroup, reason: str) -> None:
         del self._pending[group.prompt.id]
+        self._count_failed(reason)
+        await self._journal.drop(group.ids(), reason)
+        await self.admit()
+        self._changed.set()
+
+    def _count_failed(self, reason: str) -> None:
         self._count(reason, 1)
         self._failed += 1
-        await self._journal.drop(group.ids(), reason)
         if self._failed > self._max_dropped_share * max(self._issued, MIN_JUDGED * self._prompts_per_step):
             self._failure = AtollError(
                 f"{self._failed} of {self._issued} groups were dropped, more than "
                 f"coordinator.max_dropped_share = {self._max_dropped_share:g} allows; the last: {reason}; "
-                "mend that, or allow more"
+                "fix the cause or raise the limit, then continue with --resume"
             )
-        await self.admit()
-        self._changed.set()
 
     def _count(self, reason: str, number: int) -> None:
         kind = reason.split(": ")[0]
@@ -250,6 +262,8 @@ class ReplaySource:
             raise UserError(f"the dump ends after {len(self._files)} batches; set run.steps to at most that")
         _, groups = await asyncio.to_thread(read_dump, file)
         return groups
+
+    async def refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None: ...
 
     async def published(self, version: Version) -> None: ...
 

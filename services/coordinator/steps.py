@@ -1,5 +1,7 @@
 """What a step trains on, behind one protocol: groups of samples here, rows with answers in supervised.py."""
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +11,13 @@ from services.coordinator.algorithm import AlgorithmState, Prepared
 from services.coordinator.control import Control
 from services.coordinator.data import Cursor
 from services.coordinator.dump import write_dump
+from services.coordinator.learners import BatchRefusedError
 from services.coordinator.metrics import Reasons, step_metrics
 from services.coordinator.source import Source
 from services.runtime.telemetry import StepTimer
-from services.wire.types import Group, Version
+from services.wire.types import Group, SampleId, Version
+
+log = logging.getLogger(__name__)
 
 Meter = Callable[[], Mapping[str, float]]  # what was counted since its last call
 
@@ -32,6 +37,10 @@ class StepSource(Protocol):
 
     async def prepare(self, step: int, version: Version, timer: StepTimer) -> Prepared | None:
         """What `step` trains on, at `version`; None if the run is to stop before that is there."""
+        ...
+
+    async def refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None:
+        """`step` does not train on these samples: the trainer does not take them."""
         ...
 
     async def published(self, version: Version) -> None:
@@ -98,12 +107,20 @@ class GroupSteps:
         if groups is None:
             return None
         if self._dumps:
-            write_dump(self._dumps, step, groups)
+            await asyncio.to_thread(write_dump, self._dumps, step, groups)
         metrics = step_metrics(groups, version) | self._reasons.shares(groups)
         for meter in self._meters:
             metrics |= meter()
-        prepared = await self._recipe.prepare(groups, timer)
+        try:
+            prepared = await self._recipe.prepare(groups, timer)
+        except BatchRefusedError as error:
+            log.warning("step %d: the batch is refused: %s", step, error)
+            prepared = Prepared({}, {"training/num_refused": 1.0}, refusal=str(error))
+            await self.refused(step, [id for group in groups for id in group.ids()], str(error))
         return replace(prepared, metrics={**metrics, **prepared.metrics})
+
+    async def refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None:
+        await self._source.refused(step, samples, f"refused by the trainer: {reason}")
 
     async def published(self, version: Version) -> None:
         await self._source.published(version)

@@ -10,7 +10,7 @@ from services.coordinator.data import Cursor, Pair, SupervisedSource
 from services.coordinator.experience import supervised
 from services.coordinator.learners import Model
 from services.runtime.telemetry import StepTimer
-from services.wire.types import SupervisedBatch, Version
+from services.wire.types import SampleId, SupervisedBatch, Version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +49,9 @@ class SupervisedSteps:
             "perf/total_num_tokens": float(num_tokens),
             "data/epoch": sum(cursor.drawn) / sum(cursor.rows),  # rows drawn, in the number of rows there are
         }
-        return Prepared({"actor": [batch]}, metrics)
+        return Prepared({"actor": [batch]}, metrics, samples=[()])
+
+    async def refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None: ...
 
     async def published(self, version: Version) -> None: ...
 

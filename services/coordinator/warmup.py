@@ -20,6 +20,7 @@ class Warm:
 
     version: Version
     metrics: Mapping[str, float]
+    is_complete: bool = True  # not stopped half-way
 
 
 class WarmUp(Protocol):
@@ -69,13 +70,14 @@ class SupervisedWarmUp:
             await self._control.report(step=number, num_steps=section.steps, metrics=metrics)
             if reached or self._control.stopping:
                 break
+        is_complete = reached or number == section.steps
         if 0 < looked_at < metrics["warmup/steps"]:  # a version is one state of the weights
             version = replace(version, number=version.number + 1)
         if self._export:
             shutil.rmtree(self._export, ignore_errors=True)  # of a start that got no further than this
             await self._actor.export_hf(self._export)
         warm = {name: value for name, value in metrics.items() if name.startswith("warmup/")}
-        return Warm(version, warm)
+        return Warm(version, warm, is_complete)
 
     async def _step(self, lineage: str, number: int) -> dict[str, float]:
         batch = SupervisedBatch(*supervised(self._rows.draw(self._section.rows_per_step)))

@@ -193,6 +193,10 @@ class Group:
     samples: tuple[Sample, ...]
     baseline: Sample | None = None  # the greedy one, scored and not trained on; its index follows the others'
 
+    def ids(self) -> tuple[SampleId, ...]:
+        """The baseline's, too."""
+        return tuple(sample.id for sample in (*self.samples, self.baseline) if sample is not None)
+
 
 @dataclass(frozen=True, eq=False)
 class Segments:

@@ -14,9 +14,9 @@ from services.coordinator.data import SupervisedSource
 from services.coordinator.dump import read_dump
 from services.coordinator.source import ReplaySource
 from services.coordinator.supervised import HeldOutSet, SupervisedSteps
-from services.runtime.errors import AtollError
+from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from services.runtime.telemetry import MetricsFile
-from services.wire.types import Group, Version
+from services.wire.types import Group, StepKey, Version
 from tests.fakes import ACTOR_METRICS, FakeRun, ListSource, batch
 
 SUMS = {"sets": [{"name": "sums", "path": "sums.parquet"}], "best": "sums/avg@1"}
@@ -135,6 +135,140 @@ async def test_a_paused_run_stands_between_two_steps_until_it_is_resumed(tmp_pat
     assert len(run.trainers["actor"].weights) == 3
 
 
+async def test_a_paused_run_saves_at_once_when_it_is_asked_to(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    running = asyncio.create_task(run.run(step=1, seconds=5.0))
+    await run.control.pause()
+    await paused(run)
+    for _ in range(2):  # the second one finds it there
+        assert await run.control.request_checkpoint() == str(run.checkpoints.path(1))
+    assert run.control.progress.state is State.PAUSED
+    await run.control.stop()
+    await running
+
+
+async def test_a_run_that_a_guard_has_paused_refuses_to_save(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, {"guards": {"min_entropy": 2.0, "action": "pause"}})
+    running = asyncio.create_task(run.run())
+    await paused(run)
+    with pytest.raises(UserError, match=r"a guard has paused the run: step 1: actor/entropy is 1"):
+        await run.control.request_checkpoint()
+    assert run.checkpoints.steps() == []
+    await run.control.stop()
+    with pytest.raises(AtollError):
+        await running
+
+
+async def test_checkpoints_come_by_time(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, {"run": {"steps": 5}, "checkpoint": {"every_minutes": 2.0}})
+    run.clock = lambda: 50.0 * len(run.trainers["actor"].weights)
+    await run.run()
+    assert run.checkpoints.steps() == [3]
+
+
+async def test_a_checkpoint_carries_what_a_resume_would_reset(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, {"run": {"steps": 2}, "checkpoint": {"every": 2}})
+    run.clock = lambda: 10.0 * len(run.trainers["actor"].weights)
+    await run.run(seconds=100.0)
+    state, *_ = run.checkpoints.load(2)
+    assert state.seconds == 120.0
+    assert state.row["critic/score/mean"] == 0.5
+    later = FakeRun(tmp_path, {"run": {"steps": 2}}, source=ListSource([]))
+    await later.run(step=2, unrecorded=state.row, seconds=state.seconds)  # killed before it was recorded
+    assert later.rows()[0]["critic/score/mean"] == 0.5
+    assert later.summary()["seconds"] == 120.0
+    assert later.summary()["reward_last"] == 0.5
+
+
+class Failing(ListSource):
+    """After its batches too much was dropped."""
+
+    async def take(self, step: int, count: int, current: Version) -> list[Group]:
+        if step > len(self._batches):
+            raise AtollError("too many groups were dropped")
+        return await super().take(step, count, current)
+
+
+async def test_an_error_that_is_not_a_trainers_leaves_a_checkpoint_of_the_last_step(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, source=Failing([batch(1), batch(2)]))
+    with pytest.raises(AtollError, match="too many groups were dropped"):
+        await run.run()
+    assert run.checkpoints.steps() == [2]
+    assert run.journal.committed == [2]
+
+
+async def test_a_validation_that_fails_leaves_a_checkpoint_of_its_step(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, {"validation": {**SUMS, "at_start": False, "every": 1}}, validations=[])
+    with pytest.raises(IndexError):
+        await run.run()
+    assert run.checkpoints.steps() == [1]
+    assert run.checkpoints.load(1)[0].row["critic/score/mean"] == 0.5
+
+
+async def test_a_trainer_that_is_lost_in_an_update_leaves_the_checkpoints_as_they_are(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, {"checkpoint": {"every": 1}})
+
+    def lost(key: StepKey) -> dict[str, float]:
+        if key.step == 2:
+            raise ServiceUnavailableError("actor-0 is gone")
+        return ACTOR_METRICS
+
+    run.trainers["actor"].metrics = lost
+    with pytest.raises(ServiceUnavailableError):
+        await run.run()
+    assert [event for event in run.events if event[0] == "save"] == [
+        ("save", "actor", 0),
+        ("save", "actor", 1),
+    ]
+
+
+async def test_a_batch_that_the_trainer_refuses_costs_its_groups_and_its_step_number(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    run.trainers["actor"].refuses = lambda key: "NaN in it" if key.step == 2 else ""
+    await run.run()
+    ids = ["toy/0/2/0", "toy/0/2/1"]
+    assert run.source.refusals == [(2, ids, "refused by the trainer: actor: NaN in it")]
+    assert [key.step for key in run.trainers["actor"].weights] == [1, 3]
+    assert [event[1] for event in run.events if event[0] == "push"] == [0, 1, 1, 2]
+    assert [row["training/num_refused"] for row in run.rows()] == [0.0, 1.0, 0.0]
+
+
+async def test_a_minibatch_that_the_trainer_refuses_costs_its_own_groups_alone(tmp_path: Path) -> None:
+    sections = {"run": {"steps": 1}, "algorithm": {"num_minibatches": 2, "num_epochs": 2}}
+    run = FakeRun(tmp_path, sections, source=ListSource([[batch(7)[0], batch(8)[0]]]))
+    run.trainers["actor"].refuses = lambda key: "NaN in it" if key.minibatch == 1 else ""
+    await run.run()
+    assert [ids for _, ids, _ in run.source.refusals] == [["toy/0/8/0", "toy/0/8/1"]]
+    assert [key.minibatch for key in run.trainers["actor"].weights] == [0, 2]
+    assert ("push", 1) in run.events
+
+
+async def test_a_batch_that_is_refused_before_the_update_costs_its_groups_too(tmp_path: Path) -> None:
+    sections = {"run": {"steps": 2}, "algorithm": {"num_epochs": 2}}  # the trainer is asked for old logprobs
+    run = FakeRun(tmp_path, sections)
+    answers = iter(["a token beyond the vocabulary", ""])
+
+    def logprob() -> float:
+        if reason := next(answers):
+            raise UserError(reason)
+        return -1.0
+
+    run.trainers["actor"].logprob = logprob
+    await run.run()
+    [(step, ids, reason)] = run.source.refusals
+    assert (step, len(ids)) == (1, 2)
+    assert reason == "refused by the trainer: actor: a token beyond the vocabulary"
+    assert [key.step for key in run.trainers["actor"].weights] == [2, 2]
+
+
+async def test_a_trainer_that_takes_nothing_ends_the_run(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    run.trainers["actor"].refuses = lambda key: "wrong shape" if key.step > 1 else ""
+    with pytest.raises(AtollError, match="nothing of 2 steps in a row, the last time because actor: wrong"):
+        await run.run()
+    assert run.checkpoints.steps() == [3]  # a resume begins with another batch
+
+
 class Endless(ListSource):
     """After its batches it has none, and waits."""
 
@@ -193,7 +327,7 @@ async def test_the_window_of_the_target_includes_the_steps_before_a_resume(
     MetricsFile(path, last_step=3)  # the checkpoint's
     rows = rows_before(path)
     assert rows[0] == {"val/sums/avg@1": 0.125}
-    await run.run(step=3, rows=rows)
+    await run.run(step=3, rows=list(rows.values()))
     assert run.summary()["steps"] == steps  # the mean of the last two is 0.625, or 0.875
 
 

@@ -1,5 +1,6 @@
 """Supervised steps before the first rollout: version numbers, step keys, and when they end."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,13 +59,43 @@ async def test_a_warm_up_ends_at_its_target_and_a_version_is_one_state_of_the_we
     assert run.rows()[0]["warmup/score/mean"] == scores[-1]
 
 
-async def test_a_warm_up_ends_with_the_step_in_which_the_run_is_stopped(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path)
+async def test_a_warm_up_that_is_stopped_is_not_saved_as_if_it_were_complete(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, {"checkpoint": {"at_end": True}})
     warm_up(run)
     await run.control.stop()
     await run.run()
     assert len(run.trainers["actor"].weights) == 1
     assert run.summary()["steps"] == 0
+    assert run.checkpoints.steps() == []
+
+
+async def test_a_warm_up_is_saved_at_its_end_before_anything_else_can_fail(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, {"validation": {"sets": [{"name": "sums", "path": "sums.parquet"}]}})
+    warm_up(run)
+
+    async def killed(version: Version) -> None:
+        raise asyncio.CancelledError
+
+    await run.checkpoints.finish()
+    run.validate = killed
+    with pytest.raises(asyncio.CancelledError):
+        await run.run()
+    assert ("save", "actor", 5) in run.events
+    assert run.events.index(("save", "actor", 5)) < run.events.index(("push", 0))
+
+
+async def test_a_run_that_continues_from_its_warm_up_validates_at_the_start_and_has_its_row(
+    tmp_path: Path,
+) -> None:
+    sections = {
+        "run": {"steps": 1},
+        "validation": {"at_end": False, "sets": [{"name": "sums", "path": "sums.parquet"}]},
+    }
+    run = FakeRun(tmp_path, sections, validations=[0.5])
+    warm_up(run)
+    await run.run(resumed=True, unrecorded={"warmup/steps": 5.0})
+    assert [key.step for key in run.trainers["actor"].weights] == [1]
+    assert run.rows()[0] == {"step": 0, "warmup/steps": 5.0, "val/sums/avg@1": 0.5}
 
 
 async def test_models_without_a_folder_of_their_own_begin_with_the_warm_policy(tmp_path: Path) -> None:
@@ -81,7 +112,8 @@ async def test_models_without_a_folder_of_their_own_begin_with_the_warm_policy(t
         ("load", "critic"),
         ("load", "reference"),
     }
-    assert [event[0] for event in run.events[exported:]].index("push") == 3
+    names = [event[0] for event in run.events[exported:]]
+    assert names[:6] == ["export", "load", "load", "save", "save", "push"]
     later = FakeRun(tmp_path, sections, models=("actor", "critic", "reference"))
     await later.run(step=1)
     assert [event for event in later.events if event[0] == "load"] == [("load", "reference")]
