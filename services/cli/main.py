@@ -18,6 +18,7 @@ COMMANDS = {
     "register": "let someone else's reward, tool or environment server join a running run",
     "deregister": "take a registered server out of a running run",
     "reload": "let a running run import its own graders anew from their files",
+    "audit": "say what became of every sample of a run: trained, dropped, pending, lost",
     "plan": "say before a start what a run takes on its devices, and how long a weight push lasts",
     "conformance": "test whether a reward, tool or environment server keeps its protocol",
     "doctor": "check this machine and say what is missing",
@@ -29,7 +30,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed, 2 wrong usage or input, 130 interrupted."""
+    """Returns the exit code: 0 done, 1 failed, 2 wrong usage or input, 130 interrupted; `audit` has a 3."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         prog="atoll", description="Disaggregated reinforcement-learning post-training for language models."

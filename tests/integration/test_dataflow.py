@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from services.cli.audit import Fate, audit
 from services.config.schema import FilterConfig
 from services.coordinator import journal_scripts as scripts
 from services.coordinator.control import Control
@@ -498,6 +499,14 @@ async def test_two_restarts_train_on_every_prompt_once(
                 await flow.journal.commit(step)
         running.cancel()
     assert sorted(prompt for prompts in path.values() for prompt in prompts) == list(range(90))
+    report = audit(tmp_path)
+    assert (report.wrong, report.unknown) == ((), ())
+    assert report.fates == {
+        f"0/{prompt}/{index}": Fate("trained", step)
+        for step, prompts in path.items()
+        for prompt in prompts
+        for index in range(8)
+    }
 
 
 async def test_a_stop_in_the_midst_of_consuming_a_batch_loses_none_of_it(
