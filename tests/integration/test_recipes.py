@@ -1,6 +1,6 @@
 """Three recipes in examples/ by the real command: which processes they start, and what their metrics say.
 
-What all of them are composed of is in tests/unit/test_recipes.py.
+What all of them are composed of is in tests/unit/test_recipe_parts.py.
 """
 
 import json
