@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from services.config.mode_rules import is_changed
+
 if TYPE_CHECKING:
     from services.config.schema import RunConfig
 
@@ -19,4 +21,27 @@ def _the_engine_reads_its_table(config: "RunConfig") -> str | None:
     )
 
 
-RULES: tuple[Callable[["RunConfig"], str | None], ...] = (_the_engine_reads_its_table,)
+def _prompts_leave_room_to_answer(config: "RunConfig") -> str | None:
+    """For rows that are too long by data.max_prompt_tokens' default, see RunConfig.longest_prompt."""
+    new, prompt = config.rollout.sampling.max_new_tokens, config.data.max_prompt_tokens
+    if config.sequence_limit is None or config.run.mode not in ("train", "rollout_only"):
+        return None
+    setting, limit = config.sequence_limit
+    longest_answer = max([new, *(entry.sampling.max_new_tokens for entry in config.validation.sets)])
+    if longest_answer >= limit:
+        return (
+            f"{setting} = {limit} is the room for prompt and response, and max_new_tokens = {longest_answer} "
+            "leaves none for a prompt: lower that, or raise the limit"
+        )
+    if is_changed(config, "data.max_prompt_tokens") and prompt + new > limit:
+        return (
+            f"data.max_prompt_tokens = {prompt} and rollout.sampling.max_new_tokens = {new} are together "
+            f"more than {setting} = {limit}: lower one of the two, or raise the limit"
+        )
+    return None
+
+
+RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
+    _the_engine_reads_its_table,
+    _prompts_leave_room_to_answer,
+)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from services.config import functions, layout_rules, rollout_rules, training_rules, weight_rules
+from services.config import functions, layout_rules, mode_rules, rollout_rules, training_rules, weight_rules
 
 if TYPE_CHECKING:
     from services.config.schema import RunConfig
@@ -34,7 +34,7 @@ def _replay_has_batches(config: "RunConfig") -> str | None:
 
 
 def _prompts_come_from_somewhere(config: "RunConfig") -> str | None:
-    if config.data.replay is None and not config.data.train:
+    if config.run.mode != "train_only" and not config.data.train:
         return "no training data: add a [[data.train]] table with a path"
     return None
 
@@ -115,17 +115,6 @@ def _cost_values_have_a_critic(config: "RunConfig") -> str | None:
             "[algorithm.constraint] estimates the cost's advantage as that of the reward, by "
             f'"{algorithm.advantage.name}", from values of its own: add a [cost_critic] table'
         )
-    return None
-
-
-def _critics_warm_up_where_they_are(config: "RunConfig") -> str | None:
-    sections = {"critic": config.critic, "cost_critic": config.cost_critic}
-    for role, section in sections.items():
-        if section is not None and section.warmup_steps and role not in config.roles:
-            return (
-                f"{role}.warmup_steps = {section.warmup_steps} makes the actor wait for a {role}, which "
-                f'"{config.algorithm.advantage.name}" does without: set it to 0, or use "gae" or "vapo"'
-            )
     return None
 
 
@@ -339,6 +328,16 @@ def _flash_has_half_precision(config: "RunConfig") -> str | None:
     return None
 
 
+def _validation_sets_have_names_of_their_own(config: "RunConfig") -> str | None:
+    names = [entry.name for entry in config.validation.sets]
+    for name in names:
+        if names.count(name) > 1:
+            return f'[[validation.sets]]: "{name}" names two sets, which share ids and metrics: rename one'
+    if "warmup" in names:
+        return '[[validation.sets]]: "warmup" names what warmup.target_reward measures: rename the set'
+    return None
+
+
 def _warmup_has_rows(config: "RunConfig") -> str | None:
     if config.warmup.steps and config.warmup.source is None:
         return "warmup.steps > 0 needs [warmup.source] with a path"
@@ -366,7 +365,6 @@ RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
     _baseline_is_used,
     _values_have_a_critic,
     _cost_values_have_a_critic,
-    _critics_warm_up_where_they_are,
     _constraint_has_a_cost,
     _cost_model_is_used,
     _something_scores,
@@ -385,8 +383,10 @@ RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
     _samples_are_fresh_without_a_ratio,
     _entropy_guard_leaves_room,
     _flash_has_half_precision,
+    _validation_sets_have_names_of_their_own,
     _warmup_has_rows,
     _warmup_target_is_measured,
+    *mode_rules.RULES,
     *training_rules.RULES,
     *layout_rules.RULES,
     *rollout_rules.RULES,

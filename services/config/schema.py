@@ -20,6 +20,7 @@ from pydantic import (
 from services.config import functions
 from services.config.rules import violations
 
+NonEmpty = Annotated[str, Field(min_length=1)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Role = Literal["actor", "critic", "cost_critic", "reference", "reward_model", "cost_model"]
@@ -70,11 +71,13 @@ class SamplingConfig(Section):
     temperature: NonNegativeFloat = 1.0  # 0: greedy
     top_p: Probability = 1.0
     top_k: NonNegativeInt = 0  # 0: off
-    stop: tuple[str, ...] = ()  # the tokenizer's end-of-sequence token always stops
+    stop: tuple[
+        Annotated[str, Field(min_length=1)], ...
+    ] = ()  # the tokenizer's end-of-sequence token always stops
 
 
 class RunSection(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$")  # a folder: not "." or ".."
     dir: Path = Path("runs")  # the run writes to dir/name
     seed: NonNegativeInt = 0
     steps: PositiveInt
@@ -120,7 +123,7 @@ class CoordinatorSection(Section):
     partial_rollouts: bool = False  # interrupt, push weights, continue the same sequences
     max_sample_attempts: PositiveInt = 3  # tries before a sample, and with it its group, is dropped
     max_dropped_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of all groups; above it the run ends
-    lease_s: Annotated[float, Field(gt=0)] = 10.0
+    lease_s: Annotated[float, Field(ge=1)] = 10.0  # silence of a service until it counts as lost
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     dump: bool = False  # write every consumed batch to runs/NAME/dumps
 
@@ -504,6 +507,23 @@ class RunConfig(Section):
         if algorithm.constraint and algorithm.constraint.cost is None:
             roles["cost_model"] = self.cost_model
         return {role: section for role, section in roles.items() if section is not None}
+
+    @property
+    def sequence_limit(self) -> tuple[str, int] | None:
+        """The setting that says how many tokens prompt and response have together; None: the model does."""
+        if self.rollout.engine == "local":
+            return "rollout.local.max_length", self.rollout.local.max_length
+        length = (self.rollout.sglang.model_extra or {}).get("context_length")
+        return None if length is None else ("rollout.sglang.context_length", int(length))
+
+    def longest_prompt(self, sampling: SamplingConfig) -> tuple[str, int]:
+        """Tokens of a prompt that leave room to answer by `sampling`, and the setting that says so."""
+        name, most = "data.max_prompt_tokens", self.data.max_prompt_tokens
+        if self.sequence_limit is None:
+            return name, most
+        setting, limit = self.sequence_limit
+        room = limit - sampling.max_new_tokens
+        return (f"{setting} - max_new_tokens", room) if room < most else (name, most)
 
     @property
     def trained(self) -> tuple[Role, ...]:

@@ -1,34 +1,10 @@
-"""What settings of training ask of each other: schedules, the supervised mode, adapters."""
+"""What settings of training ask of each other: schedules, adapters."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from services.config.schema import RunConfig
-
-# what a run without rollout and reward has no use for
-NOT_SUPERVISED = (
-    "algorithm",
-    "coordinator.dump",
-    "coordinator.greedy_baseline",
-    "coordinator.max_staleness",
-    "coordinator.partial_rollouts",
-    "coordinator.samples_per_prompt",
-    "cost_critic",
-    "cost_model",
-    "critic",
-    "data.max_prompt_tokens",
-    "data.replay",
-    "guards.max_logprob_diff",
-    "guards.max_ppo_kl",
-    "guards.reward_drop",
-    "reference",
-    "reward",
-    "reward_model",
-    "rollout",
-    "run.target_reward",
-    "warmup",
-)
 
 
 def _schedules_fit_the_run(config: "RunConfig") -> str | None:
@@ -60,37 +36,6 @@ def _schedules_fit_the_run(config: "RunConfig") -> str | None:
     return None
 
 
-def _supervised_generates_nothing(config: "RunConfig") -> str | None:
-    if config.run.mode != "supervised":
-        return None
-    changed = [path for path in NOT_SUPERVISED if _is_changed(config, path)]
-    if changed:
-        return (
-            f'run.mode = "supervised" learns from the answers in data.train, without rollout, reward and '
-            f"other models: take {', '.join(changed)} out"
-        )
-    return None
-
-
-def _is_changed(config: "RunConfig", path: str) -> bool:
-    """Whether a setting is not at its default."""
-    *tables, name = path.split(".")
-    section = config
-    for table in tables:
-        section = dict(section)[table]
-    return bool(dict(section)[name] != type(section).model_fields[name].default)
-
-
-def _supervised_sets_are_not_sampled(config: "RunConfig") -> str | None:
-    for entry in config.validation.sets if config.run.mode == "supervised" else ():
-        if any(_is_changed(entry, name) for name in ("num_samples", "sampling")):  # type: ignore[arg-type]
-            return (
-                f'validation set {entry.name}: run.mode = "supervised" measures the loss of the answers '
-                "there: take num_samples and sampling out"
-            )
-    return None
-
-
 def _adapters_are_the_actors(config: "RunConfig") -> str | None:
     for role, section in (("critic", config.critic), ("cost_critic", config.cost_critic)):
         if section is not None and section.lora is not None:
@@ -113,8 +58,6 @@ def _recomputation_is_for_what_learns(config: "RunConfig") -> str | None:
 
 RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
     _schedules_fit_the_run,
-    _supervised_generates_nothing,
-    _supervised_sets_are_not_sampled,
     _adapters_are_the_actors,
     _recomputation_is_for_what_learns,
 )

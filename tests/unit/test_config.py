@@ -23,6 +23,7 @@ path = "train.parquet"
 """
 
 SCORER = '{path = "m"}'
+SET = '{ name = "%s", path = "v.parquet", num_samples = 4 }'
 SERVER = '{ kind = "reward", name = "%s", url = "http://host:1", protocol = "http" }'
 
 
@@ -42,7 +43,7 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (['run.mode="train_only"'], "starts no rollout service: set data.replay"),
+        (["run.mode=train_only", "data.train=[]"], "starts no rollout service: set data.replay"),
         (["data.train=[]"], "no training data: add a [[data.train]] table"),
         (
             ["coordinator.samples_per_prompt=1"],
@@ -82,7 +83,66 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             ["algorithm.advantage=gae", "critic={}", "algorithm.constraint={cost='exact_match'}"],
             "from values of its own: add a [cost_critic] table",
         ),
-        (["critic.warmup_steps=3"], "critic.warmup_steps = 3 makes the actor wait for a critic, which"),
+        (["critic.warmup_steps=3"], '[critic]: algorithm.advantage = "grpo" does without: take the table'),
+        (
+            ["algorithm.advantage=gae", "critic={}", "cost_critic={}"],
+            'such as "gae"; this run has no [algorithm.constraint] and "gae": take the table out',
+        ),
+        (
+            ["cost_critic={}", "algorithm.constraint={cost='exact_match'}"],
+            'such as "gae"; this run has an [algorithm.constraint] and "grpo": take the table out',
+        ),
+        (["reference.path=other"], "[reference] is asked only for [algorithm.kl]: add that table, or take"),
+        (
+            ["coordinator.partial_rollouts=true"],
+            "none is under way at a push: set coordinator.max_staleness to 1 or more, or take it out",
+        ),
+        (
+            ["algorithm.kl.horizon=5"],
+            "algorithm.kl.horizon is that of an adaptive coef: set algorithm.kl.targ",
+        ),
+        (["guards.window=5"], "guards.window is that of guards.reward_drop: set that, or take it out"),
+        (["warmup.rows_per_step=5"], "[warmup] has steps = 0, so nothing warms up: set warmup.steps"),
+        (
+            ["validation.every=5", "validation.best=sums/avg@1"],
+            "validation.every, validation.best: nothing is validated: add [[validation.sets]]",
+        ),
+        (
+            [f"validation.sets=[{SET % 'sums'}]", "validation.best=sums/avg@1"],
+            'validation.best = "sums/avg@1" is measured by no set, so no checkpoint would be kept for it: '
+            "set it to one of sums/avg@4, sums/pass@4",
+        ),
+        (
+            ["run.mode=supervised", 'validation={best="v/avg@1", sets=[{name="v", path="v.parquet"}]}'],
+            "set it to one of v/nll",
+        ),
+        (
+            [f"validation.sets=[{SET % 'sums'}, {SET % 'sums'}]"],
+            '[[validation.sets]]: "sums" names two sets, which share ids and metrics: rename one',
+        ),
+        ([f"validation.sets=[{SET % 'warmup'}]"], '"warmup" names what warmup.target_reward measures'),
+        (["data.replay=dumps"], 'run.mode = "train" generates what it trains on: take data.replay out'),
+        (
+            [
+                "rollout.local.max_length=100",
+                "data.max_prompt_tokens=90",
+                "rollout.sampling.max_new_tokens=11",
+            ],
+            "data.max_prompt_tokens = 90 and rollout.sampling.max_new_tokens = 11 are together more than "
+            "rollout.local.max_length = 100: lower one of the two, or raise the limit",
+        ),
+        (
+            ["rollout={engine='sglang', sglang={context_length=2048}}", "data.max_prompt_tokens=2000"],
+            "are together more than rollout.sglang.context_length = 2048",
+        ),
+        (
+            ["rollout.local.max_length=256"],
+            "rollout.local.max_length = 256 is the room for prompt and response, and max_new_tokens = 256",
+        ),
+        (['rollout.sampling.stop=["a", ""]'], "rollout.sampling.stop.1: String should have at least 1 char"),
+        (["run.name=.."], "run.name: String should match pattern"),
+        (["run.name=."], "run.name: String should match pattern"),
+        (["coordinator.lease_s=0.001"], "coordinator.lease_s: Input should be greater than or equal to 1"),
         (
             ["algorithm.constraint={}"],
             "[algorithm.constraint] needs a cost: set cost to one of reward.graders (exact_match), or add",
@@ -112,7 +172,7 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             "trainer.optimizer: 1 steps of warm-up and 2 of decay are more than run.steps = 2",
         ),
         (
-            ["critic={optimizer={schedule='cosine', warmup_steps=2}}"],
+            ["algorithm.advantage=gae", "critic={optimizer={schedule='cosine', warmup_steps=2}}"],
             "critic.optimizer: 2 steps of warm-up and at least 1 of decay are more than run.steps = 2",
         ),
         (
@@ -243,7 +303,10 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (["guards={min_entropy=2, max_entropy=1}"], "every entropy is below min_entropy = 2 or above"),
         (["warmup.steps=3"], "warmup.steps > 0 needs [warmup.source] with a path"),
-        (["warmup.target_reward=0.5"], "warmup.target_reward is measured by the replicas on the first"),
+        (
+            ["warmup={steps=1, target_reward=0.5, source={path='a'}}"],
+            "warmup.target_reward is measured by the replicas on the first",
+        ),
         (["weights.canary_tolerance=nan"], "weights.canary_tolerance: Input should be a finite number"),
         (["algorithm.advantage=gea"], "algorithm.advantage = 'gea': no such function; did you mean gae"),
         (["algorithm.filter={name='scores_differ', max_refil=3}"], "did you mean max_refill?"),
@@ -303,7 +366,6 @@ def test_all_broken_rules_are_told_at_once(toy: Path) -> None:
     ("overrides", "roles"),
     [
         ([], {"actor"}),
-        (["critic={}"], {"actor"}),  # nothing asks for its values
         (["algorithm.advantage=gae", "critic={}"], {"actor", "critic"}),
         (["algorithm.kl={}"], {"actor", "reference"}),
         (["algorithm.constraint={}", f"cost_model={SCORER}"], {"actor", "cost_model"}),
@@ -312,6 +374,85 @@ def test_all_broken_rules_are_told_at_once(toy: Path) -> None:
 )
 def test_a_role_that_is_not_needed_is_not_there(toy: Path, overrides: list[str], roles: set[str]) -> None:
     assert load(toy, overrides).roles.keys() == roles
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "unread"),
+    [
+        (
+            "train_only",
+            [
+                "data.replay=dumps",
+                "data.train=[]",
+                f"validation.sets=[{SET % 'sums'}]",
+                "algorithm.filter=scores_differ",
+                "coordinator={max_staleness=1, samples_per_prompt=4, max_dropped_share=0.1}",
+                "rollout={replicas=2, sampling={temperature=0.5}}",
+                "reward={retries=1, graders=['gsm8k']}",
+                "weights.transport=tcp",
+            ],
+            "algorithm.filter, coordinator.max_dropped_share, coordinator.max_staleness, "
+            "coordinator.samples_per_prompt, reward.retries, rollout.replicas, validation, weights",
+        ),
+        (
+            "rollout_only",
+            [
+                "algorithm={filter='scores_differ', loss='reinforce', kl={}}",
+                "checkpoint.every=3",
+                "trainer.threads=2",
+                "weights.transport=tcp",
+                "warmup={steps=3, source={path='a'}}",
+                f"reward_model={SCORER}",
+                "guards={max_ppo_kl=1.0, reward_drop=1.0}",
+                "coordinator={max_staleness=1, samples_per_prompt=4}",
+                f"validation={{every=1, best='sums/avg@4', sets=[{SET % 'sums'}]}}",
+            ],
+            "algorithm.kl, algorithm.loss, checkpoint, guards.max_ppo_kl, reward_model, trainer, "
+            "validation.best, warmup, weights",
+        ),
+    ],
+)
+def test_what_a_mode_does_not_read_is_refused_by_name(
+    toy: Path, mode: str, settings: list[str], unread: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(toy, [f"run.mode={mode}", *settings])
+    told = [line for line in str(refusal.value).splitlines() if "run.mode" in line]
+    assert [line.partition(": take ")[2] for line in told] == [f"{unread} out"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["run.mode=rollout_only"],
+        ["run.mode=supervised"],
+        ["run.mode=train_only", "data.replay=dumps", "data.train=[]"],
+    ],
+)
+def test_a_config_is_the_same_when_it_is_read_from_its_run(
+    toy: Path, tmp_path: Path, overrides: list[str]
+) -> None:
+    """It has every default then: none of them counts as a setting without effect."""
+    config = load(toy, overrides)
+    write_resolved(config, tmp_path / "config.json")
+    assert read_resolved(tmp_path / "config.json") == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "longest"),
+    [
+        ([], ("data.max_prompt_tokens", 1024)),
+        (["rollout.local.max_length=300"], ("rollout.local.max_length - max_new_tokens", 44)),
+        (["rollout={engine='sglang', sglang={context_length=300}}"], ("rollout.sglang.context_length", 44)),
+        (["rollout.engine=sglang"], ("data.max_prompt_tokens", 1024)),
+    ],
+)
+def test_a_prompt_leaves_room_to_answer(toy: Path, overrides: list[str], longest: tuple[str, int]) -> None:
+    config = load(toy, overrides)
+    setting, tokens = config.longest_prompt(config.rollout.sampling)
+    assert setting.startswith(longest[0])
+    assert tokens == longest[1]
 
 
 def derived(toy: Path, text: str) -> Path:

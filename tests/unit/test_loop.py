@@ -418,7 +418,7 @@ PAIR = (np.array([1, 2], np.int32), np.array([3, 4, 5], np.int32))
 async def test_supervised_steps_train_on_rows_and_a_lower_loss_is_better(tmp_path: Path) -> None:
     sections = {
         "run": {"steps": 2, "mode": "supervised"},
-        "validation": {**SUMS, "best": "held/nll", "every": 1},
+        "validation": {"sets": [{"name": "held", "path": "held.parquet"}], "best": "held/nll", "every": 1},
     }
     run = FakeRun(tmp_path, sections)
     actor, rows = run.trainers["actor"], SupervisedSource([[PAIR]], [1.0], seed=0, shuffle=True)

@@ -1,0 +1,190 @@
+"""What each run.mode leaves unread, and settings that others switch off. See rules.py."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from services.config.schema import RunConfig
+
+_OTHER_MODELS = ("cost_critic", "cost_model", "critic", "reference", "reward_model")
+
+# What starts replicas, and what steers generation and grading
+_GENERATION = (
+    "coordinator.max_dropped_share",
+    "coordinator.max_sample_attempts",
+    "coordinator.max_staleness",
+    "coordinator.partial_rollouts",
+    "coordinator.samples_per_prompt",
+    "data.max_prompt_tokens",
+    "servers",
+    "weights",
+)
+
+# By mode: why it does without, and the settings that nothing reads
+UNREAD: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "train": ("generates what it trains on", ("data.replay",)),
+    "supervised": (
+        "learns from the answers in data.train, without rollout, reward and other models",
+        (
+            *_GENERATION,
+            *_OTHER_MODELS,
+            "algorithm",
+            "coordinator.dump",
+            "coordinator.greedy_baseline",
+            "data.replay",
+            "guards.max_logprob_diff",
+            "guards.max_ppo_kl",
+            "guards.reward_drop",
+            "reward",
+            "rollout",
+            "run.target_reward",
+            "warmup",
+        ),
+    ),
+    "train_only": (
+        "trains on the dumped batches of data.replay, as they were generated, graded and filtered",
+        (
+            *_GENERATION,
+            "algorithm.filter",
+            "data.overlong_prompts",
+            "data.shuffle",
+            "data.train",
+            "reward.max_queued",
+            "reward.max_restarts",
+            "reward.retries",
+            "reward.sandbox",
+            "reward.services",
+            "rollout.dtype",
+            "rollout.engine",
+            "rollout.local",
+            "rollout.max_restarts",
+            "rollout.python",
+            "rollout.replicas",
+            "rollout.sglang",
+            "rollout.threads",
+            "validation",
+        ),
+    ),
+    "rollout_only": (
+        "generates and grades, and trains nothing",
+        (
+            *_OTHER_MODELS,
+            "algorithm.advantage",
+            "algorithm.aggregation",
+            "algorithm.constraint",
+            "algorithm.correction",
+            "algorithm.entropy_coef",
+            "algorithm.kl",
+            "algorithm.loss",
+            "algorithm.num_epochs",
+            "algorithm.num_minibatches",
+            "algorithm.old_logprobs",
+            "algorithm.reweight",
+            "checkpoint",
+            "coordinator.partial_rollouts",
+            "data.replay",
+            "guards.max_entropy",
+            "guards.max_logprob_diff",
+            "guards.max_ppo_kl",
+            "guards.min_entropy",
+            "trainer",
+            "validation.best",
+            "warmup",
+            "weights",
+        ),
+    ),
+}
+
+
+def is_changed(section: BaseModel, path: str) -> bool:
+    """Whether a setting below `section` is not at its default."""
+    *tables, name = path.split(".")
+    for table in tables:
+        section = getattr(section, table)
+    return bool(getattr(section, name) != type(section).model_fields[name].default)
+
+
+def _the_mode_reads_it(config: "RunConfig") -> str | None:
+    why, unread = UNREAD[config.run.mode]
+    changed = [path for path in unread if is_changed(config, path)]
+    if changed:
+        return f'run.mode = "{config.run.mode}" {why}: take {", ".join(sorted(changed))} out'
+    return None
+
+
+def _supervised_sets_are_not_sampled(config: "RunConfig") -> str | None:
+    for entry in config.validation.sets if config.run.mode == "supervised" else ():
+        if any(is_changed(entry, name) for name in ("num_samples", "sampling")):
+            return (
+                f'validation set {entry.name}: run.mode = "supervised" measures the loss of the answers '
+                "there: take num_samples and sampling out"
+            )
+    return None
+
+
+def _validation_has_sets(config: "RunConfig") -> str | None:
+    names = ("every", "at_start", "at_end", "best")
+    changed = [f"validation.{name}" for name in names if is_changed(config.validation, name)]
+    if changed and not config.validation.sets:
+        return f"{', '.join(changed)}: nothing is validated: add [[validation.sets]], or take that out"
+    return None
+
+
+def _best_is_measured(config: "RunConfig") -> str | None:
+    best, sets = config.validation.best, config.validation.sets
+    if config.run.mode == "supervised":
+        measured = [f"{entry.name}/nll" for entry in sets]
+    else:
+        kinds = ("avg", "pass")
+        measured = [f"{entry.name}/{kind}@{entry.num_samples}" for entry in sets for kind in kinds]
+    if best is not None and sets and best not in measured:
+        return (
+            f'validation.best = "{best}" is measured by no set, so no checkpoint would be kept for it: '
+            f"set it to one of {', '.join(measured)}"
+        )
+    return None
+
+
+def _models_are_asked(config: "RunConfig") -> str | None:
+    """Those that the recipe decides on; see RunConfig.roles."""
+    advantage = config.algorithm.advantage.name
+    if config.critic is not None and "critic" not in config.roles:
+        return f'[critic]: algorithm.advantage = "{advantage}" does without: take the table out, or use "gae"'
+    if config.cost_critic is not None and "cost_critic" not in config.roles:
+        has = "an" if config.algorithm.constraint else "no"
+        return (
+            "[cost_critic] estimates the cost of an [algorithm.constraint] for an advantage from values, "
+            f'such as "gae"; this run has {has} [algorithm.constraint] and "{advantage}": take the table out'
+        )
+    if is_changed(config, "reference") and config.algorithm.kl is None:
+        return "[reference] is asked only for [algorithm.kl]: add that table, or take this one out"
+    return None
+
+
+def _switches_are_on(config: "RunConfig") -> str | None:
+    """Settings of something that another setting switches off."""
+    kl, coordinator = config.algorithm.kl, config.coordinator
+    if coordinator.partial_rollouts and coordinator.max_staleness == 0:
+        return (
+            "coordinator.partial_rollouts continues sequences with newer weights, and with max_staleness = 0 "
+            "none is under way at a push: set coordinator.max_staleness to 1 or more, or take it out"
+        )
+    if kl is not None and kl.target is None and is_changed(kl, "horizon"):
+        return "algorithm.kl.horizon is that of an adaptive coef: set algorithm.kl.target, or take it out"
+    if config.guards.reward_drop is None and is_changed(config.guards, "window"):
+        return "guards.window is that of guards.reward_drop: set that, or take it out"
+    if config.warmup.steps == 0 and is_changed(config, "warmup"):
+        return "[warmup] has steps = 0, so nothing warms up: set warmup.steps, or take the table out"
+    return None
+
+
+RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
+    _the_mode_reads_it,
+    _supervised_sets_are_not_sampled,
+    _validation_has_sets,
+    _best_is_measured,
+    _models_are_asked,
+    _switches_are_on,
+)
