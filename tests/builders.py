@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from services.config.mode_rules import UNREAD
 from services.config.schema import RunConfig
 from services.coordinator.groups import PendingGroup
 from services.runtime.clients import Arrival
@@ -104,7 +105,8 @@ Tree = Mapping[str, Any]
 
 
 def run_config(*trees: Tree, **sections: Any) -> RunConfig:
-    """One step on files that need not exist; later trees override it key by key, a list as a whole."""
+    """One step on files that need not exist; later trees override it key by key, a list as a whole. Without
+    what the run's mode does not read: what runs of tests have in common is for training."""
     merged: dict[str, Any] = {
         "run": {"name": "toy", "steps": 1},
         "model": {"path": "model"},
@@ -113,6 +115,9 @@ def run_config(*trees: Tree, **sections: Any) -> RunConfig:
     for tree in (*trees, sections):
         for section, values in tree.items():
             merged[section] = values if isinstance(values, list) else merged.get(section, {}) | dict(values)
+    for path in UNREAD[merged["run"].get("mode", "train")].settings:
+        section, _, key = path.partition(".")
+        (merged.get(section, {}) if key else merged).pop(key or section, None)
     return RunConfig.model_validate(merged)
 
 

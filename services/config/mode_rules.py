@@ -1,7 +1,7 @@
 """What each run.mode leaves unread, and settings that others switch off. See rules.py."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import BaseModel
 
@@ -22,10 +22,15 @@ _GENERATION = (
     "weights",
 )
 
-# By mode: why it does without, and the settings that nothing reads
-UNREAD: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "train": ("generates what it trains on", ("data.replay",)),
-    "supervised": (
+
+class Unread(NamedTuple):
+    because: str  # what the mode does
+    settings: tuple[str, ...]  # tables, or TABLE.KEY
+
+
+UNREAD: Mapping[str, Unread] = {
+    "train": Unread("generates what it trains on", ("data.replay",)),
+    "supervised": Unread(
         "learns from the answers in data.train, without rollout, reward and other models",
         (
             *_GENERATION,
@@ -43,7 +48,7 @@ UNREAD: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "warmup",
         ),
     ),
-    "train_only": (
+    "train_only": Unread(
         "trains on the dumped batches of data.replay, as they were generated, graded and filtered",
         (
             *_GENERATION,
@@ -67,7 +72,7 @@ UNREAD: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "validation",
         ),
     ),
-    "rollout_only": (
+    "rollout_only": Unread(
         "generates and grades, and trains nothing",
         (
             *_OTHER_MODELS,
@@ -107,10 +112,10 @@ def is_changed(section: BaseModel, path: str) -> bool:
 
 
 def _the_mode_reads_it(config: "RunConfig") -> str | None:
-    why, unread = UNREAD[config.run.mode]
-    changed = [path for path in unread if is_changed(config, path)]
+    unread = UNREAD[config.run.mode]
+    changed = [path for path in unread.settings if is_changed(config, path)]
     if changed:
-        return f'run.mode = "{config.run.mode}" {why}: take {", ".join(sorted(changed))} out'
+        return f'run.mode = "{config.run.mode}" {unread.because}: take {", ".join(sorted(changed))} out'
     return None
 
 

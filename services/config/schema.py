@@ -4,7 +4,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -467,6 +467,11 @@ class StoreSection(Section):
     url: str = "embedded"  # or redis://, rediss://, unix://
 
 
+class TokenLimit(NamedTuple):
+    setting: str  # that says so
+    tokens: int
+
+
 class RunConfig(Section):
     run: RunSection
     model: ModelSection
@@ -509,21 +514,20 @@ class RunConfig(Section):
         return {role: section for role, section in roles.items() if section is not None}
 
     @property
-    def sequence_limit(self) -> tuple[str, int] | None:
-        """The setting that says how many tokens prompt and response have together; None: the model does."""
+    def sequence_limit(self) -> TokenLimit | None:
+        """Of prompt and response together; None: the model's own."""
         if self.rollout.engine == "local":
-            return "rollout.local.max_length", self.rollout.local.max_length
+            return TokenLimit("rollout.local.max_length", self.rollout.local.max_length)
         length = (self.rollout.sglang.model_extra or {}).get("context_length")
-        return None if length is None else ("rollout.sglang.context_length", int(length))
+        return None if length is None else TokenLimit("rollout.sglang.context_length", int(length))
 
-    def longest_prompt(self, sampling: SamplingConfig) -> tuple[str, int]:
-        """Tokens of a prompt that leave room to answer by `sampling`, and the setting that says so."""
-        name, most = "data.max_prompt_tokens", self.data.max_prompt_tokens
-        if self.sequence_limit is None:
-            return name, most
-        setting, limit = self.sequence_limit
-        room = limit - sampling.max_new_tokens
-        return (f"{setting} - max_new_tokens", room) if room < most else (name, most)
+    def longest_prompt(self, sampling: SamplingConfig) -> TokenLimit:
+        """Of a prompt that leaves room to answer by `sampling`."""
+        limits = [TokenLimit("data.max_prompt_tokens", self.data.max_prompt_tokens)]
+        if sequence := self.sequence_limit:
+            room = sequence.tokens - sampling.max_new_tokens
+            limits.append(TokenLimit(f"{sequence.setting} - max_new_tokens", room))
+        return min(limits, key=lambda limit: limit.tokens)
 
     @property
     def trained(self) -> tuple[Role, ...]:

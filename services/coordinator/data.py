@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import jinja2
 import numpy as np
 
-from services.config.schema import SourceConfig
+from services.config.schema import SourceConfig, TokenLimit
 from services.coordinator.rendering import Messages, Renderer
 from services.coordinator.rows import read_rows, read_supervised_rows, row_error
 from services.runtime.errors import UserError
@@ -102,28 +102,17 @@ class PromptSource:
         run: str,
         seed: int,
         shuffle: bool,
-        max_prompt_tokens: int,
+        longest: TokenLimit,
         overlong: Literal["filter", "refuse"],
     ) -> None:
-        """Raises UserError that names file, row and field of the first bad row."""
+        """`longest`: of a prompt. Raises UserError that names file, row and field of the first bad row."""
         self._run = run
         self._sources: list[list[Prompt]] = []
         first = 0
         for source in sources:
             prompts = read_prompts(source.path, renderer, run, first)
             first += len(prompts)
-            lengths = [len(prompt.token_ids) for prompt in prompts]
-            self._sources.append(
-                short_enough(
-                    source.path,
-                    prompts,
-                    lengths,
-                    max_prompt_tokens,
-                    overlong,
-                    what="field prompt",
-                    expected=f"data.max_prompt_tokens = {max_prompt_tokens}; raise it",
-                )
-            )
+            self._sources.append(prompts_short_enough(source.path, prompts, longest, overlong))
         self._by_number = {prompt.id.prompt: prompt for prompts in self._sources for prompt in prompts}
         self._mixture = Mixture(
             [len(prompts) for prompts in self._sources], [source.weight for source in sources], seed, shuffle
@@ -213,6 +202,17 @@ def _encode(path: Path, rows: Sequence[Messages], renderer: Renderer) -> tuple[l
         if len(token_ids) == 0:
             raise row_error(path, number, f"field prompt: {texts[number]!r} has no token in this tokenizer")
     return texts, ids
+
+
+def prompts_short_enough(
+    path: Path, prompts: Sequence[Prompt], longest: TokenLimit, overlong: Literal["filter", "refuse"]
+) -> list[Prompt]:
+    """As short_enough."""
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    expected = f"{longest.setting} = {longest.tokens}; raise it"
+    return short_enough(
+        path, prompts, lengths, longest.tokens, overlong, what="field prompt", expected=expected
+    )
 
 
 def short_enough(

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.config.schema import RunConfig, SamplingConfig, SourceConfig
+from services.config.schema import RunConfig, SamplingConfig, SourceConfig, ValidationSetConfig
 from services.coordinator.data import (
     Pair,
     PromptSource,
     SupervisedSource,
+    prompts_short_enough,
     read_pairs,
     read_prompts,
     short_enough,
@@ -17,7 +18,7 @@ from services.coordinator.rendering import Renderer
 from services.coordinator.supervised import HeldOutSet
 from services.coordinator.validation import ValidationSet
 from services.runtime.model_spec import read_spec
-from services.wire.types import Sampling
+from services.wire.types import Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def _prompt_source(config: RunConfig, renderer: Renderer) -> PromptSource:
         run=run.name,
         seed=run.seed,
         shuffle=data.shuffle,
-        max_prompt_tokens=data.max_prompt_tokens,
+        longest=config.longest_prompt(config.rollout.sampling),
         overlong=data.overlong_prompts,
     )
 
@@ -99,12 +100,20 @@ def _validation_sets(config: RunConfig, renderer: Renderer) -> list[ValidationSe
     return [
         ValidationSet(
             name=entry.name,
-            prompts=tuple(read_prompts(entry.path, renderer, config.run.name)[: entry.max_prompts]),
+            prompts=_validation_prompts(config, entry, renderer),
             num_samples=entry.num_samples,
             sampling=_sampling(entry.sampling, renderer, config.run.seed),
         )
         for entry in config.validation.sets
     ]
+
+
+def _validation_prompts(
+    config: RunConfig, entry: ValidationSetConfig, renderer: Renderer
+) -> tuple[Prompt, ...]:
+    prompts = read_prompts(entry.path, renderer, config.run.name)[: entry.max_prompts]
+    longest = config.longest_prompt(entry.sampling)
+    return tuple(prompts_short_enough(entry.path, prompts, longest, config.data.overlong_prompts))
 
 
 def _sampling(config: SamplingConfig, renderer: Renderer, seed: int) -> Sampling:

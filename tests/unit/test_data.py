@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.config.schema import SourceConfig
+from services.config.schema import LocalEngineConfig, SourceConfig, TokenLimit
 from services.coordinator.data import (
     Cursor,
     Mixture,
@@ -21,8 +21,10 @@ from services.coordinator.data import (
 )
 from services.coordinator.rendering import Renderer
 from services.coordinator.rows import read_rows, read_supervised_rows
+from services.coordinator.run_data import read_data
 from services.runtime.errors import UserError
 from services.wire.types import GroupId, Prompt
+from tests.builders import run_config
 from tests.conftest import write_tokenizer
 
 
@@ -66,12 +68,16 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return Renderer(folder)
 
 
+def longest(tokens: int) -> TokenLimit:
+    return TokenLimit("data.max_prompt_tokens", tokens)
+
+
 def source(renderer: Renderer, *paths: Path, weights: tuple[float, ...] = (), **changes: Any) -> PromptSource:
     configs = [
         SourceConfig(path=path, weight=weight)
         for path, weight in zip(paths, weights or (1.0,) * len(paths), strict=True)
     ]
-    settings: dict[str, Any] = {"run": "toy", "seed": 3, "shuffle": True, "max_prompt_tokens": 64}
+    settings: dict[str, Any] = {"run": "toy", "seed": 3, "shuffle": True, "longest": longest(64)}
     return PromptSource(configs, renderer, **(settings | {"overlong": "refuse"} | changes))
 
 
@@ -301,14 +307,33 @@ def test_overlong_prompts_are_refused_or_filtered(
     with pytest.raises(
         UserError, match=r"row 3 .*got 9 tokens .* at most data\.max_prompt_tokens = 8; raise"
     ):
-        source(renderer, path, max_prompt_tokens=8)
-    assert len(source(renderer, path, max_prompt_tokens=9).draw(6)) == 6
-    filtered = source(renderer, path, max_prompt_tokens=8, overlong="filter")
+        source(renderer, path, longest=longest(8))
+    assert len(source(renderer, path, longest=longest(9)).draw(6)) == 6
+    filtered = source(renderer, path, longest=longest(8), overlong="filter")
     assert "left out 1 of 6 rows of more than 8 tokens" in caplog.text
     # the numbers of the rows that stay do not move
     assert sorted(p.id.prompt for p in filtered.draw(5)) == [0, 1, 2, 4, 5]
     with pytest.raises(UserError, match="the longest of 6 over-long rows"):
-        source(renderer, path, max_prompt_tokens=2, overlong="filter")
+        source(renderer, path, longest=longest(2), overlong="filter")
+
+
+@pytest.mark.parametrize("table", ["train", "sets"])
+def test_a_prompt_that_leaves_the_engine_no_room_to_answer_is_refused(tmp_path: Path, table: str) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 64}')
+    short = write_jsonl(tmp_path / "short.jsonl", sums(3))
+    long = write_jsonl(tmp_path / "long.jsonl", [*sums(3), record("123456+1=", "123457")])
+    paths = {"train": short, "sets": short} | {table: long}
+    config = run_config(
+        model={"path": tmp_path},
+        data={"train": [{"path": paths["train"]}]},
+        validation={"sets": [{"name": "sums", "path": paths["sets"], "sampling": {"max_new_tokens": 6}}]},
+        rollout={"sampling": {"max_new_tokens": 6}, "local": {"max_length": 14}},
+    )
+    with pytest.raises(UserError, match=r"long.*row 3.*got 9 .*local.max_length - max_new_tokens = 8"):
+        read_data(config)
+    rollout = config.rollout.model_copy(update={"local": LocalEngineConfig(max_length=15)})
+    assert read_data(config.model_copy(update={"rollout": rollout})).validation_sets
 
 
 def test_a_prompt_that_the_template_refuses(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_replicas_run_in_their_own_environment(tmp_path: Path) -> None:
     ("sections", "names"),
     [
         ({"run": {"name": "toy", "steps": 1, "mode": "rollout_only"}}, ["reward-0", "rollout-0"]),
-        ({"run": {"mode": "train_only"}, "data": {"replay": "d", "train": []}}, ["actor-0"]),
+        ({"run": {"mode": "train_only"}, "data": {"replay": "d"}}, ["actor-0"]),
     ],
 )
 def test_a_mode_leaves_out_what_it_does_not_need(sections: dict[str, object], names: list[str]) -> None:
