@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from services.coordinator.algorithm import Algorithm
+from services.coordinator.beside import Beside
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.control import Control
 from services.coordinator.learners import Learners
@@ -158,6 +159,10 @@ class FakeRun:
         self.events.append(("push", version.number))
         return {}
 
+    async def beside(self) -> None:
+        """What generates: nothing here, for ever."""
+        await asyncio.Event().wait()
+
     async def validate(self, version: Version) -> Mapping[str, float]:
         done = sum(event[0] == "validate" for event in self.events)
         self.events.append(("validate", version.number))
@@ -168,6 +173,7 @@ class FakeRun:
             self.source,
             Algorithm(self.config, self.trainers, None) if self.trainers else NoRecipe(),
             self.control,
+            Beside(self.beside()),
             prompts_per_step=1,
             dumps=self.config.folder / "dumps" if self.config.coordinator.dump else None,
             meters=[],

@@ -9,7 +9,8 @@ from pathlib import Path
 from services.config.errors import ConfigError
 from services.config.load import OPERATOR_TOKEN, access_token, given_token, read_resolved
 from services.config.schema import RunConfig
-from services.coordinator.assembly import Assembly, first_cause
+from services.coordinator.assembly import Assembly
+from services.coordinator.beside import first_cause
 from services.coordinator.control import Control, State
 from services.coordinator.registry import Registry
 from services.coordinator.servers import Servers

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from services.config.schema import RunConfig
 from services.coordinator.algorithm import Algorithm
+from services.coordinator.beside import Beside, first_cause
 from services.coordinator.canary import Canary
 from services.coordinator.checkpoints import Checkpoints, CoordinatorState
 from services.coordinator.control import Control, State
@@ -124,15 +125,15 @@ class Assembly:
                 max_attempts=self._config.coordinator.max_sample_attempts,
                 timeout_s=self._config.coordinator.request_timeout_s,
             )
-            beside = [
-                tasks.create_task(generation.run()),
-                tasks.create_task(self._membership.watch_trainers()),
-            ]
-            loop = await self._build(resume, generation)
-            await self._control.report(error="")
-            await loop.run()
-            for task in beside:
-                task.cancel()
+            watching = tasks.create_task(self._membership.watch_trainers())
+            beside = Beside(generation.run())
+            try:
+                loop = await self._build(resume, generation, beside)
+                await self._control.report(error="")
+                await loop.run()
+            finally:
+                await beside.end()
+            watching.cancel()
 
     async def _recover(self, error: BaseException) -> None:
         """Waits for the trainers that a run has lost to come back, its other services as they are.
@@ -152,7 +153,7 @@ class Assembly:
         if self._sync:
             await self._sync.forget_trainer()
 
-    async def _build(self, resume: bool, generation: Generation) -> Loop:
+    async def _build(self, resume: bool, generation: Generation, beside: Beside) -> Loop:
         config = self._config
         trains, generates = config.run.mode != "rollout_only", config.run.mode in ("train", "rollout_only")
         # reading takes seconds: in a thread, since services register and progress is asked for meanwhile
@@ -169,7 +170,7 @@ class Assembly:
         models = self._membership.models
         for role, model in models.items():
             await self._check_tokenizer(role, model, data.renderer)
-        return await self._loop(resume, data, models, generation)
+        return await self._loop(resume, data, models, generation, beside)
 
     async def _wait_for_servers(self) -> None:
         """Every grader has a server to ask. People register them, so there is no deadline."""
@@ -184,7 +185,12 @@ class Assembly:
             await self._servers.wait_for_all()
 
     async def _loop(
-        self, resume: bool, data: RunData, models: Mapping[str, TrainerClient], generation: Generation
+        self,
+        resume: bool,
+        data: RunData,
+        models: Mapping[str, TrainerClient],
+        generation: Generation,
+        beside: Beside,
     ) -> Loop:
         """Restores the last checkpoint where asked to, and opens the run's next lineage."""
         config, checkpoint, state, step = self._config, None, None, 0
@@ -206,7 +212,7 @@ class Assembly:
         metrics = MetricsFile(config.folder / "metrics.jsonl", step if checkpoint else None)
         push = _pushes(self._sync) if self._sync else no_push
         parts = Parts(
-            steps=self._steps(data, models, generation, restored, version, state),
+            steps=self._steps(data, models, generation, beside, restored, version, state),
             learners=Learners(
                 models,
                 {role: section for role, section in config.roles.items() if role in models},
@@ -216,7 +222,7 @@ class Assembly:
                 followers=config.followers,
             ),
             push=push,
-            warmup=self._warmup(data, models, generation, push),
+            warmup=self._warmup(data, models, generation, beside, push),
             control=self._control,
             metrics=metrics,
             journal=self._journal,
@@ -241,6 +247,7 @@ class Assembly:
         data: RunData,
         models: Models,
         generation: Generation,
+        beside: Beside,
         restored: Restored,
         version: Version,
         state: CoordinatorState | None,
@@ -252,12 +259,14 @@ class Assembly:
             return SupervisedSteps(data.rows, data.held_out, actor, rows_per_step)
 
         async def validate(version: Version) -> Mapping[str, float]:
-            return await evaluate(data.validation_sets, generation, config.run.name, version.number)
+            sets, run = data.validation_sets, config.run.name
+            return await beside.wait_for(evaluate(sets, generation, run, version.number))
 
         return GroupSteps(
             self._groups(data, generation, restored, version, state.step if state else 0),
             Algorithm(config, models, state.algorithm if state else None) if models else NoRecipe(),
             self._control,
+            beside,
             prompts_per_step=coordinator.prompts_per_step,
             dumps=config.folder / "dumps" if coordinator.dump else None,
             meters=[
@@ -293,7 +302,9 @@ class Assembly:
         source.restore(restored.groups, version)
         return source
 
-    def _warmup(self, data: RunData, models: Models, generation: Generation, push: Push) -> WarmUp:
+    def _warmup(
+        self, data: RunData, models: Models, generation: Generation, beside: Beside, push: Push
+    ) -> WarmUp:
         config = self._config
         if not data.warmup:
             return NoWarmUp()
@@ -303,7 +314,8 @@ class Assembly:
             await push(version)
             first = data.validation_sets[0]
             probe = replace(first, name="warmup", sampling=data.sampling, num_samples=1)
-            metrics = await evaluate([probe], generation, config.run.name, version.number)
+            score = evaluate([probe], generation, config.run.name, version.number)
+            metrics = await beside.wait_for(score)
             return metrics["val/warmup/avg@1"]
 
         export = config.folder.absolute() / WARM if config.followers else None
@@ -331,10 +343,3 @@ def rows_before(path: Path) -> dict[int, dict[str, float]]:
     return {
         row.pop("step"): {name: value for name, value in row.items() if value is not None} for row in rows
     }
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """Of tasks that ended together, the error of the one that failed first."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.coordinator.algorithm import AlgorithmState, Prepared
+from services.coordinator.beside import Beside
 from services.coordinator.control import Control
 from services.coordinator.data import Cursor
 from services.coordinator.dump import write_dump
@@ -78,16 +79,18 @@ class GroupSteps:
         source: Source,
         recipe: Recipe,
         control: Control,
+        beside: Beside,
         *,
         prompts_per_step: int,
         dumps: Path | None,
         meters: Sequence[Meter],
         evaluate: Callable[[Version], Awaitable[Mapping[str, float]]],
     ) -> None:
-        """`dumps`: the folder for consumed groups; None: they are not kept. `meters` are read once a step."""
+        """`beside`: what the source's groups come from. `dumps`: the folder for consumed groups; None: they are not kept. `meters` are read once a step."""
         self._source = source
         self._recipe = recipe
         self._control = control
+        self._beside = beside
         self._prompts_per_step = prompts_per_step
         self._dumps = dumps
         self._meters = [source.take_metrics, *meters]
@@ -101,9 +104,8 @@ class GroupSteps:
     async def prepare(self, step: int, version: Version, timer: StepTimer) -> Prepared | None:
         """Consumes prompts_per_step groups; waits for the source; unblocked by finished generation."""
         with timer.phase("gen"):
-            groups = await self._control.unless_stopped(
-                self._source.take(step, self._prompts_per_step, version)
-            )
+            take = self._source.take(step, self._prompts_per_step, version)
+            groups = await self._control.unless_stopped(self._beside.wait_for(take))
         if groups is None:
             return None
         if self._dumps:

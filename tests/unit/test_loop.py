@@ -1,6 +1,7 @@
 """The loop on a trainer that only counts: what happens in which order, what ends it, what it leaves."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,31 @@ async def test_an_error_that_is_not_a_trainers_leaves_a_checkpoint_of_the_last_s
         await run.run()
     assert run.checkpoints.steps() == [2]
     assert run.journal.committed == [2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [AtollError("the filter failed"), KeyError("bug"), ServiceUnavailableError("no replica for 600 s")],
+)
+async def test_generation_that_fails_beside_an_update_ends_the_run_after_it_and_saves(
+    tmp_path: Path, error: Exception
+) -> None:
+    run = FakeRun(tmp_path, source=Endless([batch(1)]))
+    updating = asyncio.Event()
+
+    async def fails() -> None:
+        await updating.wait()
+        raise ExceptionGroup("tasks", [error])
+
+    def update(key: StepKey) -> Mapping[str, float]:
+        updating.set()
+        return ACTOR_METRICS
+
+    run.beside, run.trainers["actor"].metrics = fails, update
+    with pytest.raises(Exception, match=str(error.args[0])) as raised:
+        await run.run()
+    assert not isinstance(raised.value, ServiceUnavailableError)  # which is taken for a lost trainer
+    assert run.checkpoints.steps() == [1]
 
 
 async def test_a_validation_that_fails_leaves_a_checkpoint_of_its_step(tmp_path: Path) -> None:
