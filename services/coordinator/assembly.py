@@ -9,13 +9,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from services.config.schema import RunConfig
-from services.coordinator.algorithm import Algorithm
+from services.config.schema import Role, RunConfig
+from services.coordinator.algorithm import Algorithm, AlgorithmState
 from services.coordinator.beside import Beside, first_cause
 from services.coordinator.canary import Canary
 from services.coordinator.checkpoints import Checkpoints, CoordinatorState
 from services.coordinator.control import Control, State
 from services.coordinator.data import Cursor
+from services.coordinator.dump import last_dump
 from services.coordinator.generation import Generation
 from services.coordinator.groups import DynamicSampling
 from services.coordinator.journal import Checkpoint, Journal, Restored
@@ -193,20 +194,12 @@ class Assembly:
         beside: Beside,
     ) -> Loop:
         """Restores the last checkpoint where asked to, and opens the run's next lineage."""
-        config, checkpoint, state, step = self._config, None, None, 0
-        trained = [role for role in config.trained if role in models]
-        if resume and (saved := self._checkpoints.steps()):
-            state, journal, folder = self._checkpoints.load(saved[-1])
-            step, checkpoint = state.step, Checkpoint(state.step, state.version, journal)
-            for role in trained:
-                await models[role].load_checkpoint(folder / role)
-            if data.rows and state.cursor:
-                data.rows.load(state.cursor)
-            log.info("resumes after step %d, version %s", step, state.version)
-        elif resume:
-            for role in trained:
-                await models[role].load_checkpoint(None)
-            log.info("nothing was saved yet: begins again from the start")
+        config = self._config
+        trained = {role: models[role] for role in config.trained if role in models}
+        checkpoint, state = await self._resume(trained) if resume else (None, None)
+        step = state.step if state else 0
+        if data.rows and state and state.cursor:
+            data.rows.load(state.cursor)
         restored = await self._journal.restore(checkpoint)
         version = Version(restored.lineage, checkpoint.version.number if checkpoint else 0)
         metrics = MetricsFile(config.folder / "metrics.jsonl", step if checkpoint else None)
@@ -241,6 +234,25 @@ class Assembly:
             )
         settings = Settings(config.run, config.validation, config.checkpoint, config.guards)
         return Loop(settings, parts, start, time.monotonic)
+
+    async def _resume(
+        self, trained: Mapping[Role, TrainerClient]
+    ) -> tuple[Checkpoint, CoordinatorState] | tuple[None, None]:
+        """The last checkpoint, which every model that learns restores; in rollout_only, the last dump."""
+        folder = self._config.folder
+        if not trained and (dump := await asyncio.to_thread(last_dump, folder / "dumps")):
+            log.info("resumes after the dump of step %d", dump[0])
+            return Checkpoint(*dump, None), CoordinatorState(*dump, None, None, AlgorithmState())
+        if trained and (saved := self._checkpoints.steps()):
+            state, journal, path = self._checkpoints.load(saved[-1])
+            for role, model in trained.items():
+                await model.load_checkpoint(path / role)
+            log.info("resumes after step %d, version %s", state.step, state.version)
+            return Checkpoint(state.step, state.version, journal), state
+        for model in trained.values():
+            await model.load_checkpoint(None)
+        log.info("nothing was saved yet: begins again from the start")
+        return None, None
 
     def _steps(
         self,
@@ -282,8 +294,7 @@ class Assembly:
     ) -> Source:
         coordinator, wanted = self._config.coordinator, self._config.algorithm.filter
         if not data.prompts:
-            assert self._config.data.replay is not None  # by a rule of the config
-            return ReplaySource(self._config.data.replay, step + 1)
+            return ReplaySource(data.replay[step:])
         if restored.cursor:
             data.prompts.load(Cursor.parse(restored.cursor))
         source = GenerateSource(

@@ -5,20 +5,38 @@ from pathlib import Path
 
 from services.runtime.errors import UserError
 from services.wire import codec
-from services.wire.types import Group
+from services.wire.types import Group, Version
 
 
-def write_dump(folder: Path, step: int, groups: Sequence[Group]) -> Path:
+def write_dump(folder: Path, step: int, version: Version, groups: Sequence[Group]) -> Path:
     """Written beside and renamed, so that a reader never sees half a batch."""
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{step:06d}.pb"
     partial = path.with_suffix(".partial")
-    partial.write_bytes(codec.encode_dump(step, groups))
+    partial.write_bytes(codec.encode_dump(step, version, groups))
     return partial.rename(path)
 
 
 def read_dump(path: Path) -> tuple[int, list[Group]]:
     """The step and the groups it consumed. Raises UserError for a file that is no dump."""
+    step, _, groups = _read(path)
+    return step, groups
+
+
+def last_dump(folder: Path) -> tuple[int, Version] | None:
+    """The step and the version of the last one; None if there is none."""
+    if not (paths := dumps(folder)):
+        return None
+    step, version, _ = _read(paths[-1])
+    return step, version
+
+
+def dumps(folder: Path) -> list[Path]:
+    """In the order of their steps."""
+    return sorted(folder.glob("step-*.pb"))
+
+
+def _read(path: Path) -> tuple[int, Version, list[Group]]:
     try:
         return codec.decode_dump(path.read_bytes())
     except ValueError as error:

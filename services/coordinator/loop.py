@@ -249,7 +249,11 @@ class Loop:
     async def _checkpoint(self) -> None:
         """Waits until the models have copied their state; the run continues while they write it."""
         parts, trained = self._parts, self._parts.learners.trained
-        if not trained or self._saved == self._step or not self._can_save:
+        if self._saved == self._step or not self._can_save:
+            return
+        if not trained:  # its dump is all that a step leaves
+            await parts.journal.commit(self._step)
+            self._saved = self._step
             return
         state = CoordinatorState(
             step=self._step,
@@ -294,7 +298,8 @@ class Loop:
         checkpoint = self._settings.checkpoint
         elapsed_s = self._clock() - self._saved_at
         return (
-            self._due(checkpoint.every, checkpoint.at_end)
+            not self._parts.learners.trained
+            or self._due(checkpoint.every, checkpoint.at_end)
             or (checkpoint.every_minutes > 0 and elapsed_s >= 60 * checkpoint.every_minutes)
             or (self._best is not None and self._best.step == self._step)
             or self._parts.control.checkpoint_requested

@@ -14,9 +14,11 @@ from services.coordinator.data import (
     read_prompts,
     short_enough,
 )
+from services.coordinator.dump import dumps
 from services.coordinator.rendering import Renderer
 from services.coordinator.supervised import HeldOutSet
 from services.coordinator.validation import ValidationSet
+from services.runtime.errors import UserError
 from services.runtime.model_spec import read_spec
 from services.wire.types import Prompt, Sampling
 
@@ -26,6 +28,7 @@ class RunData:
     renderer: Renderer
     sampling: Sampling  # of training
     prompts: PromptSource | None = None  # not in a replay and in supervised
+    replay: Sequence[Path] = ()  # dumps, one for each step of the run
     warmup: SupervisedSource | None = None
     rows: SupervisedSource | None = None  # in supervised, like the held-out ones
     validation_sets: Sequence[ValidationSet] = ()
@@ -44,9 +47,20 @@ def read_data(config: RunConfig) -> RunData:
         renderer,
         sampling,
         prompts=None if config.data.replay else _prompt_source(config, renderer),
+        replay=_replay(config.data.replay, config.run.steps) if config.data.replay else (),
         warmup=_warmup_rows(config.warmup.source, renderer, config.run.seed) if warms_up else None,
         validation_sets=_validation_sets(config, renderer) if generates else (),
     )
+
+
+def _replay(folder: Path, steps: int) -> list[Path]:
+    paths = dumps(folder)
+    if len(paths) < steps:
+        raise UserError(
+            f"data.replay = {folder} holds {len(paths)} dumps, run.steps = {steps} needs as many: lower "
+            "run.steps, or name the dumps of a longer run with coordinator.dump = true (runs/NAME/dumps)"
+        )
+    return paths[:steps]
 
 
 def _warmup_rows(source: SourceConfig | None, renderer: Renderer, seed: int) -> SupervisedSource:

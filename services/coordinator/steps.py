@@ -86,7 +86,8 @@ class GroupSteps:
         meters: Sequence[Meter],
         evaluate: Callable[[Version], Awaitable[Mapping[str, float]]],
     ) -> None:
-        """`beside`: what the source's groups come from. `dumps`: the folder for consumed groups; None: they are not kept. `meters` are read once a step."""
+        """`beside`: what the source's groups come from. `dumps`: the folder for consumed groups; None: they
+        are not kept. `meters` are read once a step."""
         self._source = source
         self._recipe = recipe
         self._control = control
@@ -109,7 +110,7 @@ class GroupSteps:
         if groups is None:
             return None
         if self._dumps:
-            await asyncio.to_thread(write_dump, self._dumps, step, groups)
+            await asyncio.to_thread(write_dump, self._dumps, step, version, groups)
         metrics = step_metrics(groups, version) | self._reasons.shares(groups)
         for meter in self._meters:
             metrics |= meter()

@@ -326,10 +326,11 @@ def decode_prompt(message: types_pb2.Prompt) -> Prompt:
     )
 
 
-def encode_dump(step: int, groups: Sequence[Group]) -> bytes:
+def encode_dump(step: int, version: Version, groups: Sequence[Group]) -> bytes:
     """One consumed batch as a file's content."""
     message = types_pb2.Dump(
         step=step,
+        version=encode_version(version),
         groups=[
             types_pb2.Group(
                 prompt=encode_prompt(group.prompt),
@@ -342,20 +343,24 @@ def encode_dump(step: int, groups: Sequence[Group]) -> bytes:
     return message.SerializeToString()
 
 
-def decode_dump(content: bytes) -> tuple[int, list[Group]]:
+def decode_dump(content: bytes) -> tuple[int, Version, list[Group]]:
     """Raises ValueError where the content is no dump."""
     try:
         message = types_pb2.Dump.FromString(content)
     except DecodeError as error:
         raise ValueError(str(error)) from None
-    return message.step, [
-        Group(
-            decode_prompt(group.prompt),
-            tuple(decode_samples(group.samples)),
-            next(iter(decode_samples(group.baseline)), None),
-        )
-        for group in message.groups
-    ]
+    return (
+        message.step,
+        decode_version(message.version),
+        [
+            Group(
+                decode_prompt(group.prompt),
+                tuple(decode_samples(group.samples)),
+                next(iter(decode_samples(group.baseline)), None),
+            )
+            for group in message.groups
+        ],
+    )
 
 
 def _offsets(lengths: Iterable[int]) -> list[int]:

@@ -84,7 +84,7 @@ def test_a_dump_carries_the_baseline(tmp_path: Path) -> None:
     with_baseline = replace(
         scored((1, 0), (0, 0)), baseline=sample(2, (3, 4), TurnReward(0, 0.25, {"a": 1.0}))
     )
-    step, groups = read_dump(write_dump(tmp_path / "dumps", 5, [with_baseline, scored((1, 0))]))
+    step, groups = read_dump(write_dump(tmp_path / "dumps", 5, builders.V0, [with_baseline, scored((1, 0))]))
     assert step == 5
     back = groups[0].baseline
     assert back is not None

@@ -12,7 +12,7 @@ from services.coordinator.assembly import rows_before
 from services.coordinator.checkpoints import Best
 from services.coordinator.control import State
 from services.coordinator.data import SupervisedSource
-from services.coordinator.dump import read_dump
+from services.coordinator.dump import dumps, last_dump, read_dump
 from services.coordinator.source import ReplaySource
 from services.coordinator.supervised import HeldOutSet, SupervisedSteps
 from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
@@ -421,16 +421,18 @@ async def test_rollout_only_dumps_its_groups_and_pushes_nothing(tmp_path: Path) 
     }
     run = FakeRun(tmp_path, sections, models=())
     await run.run()
-    dumps = [read_dump(path) for path in sorted((run.config.folder / "dumps").iterdir())]
-    assert [step for step, _ in dumps] == [1, 2]
-    assert [str(groups[0].prompt.id) for _, groups in dumps] == ["toy/0/1", "toy/0/2"]
+    written = [read_dump(path) for path in dumps(run.config.folder / "dumps")]
+    assert [step for step, _ in written] == [1, 2]
+    assert [str(groups[0].prompt.id) for _, groups in written] == ["toy/0/1", "toy/0/2"]
+    assert run.journal.committed == [1, 2]  # a dump is the checkpoint of its step
+    assert last_dump(run.config.folder / "dumps") == (2, Version("a3f0", 0))
     assert [row["critic/score/mean"] for row in run.rows()] == [0.5, 0.5]
 
 
 async def test_a_replay_trains_on_the_batches_of_a_dump(tmp_path: Path) -> None:
     first = FakeRun(tmp_path / "first", {"coordinator": {"dump": True}})
     await first.run()
-    again = FakeRun(tmp_path / "again", source=ReplaySource(first.config.folder / "dumps", 1))
+    again = FakeRun(tmp_path / "again", source=ReplaySource(dumps(first.config.folder / "dumps")))
     await again.run()
     batches = [list(run.trainers["actor"].batches.values()) for run in (first, again)]
     for ours, theirs in zip(*batches, strict=True):
