@@ -423,13 +423,15 @@ def test_asynchronous_with_partial_rollouts_keeps_the_bound_and_the_best_checkpo
     assert kept == {f"step-{best:06d}", "step-000006"}
 
 
-def test_rollout_only_dumps_scored_groups_without_a_trainer(make: Make) -> None:
+def test_rollout_only_dumps_scored_groups_and_continues_after_its_last_dump(make: Make) -> None:
     config = make("rollouts", run={"steps": 2, "mode": "rollout_only"})
     assert launch(config, watch, resume=False)
-    assert len(consumed(config)) == 2 * 4 * 4
-    assert all(
-        len(sample.rewards) == 1 for groups in dumps(config) for group in groups for sample in group.samples
-    )
+    first = {path: path.read_bytes() for path in (config.folder / "dumps").iterdir()}
+    assert launch(make("rollouts", run={"steps": 4, "mode": "rollout_only"}), watch, resume=True)
+    assert {path: path.read_bytes() for path in first} == first
+    assert len(dumps(config)) == 4
+    check_every_sample_counts_once(config)
+    assert all(len(s.rewards) == 1 for groups in dumps(config) for group in groups for s in group.samples)
     assert not (config.folder / "logs" / "actor-0.log").exists()
 
 

@@ -19,12 +19,13 @@ from services.coordinator.data import (
     read_pairs,
     read_prompts,
 )
+from services.coordinator.dump import write_dump
 from services.coordinator.rendering import Renderer
 from services.coordinator.rows import read_rows, read_supervised_rows
 from services.coordinator.run_data import read_data
 from services.runtime.errors import UserError
 from services.wire.types import GroupId, Prompt
-from tests.builders import run_config
+from tests.builders import V0, run_config
 from tests.conftest import write_tokenizer
 
 
@@ -359,3 +360,16 @@ def test_a_draw_is_cheap() -> None:
     for _ in range(100):
         mixture.draw(16)
     assert (time.process_time() - start) / 1600 < 50e-6  # about 2 microseconds on an idle machine
+
+
+def test_a_replay_of_fewer_dumps_than_the_run_has_steps(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write_dump(tmp_path / "dumps", step, V0, [])
+    config = {"model": {"path": tmp_path}, "data": {"replay": tmp_path / "dumps"}}
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 64}')
+    for steps in (1, 2):
+        data = read_data(run_config(config, run={"mode": "train_only", "steps": steps}))
+        assert [path.name for path in data.replay] == ["step-000001.pb", "step-000002.pb"][:steps]
+    with pytest.raises(UserError, match=r"dumps holds 2 dumps, run\.steps = 3 needs as many: lower"):
+        read_data(run_config(config, run={"mode": "train_only", "steps": 3}))
