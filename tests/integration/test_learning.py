@@ -1,4 +1,4 @@
-"""The examples learn: from the commands of the README to the curves that they leave."""
+"""The commands of the README, from their data to the curves that they leave."""
 
 import json
 import subprocess
@@ -54,15 +54,16 @@ def test_the_quickstart_learns_sums(tmp_path: Path) -> None:
     assert Path(tmp_path / summary["checkpoint"] / "coordinator.json").exists()
 
 
-def test_gsm8k_learns_the_form_of_an_answer_in_twenty_steps(tmp_path: Path) -> None:
+def test_gsm8k_trains_on_the_rewards_of_its_graders(tmp_path: Path) -> None:
+    """Two steps after a short warm-up: what the whole example learns is in docs/benchmarks.md."""
     atoll(tmp_path, "data", "gsm8k")
-    atoll(tmp_path, "run", ROOT / "examples" / "gsm8k.toml")
+    settings = {"run.steps": 2, "warmup": '{ steps = 10, source.path = "runs/data/gsm8k/warmup.parquet" }'}
+    overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    atoll(tmp_path, "run", ROOT / "examples" / "gsm8k.toml", *overrides)
     summary, (start, *steps) = results(tmp_path / "runs" / "gsm8k")
-    assert summary["steps"] == 20
+    assert summary["steps"] == 2
     assert {"val/test/avg@1", "val/test/pass@1"} <= start.keys() & steps[-1].keys()
-    rates = "reward/gsm8k_format/mean"
-    assert 0.1 <= mean(steps[:5], rates) <= 0.7  # mid-range: something is known, something to learn
-    assert mean(steps[-5:], rates) - mean(steps[:5], rates) >= 0.1
     for row in steps:
-        components = row["reward/gsm8k/mean"] + 0.2 * row[rates]
+        components = row["reward/gsm8k/mean"] + 0.2 * row["reward/gsm8k_format/mean"]
         assert row["critic/score/mean"] == pytest.approx(components)
+        assert row["rollout_corr/logprob_diff_max"] < 1e-3
