@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,13 +16,13 @@ from services.cli.tokens import Tokens
 from services.config.load import write_private, write_resolved
 from services.config.schema import Role, RunConfig
 from services.runtime.clients import Caller, CoordinatorClient
-from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
+from services.runtime.errors import ServiceUnavailableError, UserError
 from services.runtime.store import embedded
 
 _log = logging.getLogger(__name__)
 
 ADDRESS_FILE = "coordinator.address"  # in the run's folder for as long as the run goes on
-STOP_TIMEOUT_S = 60.0  # for the step in progress and the last checkpoint
+STOP_RETRY_S = 1.0  # before a coordinator that did not answer is asked again to stop
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
 
@@ -42,7 +42,16 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
         coordinator = coordinator_of(config, url, resume=resume)
         services = partial(services_of, config)
         try:
-            return asyncio.run(supervise(config.folder, given, coordinator, services, follow))
+            return asyncio.run(
+                supervise(
+                    config.folder,
+                    given,
+                    coordinator,
+                    services,
+                    follow,
+                    start_timeout_s=config.coordinator.start_timeout_s,
+                )
+            )
         except asyncio.CancelledError:  # by the second interrupt
             return False
 
@@ -53,6 +62,8 @@ async def supervise(
     coordinator: ServiceGroup,
     services: Callable[[str], list[ServiceGroup]],
     follow: Follow,
+    *,
+    start_timeout_s: float | None = None,
 ) -> bool:
     """Starts the coordinator, then the services that want its address, until the coordinator ends.
 
@@ -60,7 +71,7 @@ async def supervise(
     """
     stop = asyncio.Event()
     with interrupts(stop):
-        async with Fleet(folder / "logs", given.environment) as fleet:
+        async with Fleet(folder / "logs", given.environment, start_timeout_s=start_timeout_s) as fleet:
             address = await fleet.start(coordinator)
             with address_file(folder, address, given):
                 client = CoordinatorClient(address, Caller(token=given.run))
@@ -213,18 +224,27 @@ def interrupts(stop: asyncio.Event) -> Iterator[None]:
 
 
 async def stop_run(stop: asyncio.Event, client: CoordinatorClient) -> None:
-    """Hands the user's wish to the coordinator, whose exit ends the run. Raises where that takes too long."""
+    """Hands the user's wish to the coordinator, whose exit ends the run, and shows what that waits for: a
+    step and a checkpoint take as long as they take. Returns if there is nothing to finish."""
     await stop.wait()
-    with suppress(ServiceUnavailableError):  # it is ending already
-        if (await client.status()).state in ("starting", "recovering"):
-            return  # there is nothing to finish
-        _log.warning("stopping after the step in progress; interrupt again to stop at once")
-        await client.stop_run()
-    await asyncio.sleep(STOP_TIMEOUT_S)
-    raise AtollError(
-        f"the run did not stop within {STOP_TIMEOUT_S:g} s, so its services were ended; "
-        "--resume goes on from the last checkpoint"
-    )
+    seen, shown, is_told = 0, "", False
+    while True:
+        try:
+            status = await client.status(seen)
+            if status.state in ("starting", "recovering"):
+                return
+            if not is_told:
+                await client.stop_run()
+                is_told = True
+        except ServiceUnavailableError as error:  # it is busy, or ending already
+            waits_for = f"an answer of the coordinator ({error})"
+            await asyncio.sleep(STOP_RETRY_S)
+        else:
+            seen = status.revision
+            waits_for = f"the run, which is {status.state} after step {status.step} of {status.num_steps}"
+        if waits_for != shown:
+            _log.warning("stopping: waits for %s; interrupt again to stop at once", waits_for)
+            shown = waits_for
 
 
 async def first_of(*coroutines: Coroutine[None, None, None]) -> None:

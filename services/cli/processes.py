@@ -5,14 +5,16 @@ import json
 import logging
 import os
 import signal
+import time
 from asyncio.subprocess import DEVNULL, STDOUT, Process
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
+from services.runtime.deaths import Deaths
 from services.runtime.errors import AtollError
 from services.runtime.ports import reserved_port
 from services.runtime.process import EXIT_GAVE_UP, EXIT_RANK_LOST
@@ -20,7 +22,7 @@ from services.runtime.tether import tethered
 
 _log = logging.getLogger(__name__)
 
-READY_TIMEOUT_S = 600.0  # a large model loads for minutes
+RESTART_PAUSE_S = 1.0  # before another try, if a restart failed; twice as long each time
 TERMINATE_TIMEOUT_S = 10.0  # between SIGTERM and SIGKILL
 CAUSE_TIMEOUT_S = 10.0  # for the end of the rank whose loss ended another: a driver may hold on to it
 LOG_LINES = 20  # quoted when a service dies
@@ -29,6 +31,10 @@ LOOPBACK = "127.0.0.1"
 
 class ServiceDiedError(AtollError):
     """A service that the run needs is gone; the message quotes the end of its log."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.has_given_up = code == EXIT_GAVE_UP
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class ServiceGroup:
     """
 
     services: tuple[Service, ...]
-    max_restarts: int = 0
+    max_restarts: int = 0  # in an hour
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,10 +64,20 @@ class ServiceGroup:
 class Fleet:
     """The processes of a run, each in its own process group and with its own log. Leaving ends them all."""
 
-    def __init__(self, logs: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`environment`: of every process, above this one's and below a service's own."""
+    def __init__(
+        self,
+        logs: Path,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        *,
+        start_timeout_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`environment`: of every process, above this one's and below a service's own. `start_timeout_s`:
+        until a process serves; None: as long as it takes."""
         self._logs = logs
         self._environment = environment
+        self._start_timeout_s = start_timeout_s
+        self._clock = clock
         self._processes: dict[str, Process] = {}
 
     async def __aenter__(self) -> Self:
@@ -81,15 +97,16 @@ class Fleet:
             pipes = [await self._spawn(service, meeting) for service in group.services]
             lines = [asyncio.create_task(pipe.readline()) for pipe in pipes]
             try:
-                for line in asyncio.as_completed(lines, timeout=READY_TIMEOUT_S):
+                for line in asyncio.as_completed(lines, timeout=self._start_timeout_s):
                     if not await line:
                         name, code = await self._first_death(group)
-                        raise ServiceDiedError(self._obituary(name, "did not start", code))
+                        raise self._death(name, "did not start", code)
             except TimeoutError:
                 name = next(name for name, line in zip(group.names, lines, strict=True) if not line.done())
                 os.killpg(self._processes[name].pid, signal.SIGKILL)
-                what, code = f"did not start within {READY_TIMEOUT_S:g} s", await self._processes[name].wait()
-                raise ServiceDiedError(self._obituary(name, what, code)) from None
+                code = await self._processes[name].wait()
+                what = f"did not start within {self._start_timeout_s:g} s (coordinator.start_timeout_s)"
+                raise self._death(name, what, code) from None
             finally:
                 for task in lines:
                     task.cancel()
@@ -98,28 +115,35 @@ class Fleet:
     async def keep(self, group: ServiceGroup) -> None:
         """Runs the group, again after each death in it as often as it may; one death ends all its processes.
 
-        Raises ServiceDiedError in the end. A process that dies before it served is not started again: it
-        would die of the same cause; nor is one that has given up.
+        Raises ServiceDiedError in the end. A group that has never served is not started again: it would die
+        of the same cause; nor is a process that has given up.
         """
-        for life in range(group.max_restarts + 1):
-            await self.start(group)
-            name, code = await self._first_death(group)
-            death = self._obituary(name, "died", code)
-            if life == group.max_restarts or code == EXIT_GAVE_UP:
-                raise ServiceDiedError(death)
-            who = ", ".join(group.names)
-            _log.warning("restart %d of %d of %s: %s", life + 1, group.max_restarts, who, death)
+        deaths, has_served = Deaths(self._clock), False
+        while True:
+            serves = False
+            try:
+                await self.start(group)
+                has_served = serves = True
+                await self.watch(group)
+            except ServiceDiedError as death:
+                number = deaths.count()
+                if not has_served or death.has_given_up or number > group.max_restarts:
+                    raise
+                who = ", ".join(group.names)
+                _log.warning("restart %d of %d of %s: %s", number, group.max_restarts, who, death)
             await self._stop(*group.names)
+            if not serves:
+                await asyncio.sleep(RESTART_PAUSE_S * 2 ** (number - 1))
 
     async def watch(self, group: ServiceGroup) -> None:
         """Waits for as long as all processes of a started group live. Raises ServiceDiedError."""
         name, code = await self._first_death(group)
-        raise ServiceDiedError(self._obituary(name, "died", code))
+        raise self._death(name, "died", code)
 
     async def finished(self, name: str) -> None:
         """Returns when a started service ends of its own accord. Raises ServiceDiedError where it failed."""
         if code := await self._processes[name].wait():
-            raise ServiceDiedError(self._obituary(name, "failed", code))
+            raise self._death(name, "failed", code)
 
     async def _first_death(self, group: ServiceGroup) -> tuple[str, int]:
         """Waits for a process of the group to end; returns the name and exit code of the one to blame.
@@ -177,12 +201,11 @@ class Fleet:
             _signal(processes, signal.SIGKILL)
             await everyone
 
-    def _obituary(self, name: str, what: str, code: int) -> str:
+    def _death(self, name: str, what: str, code: int) -> ServiceDiedError:
         log = self._logs / f"{name}.log"
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return "\n".join(
-            [f"{name} {what} ({_how(code)}); its log {log} ends with:", *(f"  {line}" for line in lines)]
-        )
+        first = f"{name} {what} ({_how(code)}); its log {log} ends with:"
+        return ServiceDiedError("\n".join([first, *(f"  {line}" for line in lines)]), code)
 
 
 def _signal(processes: Iterable[Process], number: signal.Signals) -> None:

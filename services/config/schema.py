@@ -124,6 +124,7 @@ class CoordinatorSection(Section):
     max_sample_attempts: PositiveInt = 3  # tries before a sample, and with it its group, is dropped
     max_dropped_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of all groups; above it the run ends
     lease_s: Annotated[float, Field(ge=1)] = 10.0  # silence of a service until it counts as lost
+    start_timeout_s: Annotated[float, Field(gt=0)] = 14400.0  # for a service to load its model and register
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     dump: bool = False  # write every consumed batch to runs/NAME/dumps
 
@@ -150,7 +151,7 @@ class RolloutSection(Section):
     sampling: SamplingConfig = SamplingConfig()
     local: LocalEngineConfig = LocalEngineConfig()
     sglang: SGLangConfig = SGLangConfig()
-    max_restarts: NonNegativeInt = 3  # of one replica's engine, and of its process, before the run stops
+    max_restarts: NonNegativeInt = 3  # an hour, of one replica's engine, and of its process
     threads: PositiveInt = 1
 
 
@@ -193,7 +194,7 @@ class SandboxConfig(Section):
 class RewardSection(Section):
     graders: tuple[GraderConfig, ...] = (GraderConfig(name="exact_match"),)
     services: PositiveInt = 1  # each with all graders
-    max_restarts: NonNegativeInt = 3  # of one service before the run stops
+    max_restarts: NonNegativeInt = 3  # of one service in an hour, before the run stops
     sandbox: SandboxConfig | None = None  # none: only where a grader needs one
     retries: NonNegativeInt = 3  # of what failed of a response's grading for a passing reason
     max_queued: PositiveInt = 8192  # responses that a service holds; more go elsewhere, or wait
@@ -268,7 +269,7 @@ class RoleSection(Section):
     max_tokens_per_forward: PositiveInt = 32768  # of a pass that keeps nothing for a backward pass
     recompute: Literal["none", "selective", "full"] = "none"  # what backward computes again: attention, all
     offload: bool = False  # the model lies in host memory while others work
-    max_restarts: NonNegativeInt = 3  # of its ranks, all together, before the run stops
+    max_restarts: NonNegativeInt = 3  # of its ranks, together, in an hour, before the run stops
     attention: Literal["shared_prefix", "segments", "flash"] = "shared_prefix"  # flash: flash-attn, on GPUs
     threads: PositiveInt = 1  # per rank
 

@@ -46,7 +46,6 @@ from services.wire.types import ExternalServer, Version
 log = logging.getLogger(__name__)
 
 POLICY = "actor"  # the model that replicas serve
-START_TIMEOUT_S = 300.0  # for every service to load its model and register
 
 
 class Assembly:
@@ -164,7 +163,7 @@ class Assembly:
             (dict.fromkeys(config.roles, 1) if trains else {})
             | ({"rollout": config.rollout.replicas} if generates else {})
             | ({"reward": 1} if generates and config.reward.has_service else {}),
-            START_TIMEOUT_S,
+            config.coordinator.start_timeout_s,
         )
         if generates:
             await self._wait_for_servers()

@@ -19,6 +19,7 @@ class State(Enum):
     VALIDATING = "validating"
     PAUSED = "paused"
     RECOVERING = "recovering"  # a trainer died: waits for its next life, then restores the last checkpoint
+    SAVING = "writing its last checkpoint"
     FINISHED = "finished"
     FAILED = "failed"
 

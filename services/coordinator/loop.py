@@ -140,6 +140,7 @@ class Loop:
 
     async def _end(self) -> None:
         parts, settings = self._parts, self._settings
+        await parts.control.report(state=State.SAVING)
         await parts.checkpoints.finish()
         if settings.checkpoint.at_end and self._step not in parts.checkpoints.steps():
             await self._checkpoint()  # stopped between two steps

@@ -92,7 +92,8 @@ class Membership:
             numbers = ", ".join(f"{number} x {role}" for role, number in missing().items())
             refused = "".join(f"; {entry.name} is refused: {why}" for entry, why in self._refused.items())
             raise ServiceUnavailableError(
-                f"after {timeout_s:g} s still missing: {numbers}{refused}; see logs/*.log of the run"
+                f"after {timeout_s:g} s (coordinator.start_timeout_s) still missing: {numbers}{refused}; "
+                "see logs/*.log of the run"
             ) from None
         if reasons := misfits():
             raise UserError("; ".join(reasons))

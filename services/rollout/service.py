@@ -182,6 +182,7 @@ async def _start_sglang(config: RunConfig) -> Engine:
         config=config.rollout.sglang,
         transport=config.weights.transport,
         deadline_s=config.weights.deadline_s,
+        start_timeout_s=config.coordinator.start_timeout_s,
         version=AS_IN_FOLDER,
         lora=_pushed_adapters(config),
     )

@@ -23,6 +23,7 @@ from services.config.errors import ConfigError
 from services.config.load import access_token, read_resolved, trainer_rank
 from services.config.schema import Role, RunConfig
 from services.runtime.clients import Caller, CoordinatorClient
+from services.runtime.deaths import Deaths
 from services.runtime.errors import (
     AtollError,
     EngineDiedError,
@@ -133,10 +134,11 @@ def parse_arguments(service: str) -> argparse.Namespace:
 async def _serve(
     service: str, build: Callable[[ServiceContext], Awaitable[Service]], arguments: argparse.Namespace
 ) -> None:
-    """Serves until it is told to stop. Where the engine dies, another service takes the place of the one that
-    lost it, `rollout.max_restarts` times: a new incarnation, which joins the run as a new process would."""
+    """Serves until it is told to stop. If the engine dies, another service takes the place of the one that
+    lost it, `rollout.max_restarts` times an hour: a new incarnation, which joins the run as a new process
+    would."""
     config, token = read_resolved(arguments.config), access_token()
-    started = False
+    started, deaths = False, Deaths()
     for life in count(1):
         context = ServiceContext(config, arguments.role, arguments.name, new_incarnation(), arguments.host)
         try:
@@ -145,9 +147,10 @@ async def _serve(
             await _serve_one(service, built, context, arguments, token, first=life == 1)
             return
         except EngineDiedError as death:
-            if life > config.rollout.max_restarts or not started:
+            number = deaths.count()
+            if number > config.rollout.max_restarts or not started:
                 raise
-            where = f"engine restart {life} of {config.rollout.max_restarts}"
+            where = f"engine restart {number} of {config.rollout.max_restarts}"
             _log.warning("%s: %s", where, death, exc_info=death.__cause__)
 
 

@@ -1,7 +1,6 @@
 """The launcher's promises, with fake services: deaths are told, restarts counted, nothing is left behind."""
 
 import asyncio
-import os
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.cli import launcher, processes
+from services.cli import processes
 from services.cli.launcher import launch, supervise
 from services.cli.processes import Fleet, Service, ServiceDiedError, ServiceGroup
 from services.cli.running import Run
@@ -23,7 +22,7 @@ from services.config.load import read_resolved, write_resolved
 from services.config.schema import RunConfig
 from services.runtime import store
 from services.runtime.clients import Caller, CoordinatorClient
-from services.runtime.errors import AtollError, UnauthenticatedError, UserError
+from services.runtime.errors import UnauthenticatedError, UserError
 from services.runtime.process import EXIT_GAVE_UP, EXIT_RANK_LOST
 from tests.integration.fake_run import fake
 
@@ -94,6 +93,26 @@ async def test_a_service_is_restarted_as_often_as_it_may(
     ]
 
 
+async def test_deaths_of_more_than_an_hour_ago_do_not_count(tmp_path: Path) -> None:
+    """One death in each hour, and then two in the last."""
+    hours = iter([0.0, 1.1, 2.2, 3.3, 3.4])
+    async with Fleet(tmp_path, clock=lambda: 3600 * next(hours)) as fleet:
+        with pytest.raises(ServiceDiedError):
+            await fleet.keep(fake("rollout-0", "dies", max_restarts=1))
+    assert len(set(pids(tmp_path, "rollout-0"))) == 5
+
+
+async def test_a_restart_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "RESTART_PAUSE_S", 0.01)
+    count = f"echo $$ >> {tmp_path}/lives; lives=$(wc -l < {tmp_path}/lives); [ $lives = 2 ] && exit 1; "
+    serve = """echo '{"address": ""}' > /proc/self/fd/$2; """
+    service = Service("actor-0", ("/bin/sh", "-c", count + serve + DIES, "actor-0"))
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(ServiceDiedError, match=r"actor-0 died"):
+            await fleet.keep(ServiceGroup((service,), max_restarts=2))
+    assert len((tmp_path / "lives").read_text().split()) == 3
+
+
 async def test_a_service_that_has_given_up_is_not_restarted(tmp_path: Path) -> None:
     gives_up = ServiceGroup((shell("rollout-0", f"exit {EXIT_GAVE_UP}"),), max_restarts=3)
     async with Fleet(tmp_path) as fleet:
@@ -145,12 +164,10 @@ async def test_an_end_that_nobody_asked_for_is_a_death(tmp_path: Path) -> None:
             await fleet.keep(fake("reward-0", "ends"))
 
 
-async def test_a_service_that_never_answers_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "READY_TIMEOUT_S", 2.0)
-    async with Fleet(tmp_path) as fleet:
-        with pytest.raises(ServiceDiedError, match=r"did not start within 2 s \(signal SIGKILL\)"):
+async def test_a_service_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    async with Fleet(tmp_path, start_timeout_s=2.0) as fleet:
+        expected = r"did not start within 2 s \(coordinator.start_timeout_s\) \(signal SIGKILL\)"
+        with pytest.raises(ServiceDiedError, match=expected):
             await fleet.start(fake("trainer-1", "silent"))
 
 
@@ -200,23 +217,6 @@ def test_the_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
         command.send_signal(signal.SIGINT)
         assert command.communicate(timeout=TIMEOUT_S)[0] == "stopped\n"
         assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
-
-
-async def test_a_run_that_does_not_stop_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "STOP_TIMEOUT_S", 0.2)
-
-    async def follow(client: CoordinatorClient) -> None:
-        await client.status()
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.Event().wait()
-
-    coordinator = fake("coordinator", "coordinates-stubbornly", "--expected", "1")
-    tokens = Tokens.of_this_run()
-    with pytest.raises(AtollError, match=r"did not stop within 0\.2 s"):
-        await supervise(tmp_path, tokens, coordinator, lambda at: [fake("service-0", "serves", at)], follow)
-    assert not any(
-        psutil.pid_exists(pids(tmp_path / "logs", name)[0]) for name in ("coordinator", "service-0")
-    )
 
 
 async def test_a_run_has_a_token_of_its_own_which_only_its_folder_and_processes_know(

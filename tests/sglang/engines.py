@@ -23,6 +23,7 @@ def started_with(tp_size: int) -> Callable[[Path], Awaitable[Engine]]:
             config=SGLangConfig.model_validate(settings),
             transport="shm",
             deadline_s=30.0,
+            start_timeout_s=600.0,
             version=V0,
         )
 

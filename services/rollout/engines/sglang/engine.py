@@ -104,6 +104,7 @@ class SGLangEngine:
         config: SGLangConfig,
         transport: str,
         deadline_s: float,
+        start_timeout_s: float,
         version: Version,
         lora: LoraConfig | None = None,
     ) -> Self:
@@ -117,7 +118,9 @@ class SGLangEngine:
         async with AsyncExitStack() as undo:
             workers = Workers(config.tp_size, transport, deadline_s, version, lora)
             undo.push_async_callback(workers.close)
-            server = await Server.start(arguments + workers.arguments, environment | workers.environment)
+            server = await Server.start(
+                arguments + workers.arguments, environment | workers.environment, start_timeout_s
+            )
             undo.push_async_callback(server.close)
             await workers.attach(server.control)
             limits = limits_of(await server.state())

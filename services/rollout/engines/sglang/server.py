@@ -19,7 +19,6 @@ from services.runtime.tether import tethered
 
 _log = logging.getLogger(__name__)
 
-START_TIMEOUT_S: Final = 1800.0  # imports, weights, warm-up
 POLL_S: Final = 0.2  # between two looks at a server that starts
 CONTROL_TIMEOUT_S: Final = 60.0  # of what is no generation
 DEATH_S: Final = 15.0  # SGLang takes a second or two to end once one of its processes is gone
@@ -41,9 +40,11 @@ class Server:
         self.exit = asyncio.create_task(process.wait())  # its exit code
 
     @classmethod
-    async def start(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> Self:
+    async def start(
+        cls, arguments: Sequence[str], environment: Mapping[str, str], start_timeout_s: float
+    ) -> Self:
         """Returns once it has answered its first request. Raises UserError where SGLang refuses its
-        arguments, EngineDiedError where it ends otherwise or takes longer than START_TIMEOUT_S."""
+        arguments, EngineDiedError where it ends otherwise or takes longer than `start_timeout_s`."""
         folder = TemporaryDirectory(prefix="atoll-sglang-")  # its sockets, which a SIGKILL would leave behind
         with reserved_port() as port:
             process = await asyncio.create_subprocess_exec(
@@ -55,7 +56,7 @@ class Server:
             )
             server = cls(process, f"http://127.0.0.1:{port}", folder)
             try:
-                await server._wait_until_ready()
+                await server._wait_until_ready(start_timeout_s)
             except BaseException:
                 await server.close()
                 raise
@@ -109,10 +110,10 @@ class Server:
             _log.debug("the SGLang server has ended before")
         await asyncio.wait({self.exit})
 
-    async def _wait_until_ready(self) -> None:
+    async def _wait_until_ready(self, start_timeout_s: float) -> None:
         """Waits for the first good answer; the child's end and the deadline unblock it."""
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(start_timeout_s):
                 while not await self._healthy():
                     await asyncio.wait({self.exit}, timeout=POLL_S)
                     if self.exit.done():
@@ -123,7 +124,7 @@ class Server:
                         raise self.death()
         except TimeoutError:
             raise EngineDiedError(
-                f"SGLang was not ready after {START_TIMEOUT_S:g} s: see the log above"
+                f"SGLang was not ready after {start_timeout_s:g} s (coordinator.start_timeout_s): see the log above"
             ) from None
 
     async def _healthy(self) -> bool:
