@@ -24,6 +24,7 @@ async def main(folder: Path) -> None:
         config=SGLangConfig.model_validate({"device": "cpu", "log_level": "warning"}),
         transport="shm",
         deadline_s=60.0,
+        start_timeout_s=600.0,
         version=Version("", 0),
     )
     service = RolloutService(engine, "rollout-0", "bench")

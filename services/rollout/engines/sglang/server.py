@@ -124,7 +124,8 @@ class Server:
                         raise self.death()
         except TimeoutError:
             raise EngineDiedError(
-                f"SGLang was not ready after {start_timeout_s:g} s (coordinator.start_timeout_s): see the log above"
+                f"SGLang was not ready after {start_timeout_s:g} s (coordinator.start_timeout_s): "
+                "see the log above"
             ) from None
 
     async def _healthy(self) -> bool:
