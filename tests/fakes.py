@@ -13,6 +13,7 @@ from services.coordinator.algorithm import Algorithm
 from services.coordinator.beside import Beside
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.control import Control
+from services.coordinator.groups import NOTHING
 from services.coordinator.learners import Learners
 from services.coordinator.loop import Loop, Parts, Settings, Start
 from services.coordinator.steps import GroupSteps, NoRecipe, StepSource
@@ -82,6 +83,8 @@ class FakeTrainer:
 
 class ListSource:
     """Hands out the batches of a list, the first of them to step `first`."""
+
+    counters = NOTHING
 
     def __init__(self, batches: Sequence[Sequence[Group]], first: int = 1) -> None:
         self._batches = batches

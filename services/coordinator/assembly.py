@@ -18,7 +18,7 @@ from services.coordinator.control import Control, State
 from services.coordinator.data import Cursor
 from services.coordinator.dump import last_dump
 from services.coordinator.generation import Generation
-from services.coordinator.groups import DynamicSampling
+from services.coordinator.groups import NOTHING, DynamicSampling
 from services.coordinator.journal import Checkpoint, Journal, Restored
 from services.coordinator.learners import Learners, Models
 from services.coordinator.ledger import LEDGER, Ledger
@@ -274,7 +274,7 @@ class Assembly:
             return await beside.wait_for(evaluate(sets, generation, run, version.number))
 
         return GroupSteps(
-            self._groups(data, generation, restored, version, state.step if state else 0),
+            self._groups(data, generation, restored, version, state),
             Algorithm(config, models, state.algorithm if state else None) if models else NoRecipe(),
             self._control,
             beside,
@@ -289,9 +289,15 @@ class Assembly:
         )
 
     def _groups(
-        self, data: RunData, generation: Generation, restored: Restored, version: Version, step: int
+        self,
+        data: RunData,
+        generation: Generation,
+        restored: Restored,
+        version: Version,
+        state: CoordinatorState | None,
     ) -> Source:
         coordinator, wanted = self._config.coordinator, self._config.algorithm.filter
+        step = state.step if state else 0
         if not data.prompts:
             return ReplaySource(data.replay[step:])
         if restored.cursor:
@@ -309,7 +315,7 @@ class Assembly:
             greedy_baseline=coordinator.greedy_baseline,
             dynamic_sampling=DynamicSampling(wanted, coordinator.prompts_per_step) if wanted else None,
         )
-        source.restore(restored.groups, version)
+        source.restore(restored.groups, version, state.counters if state else NOTHING)
         return source
 
     def _warmup(

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from services.config.schema import Role
 from services.coordinator.algorithm import AlgorithmState
 from services.coordinator.data import Cursor
+from services.coordinator.groups import Counters
 from services.runtime.errors import AtollError, ServiceUnavailableError
 from services.wire.types import Version, Written
 
@@ -49,6 +50,7 @@ class CoordinatorState:
         default_factory=dict
     )  # the step's metrics, which may not be in the metrics file yet
     seconds: float = 0.0  # that the run took until then
+    counters: Counters = field(default_factory=Counters)
 
     @classmethod
     def parse(cls, tree: Mapping[str, Any]) -> "CoordinatorState":
@@ -61,6 +63,7 @@ class CoordinatorState:
             algorithm=AlgorithmState(**tree["algorithm"]),
             row=tree.get("row", {}),
             seconds=tree.get("seconds", 0.0),
+            counters=Counters(**tree.get("counters", {})),
         )
 
 

@@ -176,6 +176,19 @@ FILTERS: Mapping[str, Callable[..., bool]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What limits are judged by; a checkpoint has it, so that a resume does not begin to count again."""
+
+    issued: int = 0  # groups since the run began
+    failed: int = 0  # of these, dropped for an error
+    kept: int = 0  # by a filter, since the last batch
+    filtered: int = 0
+
+
+NOTHING = Counters()
+
+
 class DynamicSampling:
     """Which finished groups are trained on, and for how long others are replaced by new prompts.
 
@@ -187,13 +200,14 @@ class DynamicSampling:
         """Raises ConfigError where `config` names no function that fits."""
         self._keep: Callable[[Group], bool] = load(config, FILTERS)
         self._name = config.name
+        self.is_users_own = config.is_users_own
         self._max_refill = config.max_refill
         self._prompts_per_step = prompts_per_step
-        self._num_kept = 0  # since the last batch
-        self._num_filtered = 0
+        self.num_kept = 0  # since the last batch
+        self.num_filtered = 0
 
     def keeps(self, group: Group) -> bool:
-        """Raises AtollError where the filter fails: the user's own may raise anything."""
+        """From any thread. Raises AtollError if the filter fails: the user's own may raise anything."""
         try:
             keep = self._keep(group)
             if not isinstance(keep, bool | np.bool_):
@@ -201,27 +215,29 @@ class DynamicSampling:
         except Exception as error:
             raise AtollError(
                 f"algorithm.filter = {self._name!r} failed on group {group.prompt.id}: "
-                f"{type(error).__name__}: {error}; mend the function or its parameters, "
+                f"{type(error).__name__}: {error}; fix the function or its parameters, "
                 "then continue with --resume"
             ) from error
-        self._num_kept += bool(keep)
-        self._num_filtered += not keep
         return bool(keep)
+
+    def count(self, keep: bool) -> None:
+        self.num_kept += keep
+        self.num_filtered += not keep
 
     def check(self) -> None:
         """Raises AtollError where more than max_refill batches were left out since the last batch."""
-        if self._num_filtered > self._max_refill * self._prompts_per_step:
+        if self.num_filtered > self._max_refill * self._prompts_per_step:
             raise AtollError(
-                f"algorithm.filter = {self._name!r} left out {self._num_filtered} of the "
-                f"{self._num_filtered + self._num_kept} groups that finished since the last batch, more than "
+                f"algorithm.filter = {self._name!r} left out {self.num_filtered} of the "
+                f"{self.num_filtered + self.num_kept} groups that finished since the last batch, more than "
                 f"algorithm.filter.max_refill = {self._max_refill} batches of {self._prompts_per_step}; take "
                 "easier or harder prompts, raise coordinator.samples_per_prompt, or allow more"
             )
 
     def take_metrics(self) -> dict[str, float]:
         """Of the groups that finished since the last call, which is made once per batch."""
-        num_filtered, num_finished = self._num_filtered, self._num_filtered + self._num_kept
-        self._num_kept = self._num_filtered = 0
+        num_filtered, num_finished = self.num_filtered, self.num_filtered + self.num_kept
+        self.num_kept = self.num_filtered = 0
         return {
             "dynamic_sampling/num_filtered": float(num_filtered),
             "dynamic_sampling/kept_fraction": 1 - num_filtered / max(num_finished, 1),

@@ -264,6 +264,7 @@ class Loop:
             algorithm=parts.steps.state,
             row=self._row,
             seconds=self._clock() - self._begun,
+            counters=parts.steps.counters,
         )
         snapshot = await parts.journal.snapshot(self._step)
 
@@ -292,8 +293,8 @@ class Loop:
         try:
             await self._checkpoint()
             await self._parts.checkpoints.finish()
-        except AtollError as other:
-            log.error("the last step could not be saved: %s", other)
+        except Exception:
+            log.exception("the last step could not be saved")
 
     def _must_save(self) -> bool:
         checkpoint = self._settings.checkpoint

@@ -7,13 +7,14 @@ between issue and publish, so generation runs ahead of training by that much and
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from services.coordinator.data import PromptSource
 from services.coordinator.dump import read_dump
 from services.coordinator.generation import Generation
-from services.coordinator.groups import DynamicSampling, PendingGroup
+from services.coordinator.groups import NOTHING, Counters, DynamicSampling, PendingGroup
 from services.coordinator.journal import InFlight, Journal, RestoredGroup
 from services.runtime.errors import AtollError, UserError
 from services.wire.types import Group, GroupId, Prompt, Sample, SampleId, Sampling, Version
@@ -24,6 +25,11 @@ MIN_JUDGED = 2  # batches issued before the share of dropped groups is judged
 
 
 class Source(Protocol):
+    @property
+    def counters(self) -> Counters:
+        """Of what its limits are judged by."""
+        ...
+
     async def take(self, step: int, count: int, current: Version) -> list[Group]:
         """The batch that `step` trains on, at version `current`."""
         ...
@@ -80,7 +86,8 @@ class GenerateSource:
         self._changed = asyncio.Event()
         self._failure: AtollError | None = None
         self.drops: dict[str, int] = {}  # kind of reason -> groups or samples, since the run began
-        self._failed = 0  # groups dropped for an error, out of self._issued
+        self._before = NOTHING  # the restored groups are counted as issued in this life
+        self._failed = 0  # groups dropped for an error, in this life
         self._metrics: Mapping[str, float] = {}
 
     async def take(self, step: int, count: int, current: Version) -> list[Group]:
@@ -97,7 +104,7 @@ class GenerateSource:
             if chosen:
                 break
             if self._dynamic_sampling and len(self._ready) < count:
-                self._dynamic_sampling.check()
+                self._check_refill(self._dynamic_sampling)
             self._changed.clear()
             await self._changed.wait()
             if self._failure:
@@ -110,6 +117,19 @@ class GenerateSource:
         chosen.sort(key=lambda group: group.order)
         await self._journal.consume(step, [id for group in chosen for id in group.ids()])
         return [group.group() for group in chosen]
+
+    @property
+    def counters(self) -> Counters:
+        """Zero after a limit has ended the run: who resumes it has done something about that."""
+        if self._failure:
+            return NOTHING
+        sampling = self._dynamic_sampling
+        return Counters(
+            issued=self._before.issued + self._issued,
+            failed=self._before.failed + self._failed,
+            kept=sampling.num_kept if sampling else 0,
+            filtered=sampling.num_filtered if sampling else 0,
+        )
 
     async def refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None:
         for _ in {sample.group for sample in samples}:
@@ -154,7 +174,7 @@ class GenerateSource:
         await self._journal.issue([id for group in groups for id in group.ids()], cursor)
         return groups
 
-    def restore(self, restored: Sequence[InFlight], version: Version) -> None:
+    def restore(self, restored: Sequence[InFlight], version: Version, counters: Counters = NOTHING) -> None:
         """Takes up the groups that were in flight when the run stopped, in the order of their issue and
         within the bound on staleness: several steps' groups lie between an old checkpoint and its journal."""
         self._version = version.number
@@ -166,6 +186,10 @@ class GenerateSource:
                     "and greedy_baseline"
                 )
         self._issued = len(restored)
+        self._before = replace(counters, issued=max(counters.issued - len(restored), 0))
+        if self._dynamic_sampling:
+            self._dynamic_sampling.num_kept = counters.kept
+            self._dynamic_sampling.num_filtered = counters.filtered
         self._waiting = list(enumerate(restored))
 
     def _again(self, order: int, entry: RestoredGroup) -> PendingGroup:
@@ -213,8 +237,9 @@ class GenerateSource:
         await self._journal.retry(samples, reason)
 
     async def completed(self, group: PendingGroup) -> None:
+        keep = await self._keeps(group.group())
         del self._pending[group.prompt.id]
-        if self._dynamic_sampling is None or self._dynamic_sampling.keeps(group.group()):
+        if keep:
             self._ready[group.prompt.id] = group
         else:
             self._count("filtered", 1)
@@ -229,12 +254,32 @@ class GenerateSource:
         await self.admit()
         self._changed.set()
 
+    async def _keeps(self, group: Group) -> bool:
+        sampling = self._dynamic_sampling
+        if sampling is None:
+            return True
+        if sampling.is_users_own:  # it may take its time
+            keep = await asyncio.to_thread(sampling.keeps, group)
+        else:
+            keep = sampling.keeps(group)
+        sampling.count(keep)
+        return keep
+
+    def _check_refill(self, sampling: DynamicSampling) -> None:
+        try:
+            sampling.check()
+        except AtollError as error:
+            self._failure = error
+            raise
+
     def _count_failed(self, reason: str) -> None:
         self._count(reason, 1)
         self._failed += 1
-        if self._failed > self._max_dropped_share * max(self._issued, MIN_JUDGED * self._prompts_per_step):
+        counters = self.counters
+        judged = max(counters.issued, MIN_JUDGED * self._prompts_per_step)
+        if counters.failed > self._max_dropped_share * judged:
             self._failure = AtollError(
-                f"{self._failed} of {self._issued} groups were dropped, more than "
+                f"{counters.failed} of {counters.issued} groups were dropped, more than "
                 f"coordinator.max_dropped_share = {self._max_dropped_share:g} allows; the last: {reason}; "
                 "fix the cause or raise the limit, then continue with --resume"
             )
@@ -246,6 +291,8 @@ class GenerateSource:
 
 class ReplaySource:
     """The batches of a dump folder, in the order in which they were consumed."""
+
+    counters = NOTHING
 
     def __init__(self, files: Sequence[Path]) -> None:
         """One for each step that is to come."""

@@ -12,6 +12,7 @@ from services.coordinator.beside import Beside
 from services.coordinator.control import Control
 from services.coordinator.data import Cursor
 from services.coordinator.dump import write_dump
+from services.coordinator.groups import Counters
 from services.coordinator.learners import BatchRefusedError
 from services.coordinator.metrics import Reasons, step_metrics
 from services.coordinator.source import Source
@@ -34,6 +35,11 @@ class StepSource(Protocol):
     @property
     def state(self) -> AlgorithmState:
         """What is carried from step to step."""
+        ...
+
+    @property
+    def counters(self) -> Counters:
+        """Of what the limits on dropped and filtered groups are judged by."""
         ...
 
     async def prepare(self, step: int, version: Version, timer: StepTimer) -> Prepared | None:
@@ -101,6 +107,10 @@ class GroupSteps:
     @property
     def state(self) -> AlgorithmState:
         return self._recipe.state
+
+    @property
+    def counters(self) -> Counters:
+        return self._source.counters
 
     async def prepare(self, step: int, version: Version, timer: StepTimer) -> Prepared | None:
         """Consumes prompts_per_step groups; waits for the source; unblocked by finished generation."""

@@ -8,6 +8,7 @@ import numpy as np
 from services.coordinator.algorithm import AlgorithmState, Prepared
 from services.coordinator.data import Cursor, Pair, SupervisedSource
 from services.coordinator.experience import supervised
+from services.coordinator.groups import NOTHING
 from services.coordinator.learners import Model
 from services.runtime.telemetry import StepTimer
 from services.wire.types import SampleId, SupervisedBatch, Version
@@ -24,6 +25,7 @@ class HeldOutSet:
 class SupervisedSteps:
     higher_is_better = False  # a loss
     state = AlgorithmState()
+    counters = NOTHING
 
     def __init__(
         self,

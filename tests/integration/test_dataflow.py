@@ -413,7 +413,7 @@ async def test_a_users_filter_that_fails_ends_the_run_with_its_cause(store: Stor
     with pytest.raises(ExceptionGroup) as failure:
         await asyncio.wait_for(flow.generation.run(), 20)
     assert "mine.py:keep' failed on group toy/0/" in str(failure.value.exceptions[0])
-    assert "IndexError: tuple index out of range; mend" in str(failure.value.exceptions[0])
+    assert "IndexError: tuple index out of range; fix" in str(failure.value.exceptions[0])
 
 
 async def test_the_greedy_sample_becomes_the_baseline(store: Store, tmp_path: Path) -> None:

@@ -116,10 +116,10 @@ def test_an_unknown_component_is_refused_with_those_there_are() -> None:
 def test_refill_is_bounded_and_counted_per_batch() -> None:
     sampling = DynamicSampling(FilterConfig(name="scores_differ", max_refill=2), prompts_per_step=3)
     for _ in range(6):
-        assert not sampling.keeps(scored((1, 0), (1, 0)))
-    assert sampling.keeps(scored((1, 0), (0, 0)))
+        sampling.count(sampling.keeps(scored((1, 0), (1, 0))))
+    sampling.count(sampling.keeps(scored((1, 0), (0, 0))))
     sampling.check()  # 6 is 2 batches of 3
-    assert not sampling.keeps(scored((1, 0), (1, 0)))
+    sampling.count(False)
     with pytest.raises(
         AtollError, match=r"'scores_differ' left out 7 of the 8 groups .*max_refill = 2 batches of 3; take"
     ):
@@ -151,5 +151,5 @@ def test_a_users_filter_that_fails_is_an_error_with_its_name(tmp_path: Path, bod
     file = tmp_path / "filters.py"
     file.write_text(f"def mine(group):\n    {body}\n")
     sampling = DynamicSampling(FilterConfig(name=f"{file}:mine"), 1)
-    with pytest.raises(AtollError, match=f"filters.py:mine' failed on group toy/0/7: {cause}; mend"):
+    with pytest.raises(AtollError, match=f"filters.py:mine' failed on group toy/0/7: {cause}; fix"):
         sampling.keeps(scored((1, 0)))

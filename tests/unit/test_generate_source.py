@@ -1,0 +1,157 @@
+"""What ends a run that drops or filters too much, over restarts; a filter that takes its time."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.config.schema import FilterConfig
+from services.coordinator.groups import Counters, DynamicSampling, PendingGroup
+from services.coordinator.source import GenerateSource
+from services.runtime.errors import AtollError
+from services.wire.types import Graded, Prompt, SampleId
+from tests.builders import SAMPLING, V0, node, prompt, sample
+
+
+class Prompts:
+    """Numbers them from 0."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.cursor = self
+
+    def dump(self) -> str:
+        return str(self.drawn)
+
+    def draw(self, n: int) -> list[Prompt]:
+        self.drawn += n
+        return [prompt(number) for number in range(self.drawn - n, self.drawn)]
+
+
+class Journal:
+    def __init__(self) -> None:
+        self.dropped: list[tuple[SampleId, str, int | None]] = []
+
+    async def issue(self, samples: Sequence[SampleId], cursor: str) -> None: ...
+
+    async def consume(self, step: int, samples: Sequence[SampleId]) -> None: ...
+
+    async def load(self, groups: Sequence[Any]) -> list[Any]:
+        return []
+
+    async def drop(self, samples: Sequence[SampleId], reason: str, step: int | None = None) -> None:
+        self.dropped += [(sample, reason, step) for sample in samples]
+
+
+class Generation:
+    """Generates what it is told to."""
+
+    def __init__(self) -> None:
+        self.groups: list[PendingGroup] = []
+
+    def submit(self, groups: Sequence[PendingGroup], sink: GenerateSource) -> None:
+        self.groups += groups
+
+
+def source(**changes: Any) -> tuple[GenerateSource, Generation, Journal]:
+    """Four groups of two in a step, all of which are issued at once."""
+    generation, journal = Generation(), Journal()
+    settings: dict[str, Any] = {
+        "sampling": SAMPLING,
+        "prompts_per_step": 4,
+        "samples_per_prompt": 2,
+        "greedy_baseline": False,
+        "max_staleness": 0,
+        "steps": 100,
+        "max_dropped_share": 0.5,
+        "dynamic_sampling": None,
+    }
+    return GenerateSource(Prompts(), generation, journal, **(settings | changes)), generation, journal
+
+
+def graded(group: PendingGroup, *scores: float) -> PendingGroup:
+    for id, score in zip(group.ids(), scores, strict=True):
+        group.accept(sample(id, node([3])))
+        group.grade(Graded(id, score, {"exact_match": score}))
+    return group
+
+
+async def test_the_share_of_dropped_groups_is_judged_over_restarts() -> None:
+    first, generation, _ = source()
+    await first.published(V0)
+    for group in generation.groups[:3]:
+        await first.dropped(group, "reward service: away")
+    carried = first.counters
+    assert carried == Counters(issued=7, failed=3)
+    second, generation, _ = source()
+    second.restore([], V0, carried)
+    await second.published(V0)
+    for group in generation.groups[:3]:
+        await second.dropped(group, "reward service: away")
+    assert second.counters == Counters(issued=14, failed=6)
+    await second.dropped(generation.groups[3], "reward service: away")  # 7 of 14 are allowed
+    waiting = asyncio.create_task(second.take(1, 4, V0))
+    await asyncio.sleep(0)
+    await second.dropped(generation.groups[4], "reward service: away")
+    with pytest.raises(AtollError, match=r"8 of 15 groups were dropped, .*max_dropped_share = 0.5"):
+        await waiting
+    assert second.counters == Counters()  # a resume, after the cause was fixed, is judged anew
+
+
+async def test_what_a_trainer_refused_counts_as_dropped() -> None:
+    flow, generation, journal = source()
+    await flow.published(V0)
+    for group in list(generation.groups):
+        await flow.completed(graded(group, 0.0, 1.0))
+    taken = await flow.take(1, 4, V0)
+    ids = [id for group in taken[:2] for id in group.ids()]
+    await flow.refused(1, ids, "refused by the trainer: actor: NaN")
+    assert journal.dropped == [(id, "refused by the trainer: actor: NaN", 1) for id in ids]
+    assert flow.counters == Counters(issued=4, failed=2)
+
+
+async def test_the_bound_on_refill_is_judged_over_restarts() -> None:
+    def sampling() -> DynamicSampling:
+        return DynamicSampling(FilterConfig(name="scores_differ", max_refill=1), 4)
+
+    first, generation, _ = source(dynamic_sampling=sampling())
+    await first.published(V0)
+    for group in list(generation.groups[:3]):
+        await first.completed(graded(group, 1.0, 1.0))
+    assert first.counters == Counters(issued=7, filtered=3)
+    second, generation, _ = source(dynamic_sampling=sampling())
+    second.restore([], V0, first.counters)
+    await second.published(V0)
+    for group in list(generation.groups[:2]):
+        await second.completed(graded(group, 1.0, 1.0))
+    with pytest.raises(AtollError, match="'scores_differ' left out 5 of the 5 groups"):
+        await second.take(1, 4, V0)
+    assert second.counters == Counters()
+
+
+SLOW = """
+from pathlib import Path
+
+def slow(group, *, folder):
+    Path(folder, "begun").write_text("")  # until somebody reads it
+    Path(folder, "go").read_text()
+    return True
+"""
+
+
+async def test_a_filter_that_takes_its_time_holds_up_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "filters.py").write_text(SLOW)
+    for pipe in ("begun", "go"):
+        os.mkfifo(tmp_path / pipe)
+    config = FilterConfig(name=f"{tmp_path / 'filters.py'}:slow", folder=str(tmp_path))
+    flow, generation, _ = source(dynamic_sampling=DynamicSampling(config, 4))
+    await flow.published(V0)
+    judging = asyncio.create_task(flow.completed(graded(generation.groups[0], 0.0, 1.0)))
+    await asyncio.to_thread((tmp_path / "begun").read_text)
+    await flow.admit()
+    assert len(generation.groups) == 4  # a group that is being judged takes its room
+    await asyncio.to_thread((tmp_path / "go").write_text, "")
+    await judging
