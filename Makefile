@@ -1,11 +1,13 @@
 SHELL := /bin/bash -o pipefail
 PYTHON ?= python3.11
 BIN := .venv/bin
-LEARNING := tests/integration/test_learning.py
+LEARNING := tests/integration/test_learning.py tests/integration/test_recipes.py
+RUNS := $(patsubst %,tests/integration/test_%.py,bad_input external_servers fleet run sglang_run supervised)
 TWO_AT_A_TIME = $(MAKE) --no-print-directory --jobs 2 --keep-going
 SAYING_WHOSE = 2>&1 | sed --unbuffered 's/^/$@: /'
 
-.PHONY: quickstart test test-units test-integration test-long test-learning test-services test-sglang test-gpu lint proto docs
+.PHONY: quickstart test test-units test-integration test-runs test-long test-learning test-long-runs test-services \
+	test-sglang test-gpu lint proto docs
 
 quickstart: .venv/installed
 	$(BIN)/atoll quickstart
@@ -13,23 +15,30 @@ quickstart: .venv/installed
 # Static checks and every test that takes less than ten minutes in all. Two targets at a time, since most keep
 # one core busy; each line says whose it is.
 test: .venv/installed
-	$(TWO_AT_A_TIME) lint test-units test-integration
+	$(TWO_AT_A_TIME) test-integration test-units test-runs lint
 
 test-units: .venv/installed
 	$(BIN)/pytest -q -m "not long" --ignore tests/integration $(SAYING_WHOSE)
 
 test-integration: .venv/installed
-	$(BIN)/pytest -q -m "not long" tests/integration $(SAYING_WHOSE)
+	$(BIN)/pytest -q -m "not long" tests/integration $(RUNS:%=--ignore %) $(SAYING_WHOSE)
+
+# Whole runs: every service a process of its own.
+test-runs: .venv/installed
+	$(BIN)/pytest -q -m "not long" $(RUNS) $(SAYING_WHOSE)
 
 # Learning runs, other environments.
 test-long: .venv/installed .venv-servers/installed .venv-sglang/installed
-	$(TWO_AT_A_TIME) test-learning test-services test-sglang
+	$(TWO_AT_A_TIME) test-sglang test-learning test-long-runs test-services
 
 test-learning: .venv/installed
 	$(BIN)/python -m tests.rerun -v -m long $(LEARNING) $(SAYING_WHOSE)
 
+test-long-runs: .venv/installed .venv-servers/installed .venv-sglang/installed
+	$(BIN)/python -m tests.rerun -v -m long $(RUNS) $(SAYING_WHOSE)
+
 test-services: .venv/installed .venv-servers/installed .venv-sglang/installed
-	$(BIN)/python -m tests.rerun -v -m long --ignore $(LEARNING) $(SAYING_WHOSE)
+	$(BIN)/python -m tests.rerun -v -m long $(RUNS:%=--ignore %) $(LEARNING:%=--ignore %) $(SAYING_WHOSE)
 
 # The real SGLang on a CPU, one and two ranks; a part of the long tests.
 test-sglang: .venv-sglang/installed
