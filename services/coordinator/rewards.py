@@ -123,7 +123,10 @@ class _Sums:
     def add(self, number: int, verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
         """What part `number` says of some responses; yields the verdicts that are complete with it."""
         for verdict in verdicts:
-            said = {number: verdict} if self._num_parts == 1 else self._said.setdefault(verdict.id, {})
+            if self._num_parts == 1:
+                yield merged(verdict.id, [verdict])
+                continue
+            said = self._said.setdefault(verdict.id, {})
             said[number] = verdict
             if len(said) == self._num_parts:  # summed in the order of the parts, whichever came first
                 yield merged(verdict.id, [said[part] for part in range(self._num_parts)])
@@ -131,6 +134,8 @@ class _Sums:
 
 def merged(id: SampleId, parts: Sequence[Verdict]) -> Verdict:
     """The sum of the parts with all their components; a part that failed is the verdict."""
+    if len(parts) == 1 and isinstance(parts[0], Graded) and math.isfinite(parts[0].value):
+        return parts[0]  # as in most runs
     graded = []
     for part in parts:
         if isinstance(part, GradingError):

@@ -583,7 +583,7 @@ def encode_score_item(item: ScoreItem) -> reward_pb2.ScoreItem:
         data_source=item.data_source,
         finish_reason=item.finish_reason.value,
         response_length=item.response_length,
-        extra=item.extra,
+        extra=item.extra or None,  # an empty one costs as much as all the rest
     )
 
 
@@ -619,8 +619,9 @@ def encode_verdict(verdict: Verdict) -> reward_pb2.Verdict:
 def decode_verdict(message: reward_pb2.Verdict, sample: SampleId) -> Verdict:
     """`sample` is what the message's id stands for."""
     if message.HasField("graded"):
-        graded = message.graded
-        return Graded(sample, graded.value, dict(graded.components), dict(graded.reasons))
+        graded, reasons = message.graded, message.graded.reasons
+        components = {name: graded.components[name] for name in graded.components}  # dict() is slow
+        return Graded(sample, graded.value, components, dict(reasons) if reasons else {})
     if message.HasField("error"):
         return GradingError(sample, message.error.grader, message.error.cause, message.error.retryable)
     return GradingError(
