@@ -125,7 +125,7 @@ class CoordinatorSection(Section):
     max_dropped_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of all groups; above it the run ends
     lease_s: Annotated[float, Field(ge=1)] = 10.0  # silence of a service until it counts as lost
     start_timeout_s: Annotated[float, Field(gt=0)] = 14400.0  # for a service to load its model and register
-    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # for an answer, or progress towards it
     dump: bool = False  # write every consumed batch to runs/NAME/dumps
 
 

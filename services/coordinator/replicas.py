@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 VIOLATION_S = 5.0  # that a replica is out for what it sent; twice as long each time
 MAX_VIOLATION_S = 300.0
+EVERYTHING = ""  # the prefix of every request's id
 
 
 class State(Enum):
@@ -39,6 +40,7 @@ class Replica:
     asked: float = 0.0  # when it last answered a probe
     violations: int = 0  # times that it sent what it must not, or refused all that it was asked for
     out_until: float = 0.0  # after such a time it is not asked before then
+    aborted_for: str = ""  # why all that it generated was aborted last
     refused: GroupId | None = None  # the last group that it refused, if nothing has arrived since
     alone: float = 0.0  # tokens per second of the probe when it joined: what it does at least
     seat: Seat = field(init=False)
@@ -64,6 +66,12 @@ class Replica:
                     finally:
                         self._reads.discard(read)
         raise ServiceUnavailableError(self.why)
+
+    async def abort_all(self, why: object) -> None:
+        """Ends all that it generates; streams that are still read return it as aborted, for this reason."""
+        log.warning("%s is to abort everything: %s", self.entry.name, why)
+        self.aborted_for = str(why)
+        await self.client.abort(EVERYTHING)
 
     def is_joinable_after(self, error: AtollError) -> bool:
         """Whether it may still have what one of its streams, which ended by `error`, was to bring."""

@@ -17,13 +17,13 @@ from services.coordinator.push_report import Live, PushReport, report
 from services.coordinator.replicas import Replica, Replicas
 from services.runtime.clients import TrainerClient
 from services.runtime.errors import AtollError, ServiceUnavailableError, UserError, WeightPushError
+from services.runtime.patience import while_it_progresses
 from services.wire.types import Float32, Membership, Plan, Published, StreamManifest, Version
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 ANSWER_S = 10.0  # that a replica's answer takes, beside the transport's deadline
-EVERYTHING = ""  # the prefix of every request's id
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +137,7 @@ class WeightSync:
                 await self._expected  # where the trainer failed, no replica is to blame
         except AtollError:
             await self._forget_version()
-            await self._each(plans, {}, lambda replica: replica.client.rollback_weights(version))
+            await self._each(plans, {}, lambda replica: self._roll_back(version, replica))
             raise
         self._leave(failed)
         if failed and not live and all(isinstance(error, WeightPushError) for error in failed.values()):
@@ -279,29 +279,42 @@ class WeightSync:
         seat, incarnation = members[replica], replica.entry.incarnation
         mine = [stream for stream in streams if stream.plan_id == seat.plan.id]
         new_plan = None if incarnation in self._have_plan else seat.plan
+        receiving = replica.client.receive_weights(version, mine, new_plan, seat.membership)
+        await self._in_time(receiving, f"a part of {version}")
+        self._have_plan.add(incarnation)
+
+    async def _roll_back(self, version: Version, replica: Replica) -> None:
+        await self._in_time(replica.client.rollback_weights(version), f"the rollback of {version}")
+
+    async def _in_time(self, call: Awaitable[T], what: str) -> T:
         try:
             async with asyncio.timeout(self._deadline_s + ANSWER_S):
-                await replica.client.receive_weights(version, mine, new_plan, seat.membership)
+                return await call
         except TimeoutError:
             raise ServiceUnavailableError(
-                f"no answer to a part of {version} within weights.deadline_s = {self._deadline_s:g} s and "
+                f"no answer to {what} within weights.deadline_s = {self._deadline_s:g} s and "
                 f"{ANSWER_S:g} s more"
             ) from None
-        self._have_plan.add(incarnation)
 
     async def _go_live(self, version: Version, replica: Replica) -> Live:
         """Commits, and routes to the replica once it computes what the trainer does. Raises CanaryError where
-        it does not: what it was generating is generated anew elsewhere."""
+        it does not: what it was generating is generated anew elsewhere.
+
+        Neither has a deadline, since running sequences may have to end first, but one of silence.
+        """
         self._replicas.hold(replica)
+        client, silence_s = replica.client, self._deadline_s + ANSWER_S
         with replica.commits(version):
-            stall_s = await replica.client.commit_weights(version, finish_running=self._finish_running)
+            committing = client.commit_weights(version, finish_running=self._finish_running)
+            stall_s = await while_it_progresses(committing, client.progress, silence_s)
         difference = None
         if self._expected:
-            got = await self._canary.ask_replica(replica.client, replica.info.max_length)
+            asking = self._canary.ask_replica(client, replica.info.max_length)
+            got = await while_it_progresses(asking, client.progress, silence_s)
             try:
                 difference = self._canary.compare(await self._expected, got)
-            except CanaryError:
-                await replica.client.abort(EVERYTHING)
+            except CanaryError as error:
+                await replica.abort_all(error)
                 raise
         await self._replicas.route(replica)
         return Live(stall_s, difference)

@@ -20,7 +20,7 @@ from services.weights.transport.base import open_receiver
 from services.wire import codec
 from services.wire.types import GroupRequest, PauseMode, Version
 from services.wire.v1 import rollout_pb2 as pb
-from services.wire.v1 import rollout_pb2_grpc
+from services.wire.v1 import rollout_pb2_grpc, types_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -139,6 +139,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             tensors=list(checksums),
             checksums=codec.encode_tensor(np.array(list(checksums.values()), np.uint64)),
         )
+
+    async def Progress(self, request: types_pb2.ProgressRequest, context: Context) -> types_pb2.ProgressReply:
+        return types_pb2.ProgressReply(count=await self._engine.progress())
 
     async def Info(self, request: pb.RolloutInfoRequest, context: Context) -> pb.RolloutInfoReply:
         info = self._engine.info()

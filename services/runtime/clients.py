@@ -8,7 +8,7 @@ long because every RPC has its typed method here.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import grpc.aio
 import numpy as np
 
 from services.runtime import errors
+from services.runtime.patience import while_it_progresses
 from services.wire import codec
 from services.wire.types import (
     Batch,
@@ -54,6 +55,7 @@ from services.wire.v1 import (
     rollout_pb2_grpc,
     trainer_pb2,
     trainer_pb2_grpc,
+    types_pb2,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -62,9 +64,7 @@ T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20
 FENCE_KEY = "atoll-fence"
-CEILING_S = (
-    30 * 86400.0
-)  # for a call that takes as long as its work does: services refuse one without deadline
+CEILING_S = 30 * 86400.0  # of calls that take as long as their work: it is their silence that is bounded
 ABORT_S = 5.0  # for an abort, which saves work and nothing else
 ERROR_KEY = "atoll-error"  # trailing metadata: the class in runtime/errors.py
 
@@ -283,7 +283,8 @@ class RolloutClient(_Client):
             version=codec.encode_version(version), finish_running=finish_running
         )
         with self._translate("CommitWeights"):
-            reply = await self._stub.CommitWeights(request, timeout=self._timeout_s, metadata=self._metadata)
+            # as long as running sequences take: silence is for the caller to judge
+            reply = await self._stub.CommitWeights(request, timeout=CEILING_S, metadata=self._metadata)
         return reply.stall_s
 
     async def rollback_weights(self, version: Version) -> None:
@@ -315,6 +316,14 @@ class RolloutClient(_Client):
             )
             sums = codec.decode_tensor(reply.checksums).tolist()
             return codec.decode_version(reply.version), dict(zip(reply.tensors, sums, strict=True))
+
+    async def progress(self) -> int:
+        """Another number for as long as it produces tokens."""
+        with self._translate("Progress"):
+            reply = await self._stub.Progress(
+                types_pb2.ProgressRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+        return reply.count
 
     async def info(self) -> RolloutInfo:
         with self._translate("Info"):
@@ -415,20 +424,32 @@ class TrainerInfo:
 
 
 class TrainerClient(_Client):
-    """`role` is the model's part in the algorithm: actor, critic, reference, reward model."""
+    """`role` is the model's part in the algorithm: actor, critic, reference, reward model.
+
+    Its calls take as long as their work does, or wait for another's: `timeout_s` is the longest silence.
+    """
 
     def __init__(self, address: str, caller: Caller, timeout_s: float = 600.0, role: str = "actor") -> None:
         super().__init__(address, caller, timeout_s)
         self._role = role
         self._stub: trainer_pb2_grpc.TrainerAsyncStub = trainer_pb2_grpc.TrainerStub(self._channel)
 
+    async def progress(self) -> int:
+        """Another number for as long as it gets on with its work."""
+        with self._translate("Progress"):
+            reply = await self._stub.Progress(
+                types_pb2.ProgressRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+        return reply.count
+
+    async def _patiently(self, method: Callable[..., Awaitable[T]], request: object) -> T:
+        call = method(request, timeout=CEILING_S, metadata=self._metadata)
+        return await while_it_progresses(call, self.progress, self._timeout_s)
+
     async def info(self) -> TrainerInfo:
         with self._translate("Info"):
-            reply = await self._stub.Info(
-                trainer_pb2.TrainerInfoRequest(role=self._role),
-                timeout=self._timeout_s,
-                metadata=self._metadata,
-            )
+            request = trainer_pb2.TrainerInfoRequest(role=self._role)
+            reply = await self._patiently(self._stub.Info, request)
             shards = [codec.decode_catalog(boxes) for boxes in reply.shards]
             return TrainerInfo(
                 model=reply.model,
@@ -457,10 +478,8 @@ class TrainerClient(_Client):
             for part, _ in codec.split_by_groups(segments, codec.MAX_CHUNK_BYTES // 4)
         ]
         with self._translate("ComputeLogprobs"):
-            call = self._stub.ComputeLogprobs(
-                iter(requests), timeout=self._timeout_s, metadata=self._metadata
-            )
-            parts = [codec.decode_tensor(reply.logprobs).astype(np.float32) async for reply in call]
+            replies = await self._patiently(_collected(self._stub.ComputeLogprobs), iter(requests))
+            parts = [codec.decode_tensor(reply.logprobs).astype(np.float32) for reply in replies]
         return np.concatenate(parts)
 
     async def compute_values(self, segments: Segments) -> Float32:
@@ -470,23 +489,21 @@ class TrainerClient(_Client):
             for part, _ in codec.split_by_groups(segments, codec.MAX_CHUNK_BYTES // 4)
         ]
         with self._translate("ComputeValues"):
-            call = self._stub.ComputeValues(iter(requests), timeout=self._timeout_s, metadata=self._metadata)
-            parts = [codec.decode_tensor(reply.values).astype(np.float32) async for reply in call]
+            replies = await self._patiently(_collected(self._stub.ComputeValues), iter(requests))
+            parts = [codec.decode_tensor(reply.values).astype(np.float32) for reply in replies]
         return np.concatenate(parts)
 
     async def forward_backward(self, key: StepKey, batch: Batch) -> Mapping[str, float]:
         """Accumulates gradients of sum(loss_weights * token loss); returns metrics."""
         chunks = list(codec.encode_forward_backward(key, batch))
         with self._translate("ForwardBackward"):
-            reply = await self._stub.ForwardBackward(
-                iter(chunks), timeout=self._timeout_s, metadata=self._metadata
-            )
+            reply = await self._patiently(self._stub.ForwardBackward, iter(chunks))
         return dict(reply.metrics)
 
     async def optim_step(self, key: StepKey, learning_rate: float) -> Mapping[str, float]:
         request = trainer_pb2.OptimStepRequest(key=codec.encode_step_key(key), learning_rate=learning_rate)
         with self._translate("OptimStep"):
-            reply = await self._stub.OptimStep(request, timeout=self._timeout_s, metadata=self._metadata)
+            reply = await self._patiently(self._stub.OptimStep, request)
         return dict(reply.metrics)
 
     async def publish_weights(
@@ -511,45 +528,45 @@ class TrainerClient(_Client):
             part=part,
         )
         with self._translate("PublishWeights"):
-            reply = await self._stub.PublishWeights(request, timeout=self._timeout_s, metadata=self._metadata)
+            reply = await self._patiently(self._stub.PublishWeights, request)
             return codec.decode_published(reply)
 
     async def save_checkpoint(self, path: Path) -> None:
         """Begins to write a folder, in place of one of that name; the state is that of now."""
         request = trainer_pb2.SaveCheckpointRequest(role=self._role, path=str(path))
         with self._translate("SaveCheckpoint"):
-            await self._stub.SaveCheckpoint(request, timeout=self._timeout_s, metadata=self._metadata)
+            await self._patiently(self._stub.SaveCheckpoint, request)
 
     async def wait_checkpoint(self, path: Path) -> Written:
         """Returns once the folder is written. Raises CheckpointError where it cannot be."""
         request = trainer_pb2.WaitCheckpointRequest(role=self._role, path=str(path))
         with self._translate("WaitCheckpoint"):
-            reply = await self._stub.WaitCheckpoint(request, timeout=self._timeout_s, metadata=self._metadata)
+            reply = await self._patiently(self._stub.WaitCheckpoint, request)
         return Written(reply.num_bytes, reply.seconds)
 
     async def load_checkpoint(self, path: Path | None) -> None:
         """None: goes back to what the model was when the service started."""
         request = trainer_pb2.LoadCheckpointRequest(role=self._role, path=str(path or ""))
         with self._translate("LoadCheckpoint"):
-            await self._stub.LoadCheckpoint(request, timeout=self._timeout_s, metadata=self._metadata)
+            await self._patiently(self._stub.LoadCheckpoint, request)
 
     async def export_hf(self, path: Path) -> int:
         request = trainer_pb2.ExportHFRequest(role=self._role, path=str(path))
         with self._translate("ExportHF"):
-            reply = await self._stub.ExportHF(request, timeout=self._timeout_s, metadata=self._metadata)
+            reply = await self._patiently(self._stub.ExportHF, request)
         return reply.num_bytes
 
     async def load_hf(self, path: Path) -> None:
         """Takes the weights of a Hugging Face folder, such as another role has exported."""
         request = trainer_pb2.LoadHFRequest(role=self._role, path=str(path))
         with self._translate("LoadHF"):
-            await self._stub.LoadHF(request, timeout=self._timeout_s, metadata=self._metadata)
+            await self._patiently(self._stub.LoadHF, request)
 
     async def offload(self) -> int:
         """Moves the model to host memory until a call needs it; returns the bytes freed on all ranks."""
         request = trainer_pb2.OffloadRequest(role=self._role)
         with self._translate("Offload"):
-            reply = await self._stub.Offload(request, timeout=self._timeout_s, metadata=self._metadata)
+            reply = await self._patiently(self._stub.Offload, request)
         return reply.num_bytes
 
 
@@ -557,6 +574,15 @@ class TrainerClient(_Client):
 class RewardInfo:
     graders: tuple[str, ...]
     max_queued: int  # responses that it holds at once, over all calls; 0: it does not say
+
+
+def _collected(method: Callable[..., AsyncIterable[T]]) -> Callable[..., Awaitable[list[T]]]:
+    """The method, with a list of what it streams."""
+
+    async def collect(*args: object, **kwargs: object) -> list[T]:
+        return [reply async for reply in method(*args, **kwargs)]
+
+    return collect
 
 
 class RewardClient(_Client):

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from services.runtime.errors import CheckpointError, LostStateError, ServiceUnavailableError, UserError
+from services.trainer import progress
 from services.trainer.ranks import IDLE_TIMEOUT
 from services.trainer.state import Boxes, frozen_checksum, loaded, memory, snapshot
 from services.trainer.step import Learner
@@ -130,6 +131,7 @@ class Checkpointer:
 
 class _SaveBoxes(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
+        progress.advance()
         return self.state_dict[index.fqn].at(index)  # type: ignore[no-any-return]
 
 
@@ -142,6 +144,7 @@ class _LoadBoxes(DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        progress.advance()
         return self.state_dict[index.fqn].at(index)  # type: ignore[no-any-return]
 
 

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from services.runtime.errors import UserError
-from services.trainer import pipeline
+from services.trainer import pipeline, progress
 from services.trainer.attention import Backend
 from services.trainer.batch import (
     Selection,
@@ -119,6 +119,7 @@ class Forward:
             num_tokens *= max(1, -(-longest // self._multiple))
 
         def inputs(part: P) -> pipeline.Inputs:
+            progress.advance()
             return self._inputs(part.segments, num_tokens)
 
         pipeline.run(self.model, parts, inputs, hidden, backward, num_tokens)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from services.runtime.errors import CheckpointError, UserError
 from services.runtime.model_spec import ARCHITECTURES, ModelSpec, read_spec, with_value_head
+from services.trainer import progress
 from services.trainer.lora import adapters, attach_adapters, check_targets, merged
 from services.trainer.model import Model, ModelSettings, build
 from services.trainer.names import shapes
@@ -61,6 +62,7 @@ def load_weights(model: Model, folder: Path) -> None:
     with ExitStack() as files:
         slices = open_tensors(folder, theirs, files)
         for name, box, memory in boxes_of(model):
+            progress.advance()
             if name not in slices:  # the value head
                 continue
             rows = slice(int(box["row"]), int(box["row"] + box["rows"]))
@@ -215,6 +217,7 @@ def _gather(model: Model) -> Iterator[tuple[str, Tensor | None]]:
         return merged(own.get(name), row, column, mine[name, row, column])
 
     for name, shape in shapes(model.spec).items():
+        progress.advance()
         whole = torch.empty(shape, dtype=first.dtype) if rank == 0 else None
         for owner, row, rows, column, columns in owned[name]:
             if whole is None:

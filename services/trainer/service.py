@@ -22,6 +22,7 @@ from services.config.schema import Role, RunConfig
 from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from services.runtime.process import ServiceContext
 from services.runtime.tokenizer import tokenizer_digest
+from services.trainer import progress
 from services.trainer.checkpoint import Checkpointer
 from services.trainer.exhausted import explained
 from services.trainer.forward import Forward
@@ -38,7 +39,7 @@ from services.weights.transport.base import open_sender
 from services.wire import codec
 from services.wire.types import Written
 from services.wire.v1 import trainer_pb2 as pb
-from services.wire.v1 import trainer_pb2_grpc
+from services.wire.v1 import trainer_pb2_grpc, types_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -280,6 +281,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 info.shards.append(boxes)
             info.shard_of_rank.append(number)
         return info
+
+    async def Progress(self, request: types_pb2.ProgressRequest, context: Context) -> types_pb2.ProgressReply:
+        """Beside the commands, of which one may take hours. Ranks wait for each other: one speaks for all."""
+        return types_pb2.ProgressReply(count=progress.done())
 
     async def ComputeLogprobs(
         self, request_iterator: AsyncIterator[pb.ComputeLogprobsRequest], context: Context

@@ -5,6 +5,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -16,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from services.runtime.clients import Caller, RolloutClient, TrainerClient
 from services.runtime.errors import (
     AtollError,
+    BadAnswerError,
     ServiceUnavailableError,
     StaleFenceError,
     UnauthenticatedError,
@@ -25,7 +27,8 @@ from services.runtime.errors import (
 from services.runtime.server import Admitted, Server
 from services.wire import codec
 from services.wire.types import PauseMode, Segments
-from services.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from services.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
+from tests.builders import node, sample, sample_id
 from tests.tokens import CALLER, TOKEN
 
 BEARER = ("authorization", f"Bearer {TOKEN}")
@@ -36,6 +39,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServicer):
 
     def __init__(self) -> None:
         self.calls = 0
+        self.answer = b""  # to Generate
+        self.time_left: list[float] = []  # of its calls
 
     async def Info(self, request, context):  # type: ignore[no-untyped-def]
         self.calls += 1
@@ -61,11 +66,28 @@ class FakeRollout(rollout_pb2_grpc.RolloutServicer):
         return rollout_pb2.AbortReply(aborted=3)
 
     async def Generate(self, request, context):  # type: ignore[no-untyped-def]
-        yield rollout_pb2.GenerateReply()
-        raise WeightPushError("in the middle of a stream")
+        self.time_left.append(context.time_remaining())
+        yield rollout_pb2.GenerateReply(samples=self.answer)
+        if not self.answer:
+            raise WeightPushError("in the middle of a stream")
 
 
 class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
+    def __init__(self) -> None:
+        self.looks = 0  # at its progress
+        self.looked = asyncio.Event()  # often
+        self.hangs = False
+
+    async def Progress(self, request, context):  # type: ignore[no-untyped-def]
+        self.looks += 1
+        if self.looks == 20:
+            self.looked.set()
+        return types_pb2.ProgressReply(count=7 if self.hangs else self.looks)
+
+    async def LoadHF(self, request, context):  # type: ignore[no-untyped-def]
+        await self.looked.wait()
+        return trainer_pb2.LoadHFReply()
+
     async def ForwardBackward(self, request_iterator, context):  # type: ignore[no-untyped-def]
         chunks = [request async for request in request_iterator]
         return trainer_pb2.ForwardBackwardReply(metrics={"chunks": len(chunks)})
@@ -90,10 +112,10 @@ async def serving(servicer: FakeRollout, token: str = TOKEN) -> AsyncIterator[st
 
 
 @asynccontextmanager
-async def serving_trainer() -> AsyncIterator[str]:
+async def serving_trainer(servicer: FakeTrainer) -> AsyncIterator[str]:
     server = await Server.start(
         "atoll.v1.Trainer",
-        lambda s: trainer_pb2_grpc.add_TrainerServicer_to_server(FakeTrainer(), s),
+        lambda s: trainer_pb2_grpc.add_TrainerServicer_to_server(servicer, s),
         host="127.0.0.1",
         port=0,
         token=TOKEN,
@@ -198,7 +220,7 @@ async def test_a_bug_names_itself_and_leaves_its_traceback_in_the_log(
 async def test_streams_of_requests_pass_the_gate_too() -> None:
     fenced = (BEARER, ("atoll-fence", "1"))
     requests = [trainer_pb2.ForwardBackwardRequest()] * 3
-    async with serving_trainer() as address, grpc.aio.insecure_channel(address) as channel:
+    async with serving_trainer(FakeTrainer()) as address, grpc.aio.insecure_channel(address) as channel:
         stub = trainer_pb2_grpc.TrainerStub(channel)
         reply = await stub.ForwardBackward(iter(requests), timeout=5, metadata=fenced)
         assert dict(reply.metrics) == {"chunks": 3.0}
@@ -212,7 +234,7 @@ async def test_streams_of_requests_pass_the_gate_too() -> None:
 
 async def test_an_epoch_that_ends_while_its_requests_stream_is_refused() -> None:
     request = trainer_pb2.ForwardBackwardRequest()
-    async with serving_trainer() as address, grpc.aio.insecure_channel(address) as channel:
+    async with serving_trainer(FakeTrainer()) as address, grpc.aio.insecure_channel(address) as channel:
         stub = trainer_pb2_grpc.TrainerStub(channel)
         old = stub.ForwardBackward(timeout=5, metadata=(BEARER, ("atoll-fence", "1")))
         await old.write(request)
@@ -232,7 +254,7 @@ async def test_a_refusal_reaches_a_caller_that_goes_on_sending() -> None:
     """Refused before the first of its chunks, it has 20 MB to send: what fails then is the sending."""
     refusal = "/atoll.v1.Trainer/ComputeValues: the call has no deadline; set a timeout"
     chunk = trainer_pb2.ComputeValuesRequest(segments=codec.encode_segments(zeros(500, 1000)))
-    async with serving_trainer() as address, grpc.aio.insecure_channel(address) as channel:
+    async with serving_trainer(FakeTrainer()) as address, grpc.aio.insecure_channel(address) as channel:
         for _ in range(10):
             call = trainer_pb2_grpc.TrainerStub(channel).ComputeValues(iter([chunk] * 10), metadata=[BEARER])
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -393,3 +415,60 @@ async def test_a_peer_that_dies_while_requests_stream_to_it_is_unavailable() -> 
             with pytest.raises(ServiceUnavailableError, match="the connection failed"):
                 await client.compute_values(zeros(50, 1000))
             await client.close()
+
+
+async def test_a_call_lasts_as_long_as_its_work_makes_progress() -> None:
+    """20 looks are two and a half times the silence that the client allows."""
+    trainer = FakeTrainer()
+    async with serving_trainer(trainer) as address:
+        client = TrainerClient(address, CALLER, timeout_s=0.8)
+        await asyncio.wait_for(client.load_hf(Path("folder")), 60)
+        assert trainer.looks >= 20
+        await client.close()
+
+
+async def test_a_call_without_progress_is_given_up() -> None:
+    trainer = FakeTrainer()
+    trainer.hangs = True
+    trainer.looked = asyncio.Event()
+    trainer.looks = 1000
+    async with serving_trainer(trainer) as address:
+        client = TrainerClient(address, CALLER, timeout_s=0.4)
+        with pytest.raises(ServiceUnavailableError, match=r"no progress for 0\.4 s"):
+            await asyncio.wait_for(client.load_hf(Path("folder")), 60)
+        await client.close()
+
+
+async def test_a_stream_of_samples_has_no_deadline_of_its_own(address: str, servicer: FakeRollout) -> None:
+    servicer.answer = codec.encode_payload([sample(sample_id(0, 1), node([4, 5]))])
+    async with calling(address, fence=1) as client:
+        (arrived,) = [arrival async for arrival in client.generate("actor", [])]
+    assert arrived.samples[0].id == sample_id(0, 1)
+    assert arrived.payload == servicer.answer  # the very bytes
+    assert min(servicer.time_left) > 7 * 86400
+
+
+async def test_samples_that_cannot_be_read_are_a_bad_answer(address: str, servicer: FakeRollout) -> None:
+    servicer.answer = b"\xff\xff"
+    async with calling(address, fence=1) as client:
+        with pytest.raises(BadAnswerError, match="samples: "):
+            [arrival async for arrival in client.generate("actor", [])]
+
+
+async def test_an_answer_that_is_no_message_is_a_bad_answer() -> None:
+    """gRPC itself answers None then."""
+
+    async def nonsense(request: bytes, context: object) -> bytes:
+        return b"\xff\xff"
+
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(nonsense)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("atoll.v1.Rollout", {"Info": handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with calling(f"127.0.0.1:{port}") as client:
+        with pytest.raises(BadAnswerError, match=r"Rollout.Info at .*: its answer cannot be read"):
+            await client.info()
+    await server.stop(0)

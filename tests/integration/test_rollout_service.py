@@ -18,6 +18,7 @@ import torch
 from services.config.load import write_resolved
 from services.rollout.engines.local import LocalEngine
 from services.rollout.service import AS_IN_FOLDER, RolloutService
+from services.runtime import clients
 from services.runtime.clients import RolloutClient
 from services.runtime.errors import AtollError, EngineDiedError, ServiceUnavailableError, UserError
 from services.runtime.process import EXIT_GAVE_UP
@@ -142,18 +143,26 @@ async def test_a_new_lineage_gets_no_samples_of_the_old_one_though_its_first_com
     await service.close()
 
 
+async def test_progress_is_made_while_tokens_are_produced(client):
+    before = await client.progress()
+    await collect(client, Sampling(8), ask(1))
+    assert await client.progress() > before
+
+
 async def test_samples_of_one_step_come_in_one_message(client):
     stream = client.generate("actor", [ask(1), ask(2)])
     batches = [len(arrival.samples) async for arrival in stream]
     assert batches == [4]
 
 
-async def test_expired_and_cancelled_calls_free_their_slots(client):
+async def test_expired_and_cancelled_calls_free_their_slots(client, monkeypatch):
     endless = Sampling(500)
-    impatient = RolloutClient(client.address, CALLER, timeout_s=0.2)
+    impatient = RolloutClient(client.address, CALLER)
+    monkeypatch.setattr(clients, "CEILING_S", 0.2)
     with pytest.raises(ServiceUnavailableError, match="no answer within"):
         await collect(impatient, endless, *(ask(row, range(8)) for row in range(20)))
     await impatient.close()
+    monkeypatch.undo()
     await eventually_idle(client)
     call = asyncio.create_task(collect(client, endless, *(ask(row, range(8)) for row in range(20, 40))))
     async with asyncio.timeout(10):

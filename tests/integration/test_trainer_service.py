@@ -29,7 +29,10 @@ async def drive(address: str, folder: Path) -> list[float]:
         assert info.roles == ("actor", "reference")
 
         segments = batch(0).segments
+        done = await client.progress()
         before = await client.compute_logprobs(segments)
+        done, earlier = await client.progress(), done
+        assert done > earlier
         reference = TrainerClient(address, CALLER, timeout_s=60, role="reference")
         np.testing.assert_array_equal(await reference.compute_logprobs(segments), before)
         first, again = await asyncio.gather(
@@ -72,7 +75,9 @@ async def drive(address: str, folder: Path) -> list[float]:
             await TrainerClient(address, CALLER, role="critic").info()
 
         assert await client.offload() > 0
+        done = await client.progress()
         await client.export_hf(folder / "export")
+        assert await client.progress() > done
         with pytest.raises(UserError, match="is not empty"):
             await client.export_hf(folder / "export")
         await reference.load_hf(folder / "export")

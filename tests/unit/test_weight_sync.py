@@ -106,6 +106,7 @@ class Engine:
         self.fails: dict[str, AtollError] = {}
         self.is_off = 0.0  # by how much what it computes is wrong
         self.aborted: list[str] = []
+        self.looks = 0  # at its progress
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -125,6 +126,9 @@ class Engine:
         self.finishes.append(finish_running)
         self.refit.commit(version)
         return 0.25
+
+    async def progress(self) -> int:
+        return 0
 
     async def rollback_weights(self, version: Version) -> None:
         self._called("rollback")
@@ -394,6 +398,53 @@ async def test_a_replica_that_is_silent_has_the_deadline_of_a_part(monkeypatch):
     assert report.failed.keys() == {"silent"}
     assert "within weights.deadline_s = 1 s" in report.failed["silent"]
     assert_holds(well, model, V1)
+
+
+@pytest.mark.parametrize("call", ["commit_weights", "score_tokens", "rollback_weights"])
+async def test_a_replica_that_hangs_costs_a_push_its_silence_and_no_more(monkeypatch, tiny_qwen2, call):
+    """Its process may well send heartbeats."""
+    monkeypatch.setattr(sync, "ANSWER_S", 0.1)
+    monkeypatch.setattr(sys.modules[__name__], "DEADLINE_S", 0.4)
+    run = Run(tiny_qwen2, canary_every=1)
+    (_, well), (_, hangs) = await run.join("well"), await run.join("hangs")
+
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    setattr(hangs, call, never)
+    model = run.trainer.train(1)
+    if call == "rollback_weights":
+        run.trainer.error = ServiceUnavailableError("gone")
+        with pytest.raises(ServiceUnavailableError, match="gone"):
+            await asyncio.wait_for(run.sync.push(V1), 30)
+        return
+    report = await asyncio.wait_for(run.sync.push(V1), 30)
+    assert report.failed.keys() == {"hangs"}
+    assert "no progress for 0.5 s" in report.failed["hangs"]
+    assert_holds(well, model, V1)
+
+
+async def test_a_commit_may_wait_for_running_sequences_as_long_as_they_get_on(monkeypatch):
+    monkeypatch.setattr(sync, "ANSWER_S", 0.1)
+    monkeypatch.setattr(sys.modules[__name__], "DEADLINE_S", 0.3)
+    run = Run(finish_running=True)
+    _, engine = await run.join("one")
+    commit, done = engine.commit_weights, asyncio.Event()
+
+    async def after_the_sequences(version: Version, *, finish_running: bool) -> float:
+        await done.wait()
+        return await commit(version, finish_running=finish_running)
+
+    async def progress() -> int:
+        engine.looks += 1
+        if engine.looks == 30:  # three times the longest silence
+            done.set()
+        return engine.looks
+
+    engine.commit_weights, engine.progress = after_the_sequences, progress
+    model = run.trainer.train(1)
+    await asyncio.wait_for(run.sync.push(V1), 30)
+    assert_holds(engine, model, V1)
 
 
 async def test_trainer_fails_and_nothing_is_committed():

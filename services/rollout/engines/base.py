@@ -61,6 +61,10 @@ class Engine(Protocol):
     @property
     def version(self) -> Version: ...
 
+    async def progress(self) -> int:
+        """Another number for as long as tokens are produced. Raises if the engine does not answer."""
+        ...
+
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Completion], None]:
         """Yields completions as they finish, those of one decode step together.
 

@@ -130,6 +130,9 @@ class LocalEngine:
     def version(self) -> Version:
         return self._decoder.version
 
+    async def progress(self) -> int:
+        return self._decoder.tokens_generated
+
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Completion], None]:
         for request in requests:
             check_request(request, self._model.spec.vocab_size, self._max_length, LENGTH_SETTING)

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from services.wire.v1 import rollout_pb2 as services_dot_wire_dot_v1_dot_rollout__pb2
+from services.wire.v1 import types_pb2 as services_dot_wire_dot_v1_dot_types__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -84,6 +85,11 @@ class RolloutStub(object):
                 request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoRequest.SerializeToString,
                 response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoReply.FromString,
                 _registered_method=True)
+        self.Progress = channel.unary_unary(
+                '/atoll.v1.Rollout/Progress',
+                request_serializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.SerializeToString,
+                response_deserializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressReply.FromString,
+                _registered_method=True)
 
 
 class RolloutServicer(object):
@@ -156,6 +162,13 @@ class RolloutServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Progress(self, request, context):
+        """Answered at once, whatever else runs: calls that take as long as their work are waited for while this grows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -208,6 +221,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.Info,
                     request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoRequest.FromString,
                     response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoReply.SerializeToString,
+            ),
+            'Progress': grpc.unary_unary_rpc_method_handler(
+                    servicer.Progress,
+                    request_deserializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.FromString,
+                    response_serializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -480,6 +498,33 @@ class Rollout(object):
             '/atoll.v1.Rollout/Info',
             services_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoRequest.SerializeToString,
             services_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Progress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Rollout/Progress',
+            services_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.SerializeToString,
+            services_dot_wire_dot_v1_dot_types__pb2.ProgressReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from services.wire.v1 import rollout_pb2 as _rollout_pb2
+from services.wire.v1 import types_pb2 as _types_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -50,6 +51,8 @@ class RolloutStub:
     Checksums: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ChecksumsRequest, _rollout_pb2.ChecksumsReply]
     """Checksums of the live parameters, recomputed now."""
     Info: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RolloutInfoRequest, _rollout_pb2.RolloutInfoReply]
+    Progress: _grpc.UnaryUnaryMultiCallable[_types_pb2.ProgressRequest, _types_pb2.ProgressReply]
+    """Answered at once, whatever else runs: calls that take as long as their work are waited for while this grows."""
 
 @_typing.type_check_only
 class RolloutAsyncStub(RolloutStub):
@@ -73,6 +76,8 @@ class RolloutAsyncStub(RolloutStub):
     Checksums: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ChecksumsRequest, _rollout_pb2.ChecksumsReply]  # type: ignore[assignment]
     """Checksums of the live parameters, recomputed now."""
     Info: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RolloutInfoRequest, _rollout_pb2.RolloutInfoReply]  # type: ignore[assignment]
+    Progress: _aio.UnaryUnaryMultiCallable[_types_pb2.ProgressRequest, _types_pb2.ProgressReply]  # type: ignore[assignment]
+    """Answered at once, whatever else runs: calls that take as long as their work are waited for while this grows."""
 
 class RolloutServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -153,5 +158,13 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.RolloutInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.RolloutInfoReply, _abc.Awaitable[_rollout_pb2.RolloutInfoReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Progress(
+        self,
+        request: _types_pb2.ProgressRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_types_pb2.ProgressReply, _abc.Awaitable[_types_pb2.ProgressReply]]:
+        """Answered at once, whatever else runs: calls that take as long as their work are waited for while this grows."""
 
 def add_RolloutServicer_to_server(servicer: RolloutServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from services.wire.v1 import trainer_pb2 as services_dot_wire_dot_v1_dot_trainer__pb2
+from services.wire.v1 import types_pb2 as services_dot_wire_dot_v1_dot_types__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -38,6 +39,11 @@ class TrainerStub(object):
                 '/atoll.v1.Trainer/Info',
                 request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoRequest.SerializeToString,
                 response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoReply.FromString,
+                _registered_method=True)
+        self.Progress = channel.unary_unary(
+                '/atoll.v1.Trainer/Progress',
+                request_serializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.SerializeToString,
+                response_deserializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressReply.FromString,
                 _registered_method=True)
         self.ComputeLogprobs = channel.stream_stream(
                 '/atoll.v1.Trainer/ComputeLogprobs',
@@ -101,6 +107,13 @@ class TrainerServicer(object):
 
     def Info(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Progress(self, request, context):
+        """Answered at once, whatever else runs: calls that take as long as their work are waited for while this grows.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -188,6 +201,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoRequest.FromString,
                     response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoReply.SerializeToString,
             ),
+            'Progress': grpc.unary_unary_rpc_method_handler(
+                    servicer.Progress,
+                    request_deserializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.FromString,
+                    response_serializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressReply.SerializeToString,
+            ),
             'ComputeLogprobs': grpc.stream_stream_rpc_method_handler(
                     servicer.ComputeLogprobs,
                     request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.FromString,
@@ -271,6 +289,33 @@ class Trainer(object):
             '/atoll.v1.Trainer/Info',
             services_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoRequest.SerializeToString,
             services_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Progress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Trainer/Progress',
+            services_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.SerializeToString,
+            services_dot_wire_dot_v1_dot_types__pb2.ProgressReply.FromString,
             options,
             channel_credentials,
             insecure,

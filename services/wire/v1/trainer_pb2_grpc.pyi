@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from services.wire.v1 import trainer_pb2 as _trainer_pb2
+from services.wire.v1 import types_pb2 as _types_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -32,6 +33,8 @@ class TrainerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TrainerAsyncStub: ...
     Info: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainerInfoRequest, _trainer_pb2.TrainerInfoReply]
+    Progress: _grpc.UnaryUnaryMultiCallable[_types_pb2.ProgressRequest, _types_pb2.ProgressReply]
+    """Answered at once, whatever else runs: calls that take as long as their work are waited for while this grows."""
     ComputeLogprobs: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsReply]
     """Each chunk holds whole groups; replies keep the order of the tokens."""
     ComputeValues: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesReply]
@@ -57,6 +60,8 @@ class TrainerStub:
 class TrainerAsyncStub(TrainerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Info: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainerInfoRequest, _trainer_pb2.TrainerInfoReply]  # type: ignore[assignment]
+    Progress: _aio.UnaryUnaryMultiCallable[_types_pb2.ProgressRequest, _types_pb2.ProgressReply]  # type: ignore[assignment]
+    """Answered at once, whatever else runs: calls that take as long as their work are waited for while this grows."""
     ComputeLogprobs: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsReply]  # type: ignore[assignment]
     """Each chunk holds whole groups; replies keep the order of the tokens."""
     ComputeValues: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesReply]  # type: ignore[assignment]
@@ -85,6 +90,14 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.TrainerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.TrainerInfoReply, _abc.Awaitable[_trainer_pb2.TrainerInfoReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Progress(
+        self,
+        request: _types_pb2.ProgressRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_types_pb2.ProgressReply, _abc.Awaitable[_types_pb2.ProgressReply]]:
+        """Answered at once, whatever else runs: calls that take as long as their work are waited for while this grows."""
 
     @_abc_1.abstractmethod
     def ComputeLogprobs(

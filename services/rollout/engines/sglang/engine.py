@@ -88,6 +88,7 @@ class SGLangEngine:
         self._changes: set[asyncio.Task[Any]] = set()  # of weights, and of how SGLang stands
         self._tries = 0
         self._tokens_generated = 0
+        self._answers = 0  # of its schedulers, to `progress`
         self._pause: PauseMode | None = None
         self._committing = False
         self._stopped: PauseMode | None = None  # how SGLang stands still
@@ -141,6 +142,12 @@ class SGLangEngine:
     @property
     def version(self) -> Version:
         return self._version
+
+    async def progress(self) -> int:
+        """Its schedulers answer themselves, between two steps: none of them hangs."""
+        await self._server.state()
+        self._answers += 1
+        return self._answers
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Completion], None]:
         for request in requests:

@@ -1,0 +1,45 @@
+"""Calls that take as long as their work does: not their length is bounded, but the silence in them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from services.runtime.errors import AtollError, ServiceUnavailableError
+
+T = TypeVar("T")
+
+LOOKS = 8  # at the progress, in the longest silence
+
+
+async def while_it_progresses(
+    call: Awaitable[T], progress: Callable[[], Awaitable[int]], silence_s: float
+) -> T:
+    """Waits for `call` as long as `progress` answers another number at least every `silence_s` seconds.
+
+    Raises ServiceUnavailableError after a longer silence; the call is cancelled then.
+    """
+    task = asyncio.ensure_future(call)
+    silence = asyncio.create_task(_silence(progress, silence_s))
+    try:
+        await asyncio.wait((task, silence), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            await silence
+            raise ServiceUnavailableError(f"it has made no progress for {silence_s:g} s")
+        return await task
+    finally:
+        task.cancel()
+        silence.cancel()
+
+
+async def _silence(progress: Callable[[], Awaitable[int]], silence_s: float) -> None:
+    """Returns after the first silence of that length; no answer is silence, too."""
+    seen = -1
+    with suppress(TimeoutError):
+        async with asyncio.timeout(silence_s) as end:
+            while True:
+                await asyncio.sleep(silence_s / LOOKS)
+                with suppress(AtollError):
+                    if (number := await progress()) != seen:
+                        seen = number
+                        end.reschedule(asyncio.get_running_loop().time() + silence_s)
