@@ -113,6 +113,8 @@ class FakeSnapshot:
 class FakeJournal:
     """Remembers which steps a checkpoint covers."""
 
+    full = False
+
     def __init__(self) -> None:
         self.committed: list[int] = []
 

@@ -466,6 +466,9 @@ class ServerConfig(Section):
 
 class StoreSection(Section):
     url: str = "embedded"  # or redis://, rediss://, unix://
+    max_mb: PositiveInt = (
+        4096  # MiB of samples; above, only what the next step needs is begun, and a checkpoint is due
+    )
 
 
 class TokenLimit(NamedTuple):

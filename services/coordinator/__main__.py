@@ -52,7 +52,7 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
     token, operator_token = access_token(), given_token(OPERATOR_TOKEN)
     store = Store(store_url, config.run.name)
     caller = Caller(await store.take_epoch(), token)
-    registry = Registry(store, config.coordinator.lease_s)
+    registry = Registry(store.apart(), config.coordinator.lease_s)  # heartbeats wait for no journal
     control = Control(trains=config.run.mode != "rollout_only")
     servers = Servers(
         store,

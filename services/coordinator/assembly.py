@@ -62,7 +62,8 @@ class Assembly:
     ) -> None:
         self._config = config
         self._control = control
-        self._journal = Journal(store, config.run.name, Ledger(config.folder / LEDGER))
+        ledger = Ledger(config.folder / LEDGER)
+        self._journal = Journal(store, config.run.name, ledger, config.store.max_mb << 20)
         self._checkpoints = Checkpoints(config.folder / "checkpoints", config.checkpoint.keep)
         timeout_s = config.coordinator.request_timeout_s
         self._replicas = Replicas(caller, timeout_s)

@@ -91,6 +91,11 @@ class PendingGroup:
         self._date(sample)
         return True
 
+    def forget(self, sample: Sample) -> None:
+        """It was accepted, and is not to be: its attempt is still to come."""
+        if self.samples[sample.id.index] is sample:
+            self.samples[sample.id.index] = None
+
     def _date(self, sample: Sample | None) -> None:
         if sample is not None and (number := sample.oldest_number) is not None:
             self.oldest[sample.id.index] = number

@@ -8,22 +8,25 @@ connection of its own.
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from services.coordinator import journal_scripts as scripts
-from services.coordinator.journal_file import read_records, write_magic, write_record
+from services.coordinator.journal_snapshot import (
+    PART,
+    Snapshot,
+    entries_of,
+    payloads_of,
+    read_parts,
+)
 from services.coordinator.ledger import Ledger
 from services.runtime.errors import AtollError, UserError
 from services.runtime.store import Script, Store
 from services.wire import codec
 from services.wire.types import GroupId, JournalIndex, Sample, SampleId, Version
-
-PART: Final = 1000  # samples or payloads named in one call
-PART_BYTES: Final = 4 << 20  # of payloads in one call
 
 
 class JournalError(AtollError):
@@ -85,13 +88,21 @@ class Restored:
 class Journal:
     """The journal of one run. The store must have taken its epoch; `restore` comes first."""
 
-    def __init__(self, store: Store, run: str, ledger: Ledger) -> None:
+    def __init__(self, store: Store, run: str, ledger: Ledger, max_bytes: int = 4 << 30) -> None:
+        """Above `max_bytes` of finished samples in the store it is `full`."""
         self._store = store
         self._bulk = store.apart()  # for what is long
         self._run = run
         self._ledger = ledger
         self._lineage = Lineage("", {})
+        self._max_bytes = max_bytes
         self.num_bytes = 0  # of the payloads in the store
+
+    @property
+    def full(self) -> bool:
+        """No more may be issued than the next step needs, and a checkpoint is due, which frees what was
+        trained on."""
+        return self.num_bytes > self._max_bytes
 
     async def issue(self, samples: Sequence[SampleId], cursor: str) -> None:
         """These samples are to be generated, from attempt 0 on. Those that are known stay as they are.
@@ -238,7 +249,7 @@ class Journal:
         await self._bulk_write(scripts.CLEAR)
         if checkpoint is None or checkpoint.journal is None:
             return
-        parts = _parts(read_records(checkpoint.journal))
+        parts = read_parts(checkpoint.journal)
         while isinstance(part := await asyncio.to_thread(next, parts), list):
             await self._bulk_write(scripts.FILL_PAYLOADS, *part)
         index = part
@@ -247,7 +258,7 @@ class Journal:
             (scripts.FILL_ISSUED, index.issued, 4),
             (scripts.FILL_FINISHED, index.finished, 5),
         ):
-            entries = _entries_of(table, width)
+            entries = entries_of(table, width)
             while part_of_table := list(islice(entries, PART)):
                 await self._bulk_write(script, *chain.from_iterable(part_of_table))
                 numbers = [entry.split() for _, entry in part_of_table]
@@ -262,11 +273,10 @@ class Journal:
         won = {id: int(words[3]) for id, words in entries.items() if len(words) == 4}
         numbers = dict.fromkeys(entries[id][1] for id in won)
         samples = {}
-        async for _, payload in _payloads(self._bulk, list(numbers)):
-            if payload is not None:
-                for sample in await asyncio.to_thread(codec.decode_payload, payload):
-                    if won.get(sample.id) == sample.attempt:
-                        samples[sample.id] = sample
+        async for part in payloads_of(self._bulk, list(numbers)):
+            for sample in await asyncio.to_thread(_decode, [payload for _, payload in part if payload]):
+                if won.get(sample.id) == sample.attempt:
+                    samples[sample.id] = sample
         return samples
 
     async def _entries(self, ids: Sequence[SampleId]) -> dict[SampleId, str]:
@@ -281,55 +291,8 @@ class Journal:
         return entries
 
 
-class Snapshot:
-    """The journal at one moment; its payloads are read while it is written."""
-
-    def __init__(self, store: Store, index: JournalIndex) -> None:
-        self._store = store
-        self._index = index
-
-    async def write(self, path: Path) -> None:
-        """The file that `Journal.restore` reads, on disk. A sample whose payload was released in the
-        meantime is one to be generated again."""
-        index, gone = self._index, set()
-        with path.open("wb") as file:
-            write_magic(file)
-            async for number, payload in _payloads(self._store, await asyncio.to_thread(_numbers, index)):
-                if payload is None:
-                    gone.add(number)
-                    continue
-                record = codec.encode_journal_payload(number, payload)
-                await asyncio.to_thread(write_record, file, record)
-            if gone:
-                index = await asyncio.to_thread(_without, index, gone)
-            await asyncio.to_thread(write_record, file, codec.encode_journal_index(index))
-
-
-async def _payloads(store: Store, numbers: Sequence[str]) -> AsyncIterator[tuple[str, bytes | None]]:
-    """Payloads by number, some MiB in one call; None for one that has gone."""
-    done = 0
-    while done < len(numbers):
-        part = numbers[done : done + PART]
-        answers = await store.write(scripts.PAYLOADS, scripts.TABLES, " ".join(part), PART_BYTES)
-        for number, payload in zip(part, answers, strict=False):
-            yield number, payload
-        done += len(answers)
-
-
-def _parts(records: Iterator[tuple[str, bytes] | JournalIndex]) -> Iterator[list[str | bytes] | JournalIndex]:
-    """Payloads as number, content, number, ..., some MiB in one part; the index at the end."""
-    part: list[str | bytes] = []
-    size = 0
-    for record in records:
-        if isinstance(record, JournalIndex):
-            yield part
-            yield record
-            return
-        part += record
-        size += len(record[1])
-        if size >= PART_BYTES:
-            yield part
-            part, size = [], 0
+def _decode(payloads: Iterable[bytes]) -> list[Sample]:
+    return [sample for payload in payloads for sample in codec.decode_payload(payload)]
 
 
 def _in_flight(run: str, index: JournalIndex) -> tuple[InFlight, ...]:
@@ -337,36 +300,12 @@ def _in_flight(run: str, index: JournalIndex) -> tuple[InFlight, ...]:
     firsts: dict[tuple[int, int], int] = {}
     sizes: dict[tuple[int, int], int] = {}
     for table, width in ((index.issued, 4), (index.finished, 5)):
-        for name, entry in _entries_of(table, width):
+        for name, entry in entries_of(table, width):
             epoch, prompt, member = map(int, name.split("/"))
             key, number = (epoch, prompt), int(entry.partition(" ")[0])
             firsts[key] = min(firsts.get(key, number), number)
             sizes[key] = max(sizes.get(key, 0), member + 1)
     return tuple(InFlight(GroupId(run, *key), sizes[key]) for key in sorted(firsts, key=firsts.__getitem__))
-
-
-def _numbers(index: JournalIndex) -> list[str]:
-    """The payloads that an index needs."""
-    return list(dict.fromkeys(entry.split()[1] for _, entry in _entries_of(index.finished, 5)))
-
-
-def _without(index: JournalIndex, gone: set[str]) -> JournalIndex:
-    """Samples whose payload has gone are to be generated again, as the next attempt."""
-    issued, finished = [index.issued.decode()], []
-    for name, entry in _entries_of(index.finished, 5):
-        number, payload, last, _ = entry.split()
-        if payload in gone:
-            issued.append(f"{name} {number} {int(last) + 1} {int(last) + 1}")
-        else:
-            finished.append(f"{name} {entry}")
-    return replace(index, issued=" ".join(issued).encode(), finished=" ".join(finished).encode())
-
-
-def _entries_of(table: bytes, width: int) -> Iterator[tuple[str, str]]:
-    """Sample and entry of an index's table, whose lines have `width` words."""
-    words = iter(table.decode().split())
-    while line := tuple(islice(words, width)):
-        yield line[0], " ".join(line[1:])
 
 
 def _name(id: SampleId) -> str:

@@ -305,6 +305,7 @@ class Loop:
             or (checkpoint.every_minutes > 0 and elapsed_s >= 60 * checkpoint.every_minutes)
             or (self._best is not None and self._best.step == self._step)
             or self._parts.control.checkpoint_requested
+            or self._parts.journal.full
         )
 
     def _due(self, every: int, at_end: bool) -> bool:

@@ -146,11 +146,14 @@ class GenerateSource:
         return metrics
 
     async def admit(self) -> None:
-        """Issues as many prompts as the bound on staleness leaves room for, restored groups first."""
+        """Issues as many prompts as the bounds on staleness and on the store leave room for, restored groups
+        first."""
         async with self._admission:  # draws reach the journal in their order
             live = len(self._pending) + len(self._ready)
             room = (self._max_staleness + 1) * self._prompts_per_step - self._training - live
             room = min(room, self._needed - live)
+            if self._journal.full:
+                room = min(room, self._prompts_per_step - live)
             if room <= 0:
                 return
             waiting, self._waiting = self._waiting[:room], self._waiting[room:]
@@ -230,7 +233,10 @@ class GenerateSource:
     # What Generation reports
 
     async def finished(self, samples: Sequence[Sample], payload: bytes) -> None:
-        await self._journal.finish(samples, payload)
+        accepted = {sample.id for sample in await self._journal.finish(samples, payload)}
+        for sample in samples:
+            if sample.id not in accepted and (group := self._pending.get(sample.id.group)):
+                group.forget(sample)  # of an attempt that may not win any more
 
     async def retried(self, samples: Sequence[SampleId], reason: str) -> None:
         self._count(reason, len(samples))

@@ -27,7 +27,7 @@ from services.runtime.errors import StaleFenceError, StoreError, UserError
 from services.runtime.tether import tethered
 
 TIMEOUT_S: Final = 10.0  # of a call
-START_TIMEOUT_S: Final = 60.0  # a large append-only file takes a while to load
+START_TIMEOUT_S: Final = 60.0  # without an answer, not even that it loads its file
 LOCK_TIMEOUT_S: Final = 5.0  # a server whose parent was killed needs a moment to end
 POLL_S: Final = 0.02
 
@@ -231,7 +231,10 @@ def _wait_until_ready(process: subprocess.Popen[bytes], socket: Path, log: Path)
             try:
                 client.ping()
                 return
-            except (redis.ConnectionError, redis.BusyLoadingError):
+            except redis.BusyLoadingError:  # it reads its file, however large that is
+                deadline = time.monotonic() + START_TIMEOUT_S
+                time.sleep(POLL_S)
+            except redis.ConnectionError:
                 time.sleep(POLL_S)
     code = process.poll()
     what = f"not ready after {START_TIMEOUT_S:g} s" if code is None else f"exited with {code}"
