@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import secrets
 import sys
 from pathlib import Path
 
@@ -51,6 +52,7 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
     """Serves until the run has ended. Raises what ended it, if that was an error."""
     token, operator_token = access_token(), given_token(OPERATOR_TOKEN)
     store = Store(store_url, config.run.name)
+    await store.claim(run_id(config.folder))
     caller = Caller(await store.take_epoch(), token)
     registry = Registry(store.apart(), config.coordinator.lease_s)  # heartbeats wait for no journal
     control = Control(trains=config.run.mode != "rollout_only")
@@ -83,6 +85,17 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
         await server.stop(STOP_GRACE_S)
         await servers.close()
         await store.close()
+
+
+def run_id(folder: Path) -> str:
+    """Tells the run in this folder from others of its name, in a store that they share."""
+    path = folder / "run.id"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(".partial")
+        new.write_text(secrets.token_hex(8))
+        new.rename(path)
+    return path.read_text()
 
 
 if __name__ == "__main__":

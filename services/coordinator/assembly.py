@@ -16,7 +16,7 @@ from services.coordinator.canary import Canary
 from services.coordinator.checkpoints import Checkpoints, CoordinatorState
 from services.coordinator.control import Control, State
 from services.coordinator.data import Cursor
-from services.coordinator.dump import last_dump
+from services.coordinator.dump import last_dump, set_aside
 from services.coordinator.generation import Generation
 from services.coordinator.groups import NOTHING, DynamicSampling
 from services.coordinator.journal import Checkpoint, Journal, Restored
@@ -200,6 +200,7 @@ class Assembly:
         step = state.step if state else 0
         if data.rows and state and state.cursor:
             data.rows.load(state.cursor)
+        set_aside(config.folder / "dumps", after=step)
         restored = await self._journal.restore(checkpoint)
         version = Version(restored.lineage, checkpoint.version.number if checkpoint else 0)
         metrics = MetricsFile(config.folder / "metrics.jsonl", step if checkpoint else None)

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from services.config.schema import Role
 from services.coordinator.algorithm import AlgorithmState
 from services.coordinator.data import Cursor
 from services.coordinator.groups import Counters
-from services.runtime.errors import AtollError, ServiceUnavailableError
+from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from services.wire.types import Version, Written
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ Committed = Callable[[Path], Awaitable[None]]
 
 ACTOR: Role = "actor"
 STATE, JOURNAL = "coordinator.json", "journal.bin"
+FORMAT = 2  # of a checkpoint folder; 1 had the data cursor in coordinator.json
+_STEP = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Of the complete checkpoints, ascending."""
-        return sorted(int(path.name.removeprefix("step-")) for path in self._folder.glob("step-*"))
+        names = (_STEP.fullmatch(path.name) for path in self._folder.glob("step-*"))
+        return sorted(int(name[1]) for name in names if name)
 
     async def begin(
         self, state: CoordinatorState, journal: Snapshot, models: Mapping[Role, Model], committed: Committed
@@ -160,10 +164,14 @@ class Checkpoints:
         return written
 
     def _publish(self, partial: Path, state: CoordinatorState) -> None:
-        _write(partial / STATE, json.dumps(asdict(state), indent=2).encode())
+        tree = {"format": FORMAT, **asdict(state)}
+        _write(partial / STATE, json.dumps(tree, indent=2).encode())
+        _fsync(partial / JOURNAL)
+        _fsync(partial)
         if state.step in self.steps():  # of a lineage that was left behind
             self._set_aside(state.step)
         partial.rename(self.path(state.step))
+        _fsync(self._folder)  # before those that it replaces go
         self._remove_old(state)
 
     @contextmanager
@@ -182,9 +190,18 @@ class Checkpoints:
             ) from error
 
     def load(self, step: int) -> tuple[CoordinatorState, Path, Path]:
-        """State, the journal's file, and the folder in which each model that learns has its own."""
+        """State, the journal's file, and the folder in which each model that learns has its own.
+
+        Raises UserError for a checkpoint of another version.
+        """
         path = self.path(step)
-        state = CoordinatorState.parse(json.loads((path / STATE).read_text()))
+        tree = json.loads((path / STATE).read_text())
+        if tree.get("format", 1) != FORMAT:
+            raise UserError(
+                f"{path} was written by another version of Atoll (checkpoint format {tree.get('format', 1)}, "
+                f"this one reads {FORMAT}): continue the run with that version, or start a new one"
+            )
+        state = CoordinatorState.parse(tree)
         return state, path / JOURNAL, path
 
     def _remove_old(self, state: CoordinatorState) -> None:
@@ -199,6 +216,14 @@ class Checkpoints:
     def _set_aside(self, step: int) -> None:
         """What is half removed is no checkpoint."""
         self.path(step).rename(self._folder / f".removed-{step:06d}")
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -1,8 +1,9 @@
 """Where prompts come from: weighted datasets, shuffled per epoch, resumable at any draw."""
 
+import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -30,6 +31,7 @@ class Cursor:
     shuffle: bool
     rows: tuple[int, ...]  # of each source, without over-long ones
     drawn: tuple[int, ...]  # from each source since the run began
+    digests: tuple[str, ...] = ()  # of each source's rows as the model sees them, with their truths
 
     def dump(self) -> str:
         """JSON that `parse` reads."""
@@ -38,7 +40,23 @@ class Cursor:
     @classmethod
     def parse(cls, text: str) -> "Cursor":
         tree = json.loads(text)
-        return cls(tree["seed"], tree["shuffle"], tuple(tree["rows"]), tuple(tree["drawn"]))
+        rows, drawn, digests = (tuple(tree[name]) for name in ("rows", "drawn", "digests"))
+        return cls(tree["seed"], tree["shuffle"], rows, drawn, digests)
+
+    def changes(self, other: "Cursor") -> list[str]:
+        """What `other`'s sequence has that this one's has not."""
+        named = (
+            (f"run.seed is {other.seed}, not {self.seed}", other.seed != self.seed),
+            (f"data.shuffle is {other.shuffle}, not {self.shuffle}", other.shuffle != self.shuffle),
+            (
+                f"the datasets have {list(other.rows)} rows that are short enough, not {list(self.rows)}",
+                other.rows != self.rows,
+            ),
+        )
+        changes = [what for what, differs in named if differs]
+        if not changes and other.digests != self.digests:
+            changes.append("the datasets have as many rows as before, but other ones")
+        return changes
 
 
 class Mixture:
@@ -49,8 +67,15 @@ class Mixture:
     depends on (seed, source, epoch) alone: the counts of the cursor restore it.
     """
 
-    def __init__(self, rows: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
-        self.cursor = Cursor(seed, shuffle, tuple(rows), tuple(0 for _ in rows))
+    def __init__(
+        self,
+        rows: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        shuffle: bool,
+        digests: Sequence[str] = (),
+    ) -> None:
+        self.cursor = Cursor(seed, shuffle, tuple(rows), tuple(0 for _ in rows), tuple(digests))
         self._shares = [weight / sum(weights) for weight in weights]
         self._orders: dict[int, tuple[int, Int64]] = {}  # of each source: epoch, permutation
 
@@ -69,11 +94,10 @@ class Mixture:
 
     def load(self, cursor: Cursor) -> None:
         """Continues where `cursor` stood. Raises UserError where it belongs to another sequence."""
-        expected = replace(self.cursor, drawn=cursor.drawn)
-        if cursor != expected or len(cursor.drawn) != len(expected.rows):
+        if changes := cursor.changes(self.cursor):
             raise UserError(
-                f"cannot resume the data: the run stood at {cursor}, this run has {expected}; "
-                "restore run.seed, data.shuffle and the training datasets, or start a new run"
+                f"cannot resume the data: {'; '.join(changes)}; restore what the run began with, or start a "
+                "new run"
             )
         self.cursor = cursor
 
@@ -115,7 +139,11 @@ class PromptSource:
             self._sources.append(prompts_short_enough(source.path, prompts, longest, overlong))
         self._by_number = {prompt.id.prompt: prompt for prompts in self._sources for prompt in prompts}
         self._mixture = Mixture(
-            [len(prompts) for prompts in self._sources], [source.weight for source in sources], seed, shuffle
+            [len(prompts) for prompts in self._sources],
+            [source.weight for source in sources],
+            seed,
+            shuffle,
+            [_digest((p.token_ids, p.ground_truth, p.data_source) for p in s) for s in self._sources],
         )
 
     @property
@@ -148,7 +176,8 @@ class SupervisedSource:
     ) -> None:
         """`rows` and `weights`: of each source."""
         self._rows = rows
-        self._mixture = Mixture([len(pairs) for pairs in rows], weights, seed, shuffle)
+        digests = [_digest(pairs) for pairs in rows]
+        self._mixture = Mixture([len(pairs) for pairs in rows], weights, seed, shuffle, digests)
 
     @property
     def cursor(self) -> Cursor:
@@ -160,6 +189,15 @@ class SupervisedSource:
 
     def draw(self, n: int) -> list[Pair]:
         return [self._rows[source][row] for source, _, row in self._mixture.draw(n)]
+
+
+def _digest(rows: Iterable[Iterable[Int32 | str]]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        for part in row:
+            content = part.encode() if isinstance(part, str) else part.tobytes()
+            digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
 
 
 def read_prompts(path: Path, renderer: Renderer, run: str, first: int = 0) -> list[Prompt]:

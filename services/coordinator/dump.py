@@ -1,4 +1,8 @@
-"""Consumed batches on disk: runs/NAME/dumps/step-000001.pb, one `Dump` message each."""
+"""Consumed batches on disk: runs/NAME/dumps/step-000001.pb, one `Dump` message each.
+
+These are of the path to the run's current version; batches of steps that a restart repeats are kept beside
+them, as left-000001-1.pb.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +19,15 @@ def write_dump(folder: Path, step: int, version: Version, groups: Sequence[Group
     partial = path.with_suffix(".partial")
     partial.write_bytes(codec.encode_dump(step, version, groups))
     return partial.rename(path)
+
+
+def set_aside(folder: Path, after: int) -> None:
+    """A run continues after this step: the batches of later ones are of a path that was left."""
+    for path in sorted(folder.glob("step-*.pb")):
+        step = path.stem.removeprefix("step-")
+        if int(step) > after:
+            number = 1 + sum(1 for _ in folder.glob(f"left-{step}-*.pb"))
+            path.rename(folder / f"left-{step}-{number}.pb")
 
 
 def read_dump(path: Path) -> tuple[int, list[Group]]:

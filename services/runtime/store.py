@@ -49,6 +49,11 @@ return epoch
 """
 
 
+_CLAIM = """
+return redis.call('SET', KEYS[1], ARGV[1], 'NX') and ARGV[1] or redis.call('GET', KEYS[1])
+"""
+
+
 @dataclass(frozen=True)
 class Script:
     """Lua that writes under the fence. KEYS and ARGV are those given to `Store.write`."""
@@ -109,6 +114,17 @@ class Store:
     def epoch(self) -> int:
         assert self._epoch is not None, "take_epoch() comes before the first write"
         return self._epoch
+
+    async def claim(self, run_id: str) -> None:
+        """The keys belong to the run of this id from now on. Raises UserError if they are another's, which
+        has the same name in another folder; comes before `take_epoch`, which would end it."""
+        owner = (await self._call("EVAL", _CLAIM, 1, self._prefix + "id", run_id)).decode()
+        if owner != run_id:
+            raise UserError(
+                f"store {self._shown} holds another run of this name (id {owner}, this one has {run_id}): "
+                f"choose another run.name or store.url, or, if that run is over, delete its keys "
+                f"{self._prefix}*"
+            )
 
     async def take_epoch(self) -> int:
         """Becomes the run's only writer: calls of all earlier writers raise StaleFenceError from now on."""

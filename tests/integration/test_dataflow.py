@@ -149,7 +149,13 @@ class Dataflow:
     """Everything between prompts and batches, with `num_replicas` simulated replicas."""
 
     def __init__(
-        self, store: Store, folder: Path, *, death_rate: float = 0.0, graders: Graders | None = None
+        self,
+        store: Store,
+        folder: Path,
+        *,
+        death_rate: float = 0.0,
+        graders: Graders | None = None,
+        max_bytes: int = 1 << 30,
     ) -> None:
         self.folder = folder
         self.dice = random.Random(0)
@@ -170,7 +176,7 @@ class Dataflow:
             )
             for simulated in self.simulated
         ]
-        self.journal = Journal(store, "toy", Ledger(folder / LEDGER))
+        self.journal = Journal(store, "toy", Ledger(folder / LEDGER), max_bytes)
         self.prompts = Prompts()
         rewards = rewards_of(graders or Graders(), retries=1)
         self.generation = Generation(self.replicas, rewards, model="", max_attempts=50, timeout_s=5.0)
@@ -507,6 +513,48 @@ async def test_two_restarts_train_on_every_prompt_once(
         for prompt in prompts
         for index in range(8)
     }
+
+
+async def test_a_full_store_admits_only_what_the_next_step_needs(store: Store, tmp_path: Path) -> None:
+    flow = Dataflow(store, tmp_path, max_bytes=1)
+    await flow.start()
+    source = flow.source(max_staleness=2, steps=9)
+    running = asyncio.create_task(flow.generation.run())
+    drawn = []
+    await source.published(flow.version)
+    for step in range(1, 7):
+        await asyncio.wait_for(source.take(step, 10, flow.version), 20)
+        if step == 5:
+            await flow.journal.commit(step)  # a checkpoint frees the store
+        flow.version = Version(flow.version.lineage, step)
+        await flow.publish(flow.version)
+        await source.published(flow.version)
+        drawn.append(flow.prompts.cursor.drawn[0])
+    running.cancel()
+    # three batches at first; two, one and none are left when one more is admitted
+    assert drawn == [30, 30, 40, 50, 80, 80]
+
+
+async def test_a_sample_that_the_journal_refuses_is_generated_again(store: Store, tmp_path: Path) -> None:
+    """Its group may not keep it: the batch would have what the journal lacks."""
+    flow = Dataflow(store, tmp_path)
+    await flow.start()
+    finish, refused = flow.journal.finish, list[SampleId]()
+
+    async def refuse_the_first(samples: Sequence[Sample], payload: bytes) -> list[Sample]:
+        if refused:
+            return await finish(samples, payload)
+        refused.append(samples[0].id)
+        return await finish(samples[1:], payload) if samples[1:] else []
+
+    flow.journal.finish = refuse_the_first  # type: ignore[method-assign]
+    source = flow.source(max_staleness=0, steps=1)
+    running = asyncio.create_task(flow.generation.run())
+    await source.published(flow.version)
+    taken = await asyncio.wait_for(source.take(1, 10, flow.version), 20)
+    running.cancel()
+    attempts = {sample.id: sample.attempt for group in taken for sample in group.samples}
+    assert [id for id, attempt in attempts.items() if attempt] == refused
 
 
 async def test_a_stop_in_the_midst_of_consuming_a_batch_loses_none_of_it(

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from services.coordinator import journal_scripts as scripts
 from services.coordinator.journal import Checkpoint, Journal, JournalError, Lineage, RestoredGroup
 from services.coordinator.ledger import LEDGER, Ledger
-from services.runtime.errors import StaleFenceError
+from services.runtime.errors import StaleFenceError, UserError
 from services.runtime.store import EmbeddedServer, Script, Store, embedded
 from services.wire import codec
 from services.wire.types import (
@@ -166,16 +166,169 @@ async def test_commit_frees_payloads_with_the_last_sample_that_needs_them(
     assert await store.read("ZCARD", "journal/consumed") == 0
 
 
-async def test_every_drop_and_retry_is_a_record_with_its_reason(store: Store, tmp_path: Path) -> None:
+async def test_every_drop_and_retry_is_a_record_with_its_reason_and_counted_by_its_kind(
+    store: Store, tmp_path: Path
+) -> None:
     journal, _ = await opened(store, tmp_path)
     await journal.issue([sample_id(1, 0), sample_id(1, 1)], CURSOR)
-    await journal.retry([sample_id(1, 1)], "lost with rollout-0")
+    await journal.retry([sample_id(1, 1)], "lost with rollout-0: 10.0.0.7:41: reset")
     await journal.drop([sample_id(1, 0), sample_id(1, 1)], "reward gsm8k: NaN")
     events = await store.read("XRANGE", "journal/events", "-", "+")
     assert [fields for _, fields in events] == [
-        [b"event", b"retried: lost with rollout-0", b"samples", b"0/1/1"],
+        [b"event", b"retried: lost with rollout-0: 10.0.0.7:41: reset", b"samples", b"0/1/1"],
         [b"event", b"dropped: reward gsm8k: NaN", b"samples", b"0/1/0 0/1/1"],
     ]
+    counts = await journal.counts()
+    assert {name: n for name, n in counts.items() if ": " in name} == {
+        "retried: lost with rollout-0": 1,
+        "dropped: reward gsm8k": 2,
+    }
+
+
+async def test_the_batch_that_a_trainer_refused_is_dropped(store: Store, tmp_path: Path) -> None:
+    journal, lineage = await opened(store, tmp_path)
+    a, b = sample_id(0), sample_id(1)
+    await journal.issue([a, b], CURSOR)
+    await finish(journal, [sample(id, Version(lineage, 0)) for id in (a, b)])
+    await journal.consume(1, [a])
+    await journal.consume(2, [b])
+    await journal.drop([a, b], "refused by the trainer: NaN", step=2)
+    restored = await restore(journal, Checkpoint(0, Version(lineage, 0), None))
+    assert texts(restored) == [("toy/0/0/0:0",)]
+
+
+async def test_a_snapshot_leaves_out_what_was_trained_on_and_what_was_released_meanwhile(
+    store: Store, tmp_path: Path
+) -> None:
+    journal, lineage = await opened(store, tmp_path)
+    ids = [sample_id(prompt) for prompt in range(3)]
+    await journal.issue(ids, CURSOR)
+    for id in ids:
+        await finish(journal, [sample(id, Version(lineage, 0))])
+    await journal.consume(1, ids[:1])
+    snapshot = await journal.snapshot(1)
+    await journal.retry(ids[1:2], "stale")
+    await snapshot.write(tmp_path / "journal.bin")
+    content = (tmp_path / "journal.bin").read_bytes()
+    assert [f"toy/0/{prompt}/0:0".encode() in content for prompt in range(3)] == [False, False, True]
+    await store.write(Script("redis.call('DEL', unpack(KEYS))"), scripts.TABLES)
+    opened_again = await journal.restore(Checkpoint(1, Version(lineage, 0), tmp_path / "journal.bin"))
+    restored = await journal.load(opened_again.groups)
+    assert texts(restored) == [(None,), ("toy/0/2/0:0",)]
+    assert restored[0].attempts == (2,)  # the attempt that was to replace the stale one, and one more
+    assert opened_again.cursor == CURSOR
+
+
+async def test_payloads_are_counted_until_a_checkpoint_frees_them(store: Store, tmp_path: Path) -> None:
+    journal = Journal(store, "toy", Ledger(tmp_path / LEDGER), max_bytes=300)
+    lineage = (await journal.restore(None)).lineage
+    ids = [sample_id(prompt) for prompt in range(4)]
+    await journal.issue(ids, CURSOR)
+    payloads = [sample(id, Version(lineage, 0)) for id in ids]
+    sizes = [len(codec.encode_payload([each])) for each in payloads]
+    for number, each in enumerate(payloads, 1):
+        await finish(journal, [each])
+        assert journal.num_bytes == sum(sizes[:number])
+    assert journal.full
+    await journal.consume(1, ids[:3])
+    await journal.commit(1)
+    assert journal.num_bytes == sizes[3]
+    assert not journal.full
+    await journal.restore(await saved(journal, 1, Version(lineage, 1), tmp_path))
+    assert journal.num_bytes == sizes[3]
+
+
+class CrashError(Exception): ...
+
+
+def crashing(journal: Journal, script: Script, after: int) -> None:
+    """The process dies when it has run `script` so many times."""
+    write, left = journal._bulk_write, after
+
+    async def once(chosen: Script, *args: str | bytes | int) -> object:
+        nonlocal left
+        if chosen is script:
+            if left == 0:
+                raise CrashError
+            left -= 1
+        return await write(chosen, *args)
+
+    journal._bulk_write = once  # type: ignore[method-assign]
+
+
+async def many_groups(journal: Journal, lineage: str, tmp_path: Path) -> Checkpoint:
+    """2,500 groups, more than two parts: a checkpoint has all of them, a later step consumed each."""
+    ids = [sample_id(prompt) for prompt in range(2500)]
+    await journal.issue(ids, CURSOR)
+    await finish(journal, [sample(id, Version(lineage, 0)) for id in ids])
+    checkpoint = await saved(journal, 0, Version(lineage, 0), tmp_path)
+    await journal.consume(1, ids)
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("script", "after", "wiped"),
+    [
+        (scripts.UNCONSUME, 1, False),
+        (scripts.UNCONSUME, 3, False),
+        (scripts.FILL_PAYLOADS, 0, True),
+        (scripts.FILL_FINISHED, 1, True),
+        (scripts.SEAL, 0, True),
+        (scripts.BRANCH, 0, True),
+    ],
+)
+async def test_a_crash_in_the_midst_of_a_restart_loses_nothing(
+    store: Store, tmp_path: Path, script: Script, after: int, wiped: bool
+) -> None:
+    journal, lineage = await opened(store, tmp_path)
+    checkpoint = await many_groups(journal, lineage, tmp_path)
+    if wiped:
+        await store.write(Script("redis.call('DEL', unpack(KEYS))"), scripts.TABLES)
+    crashing(journal, script, after)
+    with pytest.raises(CrashError):
+        await journal.restore(checkpoint)
+    again = Journal(store, "toy", Ledger(tmp_path / LEDGER))
+    restored = await restore(again, checkpoint)
+    assert texts(restored) == [(f"toy/0/{prompt}/0:0",) for prompt in range(2500)]
+    assert await store.read("HLEN", "journal/refs") == await store.read("HLEN", "journal/payloads") == 1
+
+
+async def test_a_crash_in_the_midst_of_a_commit_makes_an_earlier_checkpoint_bring_its_own_journal(
+    store: Store, tmp_path: Path
+) -> None:
+    journal, lineage = await opened(store, tmp_path)
+    checkpoint = await many_groups(journal, lineage, tmp_path)
+    crashing(journal, scripts.COMMIT, 1)
+    with pytest.raises(CrashError):
+        await journal.commit(1)
+    assert await store.read("HLEN", "journal/trained") == 1500
+    restored = await restore(Journal(store, "toy", Ledger(tmp_path / LEDGER)), checkpoint)
+    assert texts(restored) == [(f"toy/0/{prompt}/0:0",) for prompt in range(2500)]
+
+
+@pytest.mark.parametrize(
+    ("content", "refusal"),
+    [
+        (
+            b"\n\x04\n\x020/",
+            "not a journal that this version of Atoll reads: continue the run with the version",
+        ),
+        (b"atoll journal 2\n\x09\0\0\0\0\0\0\0\n", "is damaged: it ends within a record"),
+    ],
+)
+async def test_a_journal_of_another_version_and_a_damaged_one_are_refused(
+    store: Store, tmp_path: Path, content: bytes, refusal: str
+) -> None:
+    (tmp_path / "journal.bin").write_bytes(content)
+    journal = Journal(store, "toy", Ledger(tmp_path / LEDGER))
+    with pytest.raises(UserError, match=refusal):
+        await journal.restore(Checkpoint(1, Version("a3f0", 1), tmp_path / "journal.bin"))
+
+
+async def test_a_run_without_a_checkpoint_says_so_if_the_store_is_lost(store: Store, tmp_path: Path) -> None:
+    journal = Journal(store, "toy", Ledger(tmp_path / LEDGER))
+    with pytest.raises(UserError, match="lost the journal of the run toy, which wrote no checkpoint"):
+        await journal.restore(Checkpoint(3, Version("a3f0", 0), None))
 
 
 async def test_a_second_coordinator_shuts_the_first_one_out(

@@ -65,6 +65,26 @@ async def test_concurrent_calls_get_their_own_answers(store: Store) -> None:
     assert answers == [str(i).encode() for i in range(100)]
 
 
+async def test_a_connection_apart_does_not_wait_for_a_long_call(store: Store) -> None:
+    long_call = asyncio.create_task(store.read("BLPOP", "list", 60))
+    apart = store.apart()
+    async with asyncio.timeout(30):
+        await apart.write(Script("redis.call('RPUSH', KEYS[1], 'done')"), ["list"])
+        assert (await long_call)[1] == b"done"
+
+
+async def test_a_run_of_the_same_name_in_another_folder_is_refused_before_it_ends_the_first(
+    store_server: EmbeddedServer, store: Store, request: pytest.FixtureRequest
+) -> None:
+    await store.claim("4b1d")
+    await store.claim("4b1d")  # when it resumes
+    other = Store(store_server.url, request.node.name)
+    with pytest.raises(UserError, match=r"another run of this name \(id 4b1d, this one has 77aa\): choose"):
+        await other.claim("77aa")
+    await store.write(PUT, ["h"], "who", "first")
+    await other.close()
+
+
 async def test_what_was_answered_survives_sigkill_of_the_server(tmp_path: Path) -> None:
     with embedded(tmp_path) as server:
         store = Store(server.url, "r")

@@ -1,6 +1,7 @@
 """A checkpoint becomes valid when all of it is written, and training goes on meanwhile."""
 
 import asyncio
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -11,7 +12,7 @@ from services.config.schema import Role
 from services.coordinator import checkpoints
 from services.coordinator.algorithm import AlgorithmState
 from services.coordinator.checkpoints import Best, Checkpoints, CoordinatorState
-from services.runtime.errors import AtollError, CheckpointError, ServiceUnavailableError
+from services.runtime.errors import AtollError, CheckpointError, ServiceUnavailableError, UserError
 from services.wire.types import Version, Written
 
 
@@ -195,3 +196,39 @@ async def test_one_that_is_half_removed_is_none(tmp_path: Path, monkeypatch: pyt
             assert loaded(run.checkpoints, 2) == (state(2), b"journal")
     await run.save(3)
     assert run.names == ["step-000003"]
+
+
+async def test_files_of_other_names_beside_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=1)
+    for name in ("step-5.bak", "step-000005.bak", "step-"):
+        (tmp_path / name).mkdir()
+    await run.save(1)
+    await run.save(2)
+    assert run.checkpoints.steps() == [2]
+    assert run.names == ["step-", "step-000002", "step-000005.bak", "step-5.bak"]
+
+
+async def test_one_that_replaces_another_is_on_disk_before_that_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, synced = Run(tmp_path, keep=1), list[tuple[str, list[str]]]()
+    await run.save(1)
+    monkeypatch.setattr(checkpoints, "_fsync", lambda path: synced.append((path.name, run.names)))
+    await run.save(2)
+    assert [name for name, _ in synced] == ["journal.bin", ".partial-000002", tmp_path.name]
+    assert synced[-1][1] == ["step-000001", "step-000002"]
+    assert run.names == ["step-000002"]
+
+
+async def test_a_checkpoint_of_the_version_before_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """It had the data cursor in coordinator.json, and no format."""
+    run = Run(tmp_path)
+    await run.save(4)
+    path = tmp_path / "step-000004" / "coordinator.json"
+    tree = json.loads(path.read_text())
+    del tree["format"]
+    path.write_text(json.dumps(tree | {"cursor": {"seed": 0, "shuffle": True, "rows": [9], "drawn": [3]}}))
+    with pytest.raises(
+        UserError, match=r"step-000004 was written by another version of Atoll .* start a new one"
+    ):
+        run.checkpoints.load(4)

@@ -289,14 +289,25 @@ def test_a_prompt_is_found_again_by_its_id(tmp_path: Path, renderer: Renderer) -
         assert key(prompts.prompt(drawn.id)) == key(drawn)
 
 
-@pytest.mark.parametrize("change", [{"seed": 4}, {"shuffle": False}, {"rows": 21}], ids=str)
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ({"seed": 4}, "run.seed is 4, not 3"),
+        ({"shuffle": False}, "data.shuffle is False, not True"),
+        ({"rows": sums(21)}, r"the datasets have \[21\] rows that are short enough, not \[20\]"),
+        ({"rows": sums(21)[1:]}, "the datasets have as many rows as before, but other ones; restore"),
+        ({"rows": [*sums(19), record("19+1=", "21")]}, "as many rows as before, but other ones"),
+    ],
+    ids=["seed", "shuffle", "number", "prompts", "truth"],
+)
 def test_a_cursor_of_other_data_is_refused(
-    tmp_path: Path, renderer: Renderer, change: dict[str, Any]
+    tmp_path: Path, renderer: Renderer, change: dict[str, Any], refusal: str
 ) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", sums(20))
     cursor = source(renderer, path).cursor
-    write_jsonl(path, sums(change.pop("rows", 20)))
-    with pytest.raises(UserError, match="cannot resume the data: the run stood at Cursor"):
+    source(renderer, path).load(cursor)
+    write_jsonl(path, change.pop("rows", sums(20)))
+    with pytest.raises(UserError, match=f"cannot resume the data: .*{refusal}"):
         source(renderer, path, **change).load(cursor)
 
 

@@ -167,6 +167,13 @@ async def test_checkpoints_come_by_time(tmp_path: Path) -> None:
     assert run.checkpoints.steps() == [3]
 
 
+async def test_a_full_store_makes_a_checkpoint_due(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    run.journal.full = True
+    await run.run()
+    assert run.journal.committed == [1, 2, 3]
+
+
 async def test_a_checkpoint_carries_what_a_resume_would_reset(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, {"run": {"steps": 2}, "checkpoint": {"every": 2}})
     run.clock = lambda: 10.0 * len(run.trainers["actor"].weights)
