@@ -11,7 +11,7 @@ from services.cli.main import main
 from services.coordinator.dump import write_dump
 from services.coordinator.ledger import LEDGER, Ledger
 from services.wire.types import SampleId, Version
-from tests.builders import group, node, sample, sample_id
+from tests.builders import V0, group, node, sample, sample_id
 
 
 def ids(*prompts: int) -> list[SampleId]:
@@ -84,7 +84,7 @@ def test_a_batch_that_was_refused_is_dropped_with_its_step(toy: Run) -> None:
     toy.ledger.drop(ids(0), "refused by the trainer: NaN", 1)
     toy.train(2, 1)
     toy.ledger.drop(ids(1), "late", None)  # the journal keeps what was consumed
-    write_dump(toy.folder / "dumps", 1, [group(*(sample(id, node([3])) for id in ids(0)))])
+    write_dump(toy.folder / "dumps", 1, V0, [group(*(sample(id, node([3])) for id in ids(0)))])
     report = toy.audit()
     assert fates(report) == {0: "dropped refused by the trainer: NaN", 1: "trained 2"}
     assert report.exit_code == 0
@@ -200,15 +200,15 @@ def test_a_dump_tells_of_a_step_that_was_not_recorded_and_of_a_second_use(toy: R
     toy.issue(0, 1, drawn=2)
     toy.train(1, 0)
     batch = [group(*(sample(id, node([3])) for id in ids(prompt))) for prompt in (0, 1)]
-    write_dump(toy.folder / "dumps", 1, batch[:1])
-    write_dump(toy.folder / "dumps", 2, batch[1:])
+    write_dump(toy.folder / "dumps", 1, V0, batch[:1])
+    write_dump(toy.folder / "dumps", 2, V0, batch[1:])
     report = toy.audit()
     assert report.unknown == ("in the dump of step 2, but no record says that it consumed them: 0/1/0 0/1/1",)
     assert report.exit_code == 3
-    write_dump(toy.folder / "dumps", 2, batch[:1])
+    write_dump(toy.folder / "dumps", 2, V0, batch[:1])
     report = toy.audit()
     assert report.wrong[0] == "trained on twice: in step 1, and in the dump of step 2: 0/0/0"
-    write_dump(toy.folder / "dumps", 1, batch[1:])
+    write_dump(toy.folder / "dumps", 1, V0, batch[1:])
     assert "consumed by step 1 as recorded, but not in its dump: 0/0/0 0/0/1" in toy.audit().unknown
 
 
