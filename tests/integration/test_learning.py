@@ -57,7 +57,7 @@ def test_the_quickstart_learns_sums(tmp_path: Path) -> None:
 def test_gsm8k_trains_on_the_rewards_of_its_graders(tmp_path: Path) -> None:
     """Two steps after a short warm-up: what the whole example learns is in docs/benchmarks.md."""
     atoll(tmp_path, "data", "gsm8k")
-    settings = {"run.steps": 2, "warmup": '{ steps = 10, source.path = "runs/data/gsm8k/warmup.parquet" }'}
+    settings = {"run.steps": 2, "warmup.steps": 5, "warmup.rows_per_step": 4}
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     atoll(tmp_path, "run", ROOT / "examples" / "gsm8k.toml", *overrides)
     summary, (start, *steps) = results(tmp_path / "runs" / "gsm8k")
