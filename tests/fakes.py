@@ -82,7 +82,7 @@ class FakeTrainer:
 
 
 class ListSource:
-    """Hands out the batches of a list, the first of them to step `first`."""
+    """Hands out the batches of a list, the first of them to step `first`; then it has none, and waits."""
 
     counters = NOTHING
 
@@ -93,6 +93,8 @@ class ListSource:
         self.refusals: list[tuple[int, list[str], str]] = []
 
     async def take(self, step: int, count: int, current: Version) -> list[Group]:
+        if step - self._first == len(self._batches):
+            await asyncio.Event().wait()
         return list(self._batches[step - self._first])
 
     async def refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None:

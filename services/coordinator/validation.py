@@ -61,7 +61,7 @@ async def evaluate(
         if not collector.groups:
             raise AtollError(
                 f"validation set {validation_set.name}: all {collector.num_dropped} groups were dropped, "
-                f"expected at least one graded; the last: {collector.last_reason}; mend that first"
+                f"expected at least one graded; the last: {collector.last_reason}; fix that first"
             )
         metrics |= set_metrics(validation_set.name, collector.groups)
         metrics[f"val/{validation_set.name}/dropped"] = float(collector.num_dropped)

@@ -6,7 +6,6 @@ What the command refuses before a service starts is in test_cli.py.
 import asyncio
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,14 +50,6 @@ sampling = {{ max_new_tokens = 4 }}
 local = {{ slots = 16, max_length = 24 }}
 """
 
-GRADERS = """
-def broken(item):
-    return 1 / 0
-
-def undefined(item):
-    return float("nan")
-"""
-
 SAMPLING = Sampling(4, temperature=0.0)
 FILE_LIMIT = 100_000  # bytes: less than the model's
 
@@ -79,16 +70,6 @@ def refused(config: Path, *words: str | Path) -> str:
     return answer.stderr
 
 
-def test_a_tokenizer_of_another_model(config: Path, tmp_path: Path, assets: Path) -> None:
-    model = shutil.copytree(assets / "model", tmp_path / "model")
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(settings | {"vocab_size": 10}))
-    message = refused(config, "--set", f"model.path={model}")
-    assert f"{model}: the tokenizer does not match the model" in message
-    assert "expected ids below the model's vocab_size 10; copy tokenizer.json from the folder" in message
-    assert "Traceback" not in message
-
-
 def test_a_parquet_row_without_its_field(config: Path, tmp_path: Path, assets: Path) -> None:
     rows = pq.read_table(assets / "train.parquet").slice(0, 5).to_pylist()
     rows[3]["reward_model"] = None
@@ -100,35 +81,13 @@ def test_a_parquet_row_without_its_field(config: Path, tmp_path: Path, assets: P
     assert "Traceback" not in message
 
 
-@pytest.mark.parametrize(
-    ("function", "cause"),
-    [
-        ("broken", "ZeroDivisionError: division by zero"),
-        ("undefined", "ValueError: got nan, expected a finite number"),
-    ],
-)
-def test_a_reward_that_never_counts(config: Path, tmp_path: Path, function: str, cause: str) -> None:
+def test_a_reward_that_never_counts(config: Path, tmp_path: Path) -> None:
     path = tmp_path / "graders.py"
-    path.write_text(GRADERS)
-    message = refused(config, "--set", f'reward.graders=[{{name="{path}:{function}"}}]')
-    assert f"the last: reward {path}:{function}: {cause}; mend that" in message
+    path.write_text("def broken(item):\n    return 1 / 0\n")
+    message = refused(config, "--set", f'reward.graders=[{{name="{path}:broken"}}]')
+    assert f"the last: reward {path}:broken: ZeroDivisionError: division by zero; fix the cause" in message
     assert "coordinator.max_dropped_share = 0.5" in message
     assert not (tmp_path / "runs/toy/summary.json").exists()
-
-
-def test_a_reward_that_fails_in_validation(config: Path, tmp_path: Path, assets: Path) -> None:
-    path = tmp_path / "graders.py"
-    path.write_text(GRADERS)
-    message = refused(
-        config,
-        *("--set", f'reward.graders=[{{name="{path}:broken"}}]'),
-        *(
-            "--set",
-            f'validation.sets=[{{name="sums", path="{assets / "validation.parquet"}", max_prompts=3}}]',
-        ),
-    )
-    assert "validation set sums: all 3 groups were dropped" in message
-    assert f"the last: reward {path}:broken: ZeroDivisionError: division by zero; mend that" in message
 
 
 async def step_reached(client: CoordinatorClient, step: int) -> None:

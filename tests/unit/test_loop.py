@@ -212,7 +212,7 @@ async def test_an_error_that_is_not_a_trainers_leaves_a_checkpoint_of_the_last_s
 async def test_generation_that_fails_beside_an_update_ends_the_run_after_it_and_saves(
     tmp_path: Path, error: Exception
 ) -> None:
-    run = FakeRun(tmp_path, source=Endless([batch(1)]))
+    run = FakeRun(tmp_path, source=ListSource([batch(1)]))
     updating = asyncio.Event()
 
     async def fails() -> None:
@@ -302,17 +302,8 @@ async def test_a_trainer_that_takes_nothing_ends_the_run(tmp_path: Path) -> None
     assert run.checkpoints.steps() == [3]  # a resume begins with another batch
 
 
-class Endless(ListSource):
-    """After its batches it has none, and waits."""
-
-    async def take(self, step: int, count: int, current: Version) -> list[Group]:
-        if step > len(self._batches):
-            await asyncio.Event().wait()
-        return await super().take(step, count, current)
-
-
 async def test_a_run_that_is_stopped_while_it_waits_for_groups_saves_its_last_step(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path, {"checkpoint": {"at_end": True}}, source=Endless([batch(1)]))
+    run = FakeRun(tmp_path, {"checkpoint": {"at_end": True}}, source=ListSource([batch(1)]))
     running = asyncio.create_task(run.run())
     progress = run.control.progress
     while progress.step < 1:

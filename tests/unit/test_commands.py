@@ -1,0 +1,54 @@
+"""What people ask of a run, over gRPC: the service, the control and the loop together."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+from services.coordinator.service import CoordinatorService
+from services.runtime.clients import CoordinatorClient, RunStatus
+from services.runtime.server import Server
+from tests.fakes import FakeRun, ListSource, batch
+from tests.tokens import CALLER, TOKEN
+
+NOTHING = SimpleNamespace(services=tuple, health=tuple)  # neither services nor external servers
+
+
+@asynccontextmanager
+async def client_of(run: FakeRun) -> AsyncIterator[CoordinatorClient]:
+    server = await Server.start(
+        "atoll.v1.Coordinator",
+        CoordinatorService("toy", NOTHING, NOTHING, run.control).add_to,
+        host="127.0.0.1",
+        port=0,
+        token=TOKEN,
+        setting="coordinator.port",
+    )
+    client = CoordinatorClient(server.address, CALLER)
+    yield client
+    await client.close()
+    await server.stop(0)
+
+
+async def reached(client: CoordinatorClient, state: str, step: int) -> RunStatus:
+    status = await client.status()
+    while (status.state, status.step) != (state, step):
+        status = await client.status(status.revision)
+    return status
+
+
+async def test_a_run_is_paused_saved_resumed_and_stopped(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, {"run": {"steps": 1000}}, source=ListSource([batch(1)]))
+    async with client_of(run) as client, asyncio.timeout(60):
+        await client.pause_run()
+        running = asyncio.create_task(run.run())
+        await reached(client, "paused", 0)
+        assert await client.checkpoint() == str(run.checkpoints.path(0))
+        await client.resume_run()
+        status = await reached(client, "training", 1)
+        assert status.metrics["critic/score/mean"] == 0.5
+        await client.stop_run()
+        await running
+        assert (await client.status()).state == "finished"
+    assert run.summary()["steps"] == 1

@@ -1,0 +1,48 @@
+"""Validation sets: what counts, and what happens to a set of which nothing can be graded."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from services.coordinator.groups import PendingGroup, Sink
+from services.coordinator.validation import ValidationSet, evaluate
+from services.runtime.errors import AtollError
+from services.wire.types import Graded
+from tests.builders import SAMPLING, node, prompt, sample
+
+SUMS = ValidationSet("sums", (prompt(0), prompt(1), prompt(2)), 2, SAMPLING)
+
+
+class Generation:
+    """Sample 0 of each prompt scores 0, sample 1 its prompt's number; groups of `broken` are dropped."""
+
+    def __init__(self, *broken: int) -> None:
+        self._broken = broken
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def submit(self, groups: Sequence[PendingGroup], sink: Sink) -> None:
+        self._tasks += [asyncio.create_task(self._generate(group, sink)) for group in groups]
+
+    async def _generate(self, group: PendingGroup, sink: Sink) -> None:
+        if group.prompt.id.prompt in self._broken:
+            await sink.dropped(group, "reward mine.py:broken: ZeroDivisionError")
+            return
+        for id in group.ids():
+            group.accept(sample(id, node([3, 4])))
+            group.grade(Graded(id, float(id.index * id.group.prompt), {}))
+        await sink.completed(group)
+
+
+async def test_a_group_that_cannot_be_graded_is_left_out_and_counted() -> None:
+    assert await evaluate([SUMS], Generation(2), "toy", version=4) == {
+        "val/sums/avg@2": 0.25,  # of 0, 0, 0 and 1
+        "val/sums/pass@2": 0.5,
+        "val/sums/response_length/mean": 2.0,
+        "val/sums/dropped": 1.0,
+    }
+
+
+async def test_a_set_of_which_nothing_can_be_graded_is_an_error() -> None:
+    with pytest.raises(AtollError, match=r"set sums: all 3 groups were dropped, .*ZeroDivisionError; fix"):
+        await evaluate([SUMS], Generation(0, 1, 2), "toy", version=4)
