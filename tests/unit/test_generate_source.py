@@ -32,6 +32,8 @@ class Prompts:
 
 
 class Journal:
+    full = False
+
     def __init__(self) -> None:
         self.dropped: list[tuple[SampleId, str, int | None]] = []
 
