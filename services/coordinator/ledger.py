@@ -1,7 +1,7 @@
 """runs/NAME/ledger.jsonl: what the journal did, one line for each event, only ever appended to.
 
     {"event": "branch", "lineage": "9b1c", "parent": "77aa", "step": 6, "fork": 6, "continues": "77aa",
-     "cursor": {...}, "pending": "0/17/0-7 0/18/0-7"}
+     "pending": "0/17/0-7 0/18/0-7", "cursor": {...}}
     {"event": "issue", "lineage": "9b1c", "samples": "0/19/0-7", "cursor": {...}}
     {"event": "drop", "lineage": "9b1c", "samples": "0/18/0-7", "reason": "filtered", "step": null}
     {"event": "consume", "lineage": "9b1c", "samples": "0/17/0-7", "step": 7}
@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from services.wire.types import SampleId, Version
 
@@ -26,11 +26,12 @@ LEDGER: Final = "ledger.jsonl"
 
 
 class Ledger:
-    """Opens the file for each event: they are few a second, and a run's folder may be moved between two."""
+    """One line and one write for each event, so that a reader never sees two of them mixed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lineage = ""
+        self._file: IO[bytes] | None = None  # once there is something to write
 
     def branch(
         self,
@@ -45,18 +46,20 @@ class Ledger:
         """Opens `lineage`, which goes on from `step` and `parent` (None: from scratch). `continues`: the
         lineage whose tables in the store it took over; None: they were rebuilt. `pending`: groups' spans."""
         self._lineage = lineage
+        self._end_line()
         self._append(
             "branch",
             parent=parent.lineage if parent else None,
             step=step,
             fork=parent.number if parent else 0,
             continues=continues,
-            cursor=json.loads(cursor) if cursor else None,
             pending=" ".join(pending),
+            cursor=cursor,
         )
+        os.fsync(self._opened().fileno())
 
     def issue(self, samples: Sequence[SampleId], cursor: str) -> None:
-        self._append("issue", samples=spans(samples), cursor=json.loads(cursor))
+        self._append("issue", samples=spans(samples), cursor=cursor)
 
     def drop(self, samples: Sequence[SampleId], reason: str, step: int | None) -> None:
         self._append("drop", samples=spans(samples), reason=reason, step=step)
@@ -67,15 +70,25 @@ class Ledger:
     def commit(self, step: int) -> None:
         self._append("commit", step=step)
 
-    def _append(self, event: str, **fields: object) -> None:
-        line = json.dumps({"event": event, "lineage": self._lineage, **fields}) + "\n"
-        with self._path.open("a+b", buffering=0) as file:
-            if event == "branch" and not _ends_with_newline(self._path):
-                line = "\n" + line  # a writer was killed, or the disk was full, in the midst of a line
-            if file.write(line.encode()) < len(line):
-                raise OSError(f"{self._path}: the disk took a part of a line only; make room")
-            if event == "branch":
-                os.fsync(file.fileno())
+    def _append(self, event: str, *, cursor: str | None = "", **fields: object) -> None:
+        """`cursor` is JSON already; None: nothing is drawn; "": the event has none."""
+        line = json.dumps({"event": event, "lineage": self._lineage, **fields})
+        if cursor != "":
+            line = f'{line[:-1]}, "cursor": {cursor or "null"}}}'
+        if self._opened().write(f"{line}\n".encode()) <= len(line):
+            raise OSError(f"{self._path}: the disk took a part of a line only; make room")
+
+    def _opened(self) -> IO[bytes]:
+        if self._file is None:
+            self._file = self._path.open("a+b", buffering=0)
+        return self._file
+
+    def _end_line(self) -> None:
+        """A writer may have been killed, or the disk full, within a line."""
+        file = self._opened()
+        size = file.seek(0, os.SEEK_END)
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            file.write(b"\n")
 
 
 def spans(samples: Sequence[SampleId]) -> str:
@@ -89,12 +102,3 @@ def spans(samples: Sequence[SampleId]) -> str:
         else:
             words += [f"{group.epoch}/{group.prompt}/{index}-{index}" for index in indices]
     return " ".join(words)
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size == 0:
-            return True
-        file.seek(size - 1)
-        return file.read(1) == b"\n"
