@@ -20,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Final
 
+from services.runtime.errors import AtollError
 from services.wire.types import SampleId, Version
 
 LEDGER: Final = "ledger.jsonl"
@@ -75,8 +76,14 @@ class Ledger:
         line = json.dumps({"event": event, "lineage": self._lineage, **fields})
         if cursor != "":
             line = f'{line[:-1]}, "cursor": {cursor or "null"}}}'
-        if self._opened().write(f"{line}\n".encode()) <= len(line):
-            raise OSError(f"{self._path}: the disk took a part of a line only; make room")
+        try:
+            taken = self._opened().write(f"{line}\n".encode())
+        except OSError as error:
+            raise AtollError(
+                f"{self._path} cannot be written: {error}; fix that, then continue with --resume"
+            ) from error
+        if taken <= len(line):
+            raise AtollError(f"{self._path}: the disk is full; make room, then continue with --resume")
 
     def _opened(self) -> IO[bytes]:
         if self._file is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.coordinator.__main__ import run_id
 from services.runtime.errors import StaleFenceError, StoreError, UserError
 from services.runtime.store import EmbeddedServer, Script, Store, embedded
 
@@ -83,6 +84,12 @@ async def test_a_run_of_the_same_name_in_another_folder_is_refused_before_it_end
         await other.claim("77aa")
     await store.write(PUT, ["h"], "who", "first")
     await other.close()
+
+
+def test_a_folder_keeps_the_id_of_its_run(tmp_path: Path) -> None:
+    ids = {name: run_id(tmp_path / name) for name in ("a", "b")}
+    assert ids["a"] != ids["b"]
+    assert {name: run_id(tmp_path / name) for name in ids} == ids
 
 
 async def test_what_was_answered_survives_sigkill_of_the_server(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from services.cli.audit import Fate, Report, audit
 from services.cli.main import main
 from services.coordinator.dump import write_dump
 from services.coordinator.ledger import LEDGER, Ledger
+from services.runtime.errors import AtollError
 from services.wire.types import SampleId, Version
 from tests.builders import V0, group, node, sample, sample_id
 
@@ -264,3 +265,9 @@ def test_the_command_lists_every_sample(toy: Run, capsys: pytest.CaptureFixture[
     tree = json.loads(capsys.readouterr().out)
     assert tree["samples"]["0/1/1"] == {"fate": "dropped", "step": None, "reason": "filtered"}
     assert (tree["lineage"], tree["wrong"], tree["unknown"], len(tree["samples"])) == ("a", [], [], 8)
+
+
+def test_a_ledger_that_cannot_be_written_ends_the_run_with_the_cause(tmp_path: Path) -> None:
+    full = Ledger(Path("/dev/full"))
+    with pytest.raises(AtollError, match=r"/dev/full cannot be written: .*No space left.*--resume"):
+        full.commit(1)
