@@ -1,4 +1,4 @@
-"""The coordinator process, with a look every millisecond at what its event loop computes.
+"""The coordinator process, with looks at what its event loop computes: one in 4 ms of CPU time or so.
 
 A look adds the CPU time that the thread took since the last one to the part whose code is innermost on its
 stack. `python -m benchmarks.coordinator_parts READINGS --config ...` runs services.coordinator so, and
@@ -17,7 +17,7 @@ from typing import Any
 
 from services.coordinator.__main__ import main
 
-LOOK_S = 0.001
+LOOK_S = 0.001  # of CPU time, or as often as the kernel's clock ticks; a look at an idle loop would wake it
 READING_S = 0.1
 REST = "gRPC and event loop"
 GRPC = "/grpc/"  # in the path of a file: what it does is gRPC's, whoever called it
@@ -26,6 +26,7 @@ OWN = "/services/"
 # File below services/, function, part: the first line of which file and function begin so counts. Files that
 # are not here, such as runtime/store.py, work for their caller.
 PARTS = (
+    ("wire/codec.py", "decode_verdict", "grading"),
     ("wire/codec.py", "decode_", "decode"),
     ("wire/codec.py", "encode_forward_backward", "prepare"),
     ("coordinator/journal", "", "journal"),
@@ -72,13 +73,13 @@ class Looks:
         self._next_reading = 0.0
 
     def start(self) -> None:
-        signal.signal(signal.SIGALRM, self._look)
-        signal.siginterrupt(signal.SIGALRM, False)
-        signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
+        signal.signal(signal.SIGPROF, self._look)
+        signal.siginterrupt(signal.SIGPROF, False)
+        signal.setitimer(signal.ITIMER_PROF, LOOK_S, LOOK_S)
 
     def stop(self) -> None:
         """Before the interpreter ends: it takes its handlers of signals away."""
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _look(self, number: int, frame: FrameType | None) -> None:
         part, function = self._place(frame)
