@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from services.rollout.generate import LINGER_S
+from services.rollout.generate import linger_s
 from services.runtime.clients import MAX_MESSAGE_BYTES, Caller, CoordinatorClient
 from services.runtime.errors import AtollError
 from services.runtime.process import new_incarnation
@@ -76,14 +76,14 @@ class Call:
     """A Generate call: what it has still to answer, and what has finished since its last message."""
 
     missing: int
-    num_tokens: int
+    linger_s: float
     finished: list[tuple[types_pb2.GroupId, int, int]] = field(default_factory=list)  # group, index, attempt
     outbox: asyncio.Queue[list[tuple[types_pb2.GroupId, int, int]]] = field(default_factory=asyncio.Queue)
 
     def finish(self, sample: tuple[types_pb2.GroupId, int, int]) -> None:
         """Lingers as the rollout service does."""
         if not self.finished:
-            asyncio.get_running_loop().call_later(LINGER_S, self.send)
+            asyncio.get_running_loop().call_later(self.linger_s, self.send)
         self.finished.append(sample)
         if len(self.finished) == self.missing:
             self.send()
@@ -130,7 +130,7 @@ class Replica:
             for asked in request.groups
             for index, attempt in zip(asked.index, asked.attempt, strict=True)
         ]
-        call = Call(len(samples), num_tokens)
+        call = Call(len(samples), self._fleet.linger_s)
         if num_tokens < self._fleet.num_tokens:  # a probe
             for sample in samples:
                 call.finish(sample)
@@ -237,6 +237,7 @@ class Fleet:
         self.num_tokens = num_tokens
         self.vocab_size = vocab_size
         self.num_finished = 0
+        self.linger_s = 0.0
         self._client = CoordinatorClient(coordinator, Caller(token=token))
         self._rate = rate
         self._replicas: list[Replica] = []
@@ -245,6 +246,7 @@ class Fleet:
     async def run(self, num_replicas: int, num_rewards: int, tokenizer_digest: str) -> None:
         """Until it is cancelled."""
         self._replicas = [Replica(self, f"rollout-{i}") for i in range(num_replicas)]
+        self.linger_s = linger_s(num_replicas)
         try:
             async with asyncio.TaskGroup() as tasks:
                 start = tasks.create_task

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from services.coordinator import journal_scripts as scripts
+from services.coordinator.journal_arrivals import Arrivals
 from services.coordinator.journal_snapshot import (
     PART,
     Snapshot,
@@ -96,6 +97,7 @@ class Journal:
         self._ledger = ledger
         self._lineage = Lineage("", {})
         self._max_bytes = max_bytes
+        self._arrivals = Arrivals(self._write_finished)
         self.num_bytes = 0  # of the payloads in the store
 
     @property
@@ -119,9 +121,8 @@ class Journal:
         `payload` is the message that brought the samples, perhaps among others: encoding each again
         would cost more than all the rest of the journal's work.
         """
-        attempts = " ".join(f"{_name(sample.id)} {sample.attempt}" for sample in samples)
-        num_bytes, accepted = (await self._write(scripts.FINISH, attempts, payload)).decode().split(" ")
-        self.num_bytes = int(num_bytes)
+        attempts = " ".join([f"{_name(sample.id)} {sample.attempt}" for sample in samples])
+        accepted = await self._arrivals.write(attempts, payload)
         return [sample for sample, flag in zip(samples, accepted, strict=True) if flag == "1"]
 
     async def retry(self, samples: Sequence[SampleId], reason: str) -> None:
@@ -210,6 +211,13 @@ class Journal:
         """How many samples were "refused", "retried: KIND" and "dropped: KIND" so far."""
         cells = await self._store.read("HGETALL", "journal/counts")
         return {name.decode(): int(value) for name, value in zip(cells[::2], cells[1::2], strict=True)}
+
+    async def _write_finished(self, messages: Sequence[str | bytes]) -> list[str]:
+        """Of each message, "1" or "0" for each sample. `messages`: names with attempts, payload, ..."""
+        answer: bytes = await self._write(scripts.FINISH, *messages)
+        num_bytes, *accepted = answer.decode().split(" ")
+        self.num_bytes = int(num_bytes)
+        return accepted
 
     async def _write(self, script: Script, *args: str | bytes | int) -> Any:
         return await self._store.write(script, scripts.TABLES, *args)

@@ -120,36 +120,42 @@ bulk('HSET', issued, fresh)
 redis.call('SET', cursor, ARGV[2])
 """)
 
-# "sample attempt sample attempt ...", their payload; answers the bytes of all payloads, then "1" or "0"
-# for each sample
+# of each message "sample attempt sample attempt ...", and its payload; answers the bytes of all payloads,
+# then of each message "1" or "0" for each sample
 FINISH: Final = _script("""
-local samples, attempts = {}, {}
-for sample, attempt in string.gmatch(ARGV[1], '(%S+) (%d+)') do
-  samples[#samples + 1] = sample
-  attempts[#attempts + 1] = attempt
-end
-local entries, payload = bulk('HMGET', issued, samples), redis.call('HINCRBY', counts, 'payloads', 1)
-local accepted, won, values, is_won, size = {}, {}, {}, {}, 0
-for i, sample in ipairs(samples) do
-  local number, first, last = fields(entries[i])
-  if number and not is_won[sample] and tonumber(attempts[i]) >= tonumber(first) then
-    accepted[i], is_won[sample] = '1', true
-    won[#won + 1] = sample
-    values[#values + 1] = sample
-    values[#values + 1] = table.concat({number, payload, last, attempts[i]}, ' ')
-  else
-    accepted[i] = '0'
+local size = 0
+local function finish(message, content)
+  local samples, attempts = {}, {}
+  for sample, attempt in string.gmatch(message, '(%S+) (%d+)') do
+    samples[#samples + 1] = sample
+    attempts[#attempts + 1] = attempt
   end
+  local entries, payload = bulk('HMGET', issued, samples), redis.call('HINCRBY', counts, 'payloads', 1)
+  local accepted, won, values, is_won = {}, {}, {}, {}
+  for i, sample in ipairs(samples) do
+    local number, first, last = fields(entries[i])
+    if number and not is_won[sample] and tonumber(attempts[i]) >= tonumber(first) then
+      accepted[i], is_won[sample] = '1', true
+      won[#won + 1] = sample
+      values[#values + 1] = sample
+      values[#values + 1] = table.concat({number, payload, last, attempts[i]}, ' ')
+    else
+      accepted[i] = '0'
+    end
+  end
+  bulk('HDEL', issued, won)
+  bulk('HSET', finished, values)
+  if #won > 0 then
+    redis.call('HSET', payloads, payload, content)
+    redis.call('HSET', refs, payload, #won)
+    size = size + #content
+  end
+  if #samples > #won then redis.call('HINCRBY', counts, 'refused', #samples - #won) end
+  return table.concat(accepted)
 end
-bulk('HDEL', issued, won)
-bulk('HSET', finished, values)
-if #won > 0 then
-  redis.call('HSET', payloads, payload, ARGV[2])
-  redis.call('HSET', refs, payload, #won)
-  size = #ARGV[2]
-end
-if #samples > #won then redis.call('HINCRBY', counts, 'refused', #samples - #won) end
-return redis.call('HINCRBY', counts, 'bytes', size) .. ' ' .. table.concat(accepted)
+local answers = {}
+for i = 1, #ARGV, 2 do answers[#answers + 1] = finish(ARGV[i], ARGV[i + 1]) end
+return redis.call('HINCRBY', counts, 'bytes', size) .. ' ' .. table.concat(answers, ' ')
 """)
 
 # samples, reason. Earlier attempts at an unfinished sample may still win; what was finished may not return.

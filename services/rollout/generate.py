@@ -13,7 +13,14 @@ from services.runtime.errors import UserError
 from services.wire.types import GroupRequest, Node, Provenance, Sample, SampleId
 
 MAX_REMEMBERED_TOKENS = 1 << 20  # of finished samples: some 10 MB
-LINGER_S = 0.02  # a sample waits so long for others: each message costs the coordinator a round of calls
+LINGER_S = 0.02  # a finished sample waits so long for others: a message costs the coordinator more than they
+MAX_LINGER_S = 1.0
+MESSAGES_PER_S = 500  # of a large fleet, all replicas together
+
+
+def linger_s(num_replicas: int) -> float:
+    """How long a finished sample waits for others of its call, in a fleet of that size."""
+    return min(max(num_replicas / MESSAGES_PER_S, LINGER_S), MAX_LINGER_S)
 
 
 @dataclass(eq=False, slots=True)
@@ -23,8 +30,8 @@ class _Listener:
     missing: set[str] = field(default_factory=set)  # request ids
     inbox: asyncio.Queue[list[Sample] | Exception] = field(default_factory=asyncio.Queue)
 
-    async def next(self, expected: int) -> list[Sample]:
-        """The next samples to finish, and those of the `expected` that follow within LINGER_S."""
+    async def next(self, expected: int, linger_s: float) -> list[Sample]:
+        """The next samples to finish, and those of the `expected` that follow within `linger_s`."""
         samples: list[Sample] = []
         deadline = None
         while len(samples) < expected:
@@ -39,7 +46,7 @@ class _Listener:
                 self.inbox.put_nowait(arrived)  # after what was finished before it
                 break
             samples += arrived
-            deadline = deadline or asyncio.get_running_loop().time() + LINGER_S
+            deadline = deadline or asyncio.get_running_loop().time() + linger_s
         return samples
 
 
@@ -53,8 +60,9 @@ class _Job:
 
 
 class Generator:
-    def __init__(self, engine: Engine, replica: str, incarnation: str) -> None:
+    def __init__(self, engine: Engine, replica: str, incarnation: str, linger_s: float = LINGER_S) -> None:
         self._engine = engine
+        self._linger_s = linger_s
         self._replica = replica
         self._incarnation = incarnation
         self._jobs: dict[str, _Job] = {}  # by the id of each request that runs
@@ -62,7 +70,7 @@ class Generator:
         self._finished_tokens = 0
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Sample], None]:
-        """Samples of all requests as they finish, those that finish within LINGER_S of each other together.
+        """Samples of all requests as they finish, those that finish within `linger_s` of the first together.
 
         A request that runs is joined, one that has finished is answered again. Closing the iterator
         aborts what nobody else waits for. Raises what the engine raises.
@@ -96,7 +104,7 @@ class Generator:
             if answers:
                 yield answers
             while expected:
-                samples = await listener.next(expected)
+                samples = await listener.next(expected, self._linger_s)
                 expected -= len(samples)
                 yield samples
         finally:

@@ -13,7 +13,7 @@ import torch
 from services.config.schema import LoraConfig, RunConfig
 from services.rollout.engines.base import Engine
 from services.rollout.engines.local import LocalEngine
-from services.rollout.generate import Generator
+from services.rollout.generate import LINGER_S, Generator, linger_s
 from services.runtime.errors import UserError
 from services.runtime.process import ServiceContext
 from services.weights.transport.base import open_receiver
@@ -29,9 +29,9 @@ AS_IN_FOLDER = Version("", 0)  # before the first push
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServicer):
-    def __init__(self, engine: Engine, name: str, incarnation: str) -> None:
+    def __init__(self, engine: Engine, name: str, incarnation: str, linger_s: float = LINGER_S) -> None:
         self._engine = engine
-        self._generator = Generator(engine, name, incarnation)
+        self._generator = Generator(engine, name, incarnation, linger_s)
         self._name = name
         self._incarnation = incarnation
         self._lineage = engine.version.lineage  # of the samples that are remembered
@@ -40,7 +40,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     async def build(cls, context: ServiceContext) -> Self:
         start = {"local": _start_local, "sglang": _start_sglang}[context.config.rollout.engine]
         engine = await start(context.config)
-        return cls(engine, context.name, context.incarnation)
+        linger = linger_s(context.config.rollout.replicas)
+        return cls(engine, context.name, context.incarnation, linger)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServicer_to_server(self, server)

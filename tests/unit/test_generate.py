@@ -9,7 +9,7 @@ import pytest
 
 from services.rollout import generate
 from services.rollout.engines.base import Completion
-from services.rollout.generate import Generator
+from services.rollout.generate import Generator, linger_s
 from services.runtime.errors import UserError
 from services.wire.types import FinishReason, GroupId, GroupRequest, Sample, Sampling, Version, VersionSpan
 
@@ -108,6 +108,10 @@ async def test_a_finished_sample_waits_for_others_no_longer_than_it_may(engine, 
     first = await asyncio.wait_for(anext(stream), 10)
     engine.news.put_nowait([1])
     assert indices([first, await asyncio.wait_for(anext(stream), 10)]) == [[2, 0], [1]]
+
+
+def test_replicas_of_a_large_fleet_let_more_samples_share_a_message():
+    assert [linger_s(replicas) for replicas in (1, 10, 256, 4096)] == [0.02, 0.02, 0.512, 1.0]
 
 
 async def test_a_running_request_is_joined(engine, generator):

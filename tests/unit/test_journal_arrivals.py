@@ -1,0 +1,68 @@
+"""Messages that arrive together are written together."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from services.coordinator.journal_arrivals import GATHER_S, Arrivals
+from services.runtime.errors import StoreError
+from tests import virtual_clock
+
+
+class Store:
+    """Takes a while to write; answers each message with its names, reversed."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.writes: list[list[str | bytes]] = []
+
+    async def write(self, words: Sequence[str | bytes]) -> list[str]:
+        self.writes.append(list(words))
+        await asyncio.sleep(self.seconds)
+        return [str(names)[::-1] for names in words[::2]]
+
+
+def test_a_message_is_written_at_once_and_those_behind_it_share_a_write() -> None:
+    async def run() -> None:
+        store = Store()
+        arrivals = Arrivals(store.write)
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(1)
+        begun = loop.time()
+        assert await arrivals.write("ab", b"1") == "ba"
+        assert loop.time() == begun
+        messages = [("cd", b"2"), ("ef", b"3"), ("gh", b"4")]
+        answers = await asyncio.gather(*(arrivals.write(*message) for message in messages))
+        assert answers == ["dc", "fe", "hg"]
+        assert loop.time() == pytest.approx(begun + GATHER_S)
+        assert store.writes == [["ab", b"1"], ["cd", b"2", "ef", b"3", "gh", b"4"]]
+
+    virtual_clock.run(run())
+
+
+def test_messages_that_come_during_a_write_share_the_next_one() -> None:
+    async def run() -> None:
+        store = Store(seconds=1.0)
+        arrivals = Arrivals(store.write)
+        first = asyncio.create_task(arrivals.write("a", b"1"))
+        await asyncio.sleep(0.5)
+        others = [asyncio.create_task(arrivals.write(name, b"2")) for name in ("b", "c")]
+        assert await asyncio.gather(first, *others) == ["a", "b", "c"]
+        assert [len(words) // 2 for words in store.writes] == [1, 2]
+
+    virtual_clock.run(run())
+
+
+def test_a_write_that_fails_is_raised_by_whoever_waits_for_it() -> None:
+    async def fail(words: Sequence[str | bytes]) -> list[str]:
+        raise StoreError("gone")
+
+    async def run() -> None:
+        arrivals = Arrivals(fail)
+        outcomes = await asyncio.gather(
+            arrivals.write("a", b"1"), arrivals.write("b", b"2"), return_exceptions=True
+        )
+        assert [type(outcome) for outcome in outcomes] == [StoreError, StoreError]
+
+    virtual_clock.run(run())
