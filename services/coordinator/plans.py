@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 
 from services.coordinator.replicas import Replica
 from services.runtime.clients import TrainerClient
@@ -19,15 +20,15 @@ class Plans:
         self._trainer = trainer
         self._part_elements = (bucket_mb << 20) // BYTES[dtype]
         self._sources: Sequence[Catalog] = ()
-        self._plans: dict[tuple[tuple[tuple[str, ...], bytes], ...], Plan] = {}  # by the catalogs' content
+        self._plans: dict[bytes, Plan] = {}  # by class
+        self._classes: dict[str, bytes] = {}  # by the name of a replica's seat
 
     def __iter__(self) -> Iterator[Plan]:
         return iter(tuple(self._plans.values()))
 
     async def of(self, replica: Replica) -> Plan:
         """Raises UserError where replica and trainer have not the same model."""
-        catalogs = replica.info.catalogs
-        key = tuple((catalog.tensors, catalog.boxes.tobytes()) for catalog in catalogs)
+        catalogs, key = replica.info.catalogs, self._class_of(replica)
         if key not in self._plans:
             if not self._sources:
                 self._sources = (await self._trainer().info()).shards
@@ -38,3 +39,14 @@ class Plans:
             except ValueError as error:
                 raise UserError(f"{replica.entry.name} and the trainer do not fit: {error}") from error
         return self._plans[key]
+
+    def _class_of(self, replica: Replica) -> bytes:
+        """A digest of its catalogs, made once: for those of a large model it takes milliseconds."""
+        name = replica.seat.name
+        if name not in self._classes:
+            digest = sha256()
+            for catalog in replica.info.catalogs:
+                digest.update("\0".join((*catalog.tensors, "")).encode())
+                digest.update(catalog.boxes.tobytes())
+            self._classes[name] = digest.digest()
+        return self._classes[name]

@@ -104,17 +104,18 @@ class Registry:
 
         Looks after each register and deregister, and four times in a lease for those that lapsed.
         """
-        known: tuple[ServiceEntry, ...] = ()
+        known: dict[ServiceEntry, None] = {}  # ordered, as a set is not
         while True:
             revision = self._revision
-            live = self._live = _entries(await self._write(_LIVE))
+            self._live = _entries(await self._write(_LIVE))
+            now = dict.fromkeys(self._live)
             for entry in known:
-                if entry not in live:
+                if entry not in now:
                     yield Left(entry)
-            for entry in live:
+            for entry in now:
                 if entry not in known:
                     yield Joined(entry)
-            known = live
+            known = now
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._lease_s / 4), self._changed:
                     while self._revision == revision:

@@ -58,6 +58,7 @@ from services.wire.v1 import coordinator_pb2, journal_pb2, reward_pb2, trainer_p
 
 T = TypeVar("T")
 
+MAX_INFLATED_BYTES = 512 << 20  # of decompressed boxes: five times those of the largest plan that was made
 MAX_CHUNK_BYTES = 2 << 20  # of one streamed message; whole groups, so a single huge group may exceed it
 
 _REASON_TO_WIRE = {
@@ -502,11 +503,23 @@ def decode_boxes(
     message: types_pb2.Boxes, dtype: np.dtype[np.void]
 ) -> tuple[tuple[str, ...], NDArray[np.void]]:
     assert dtype.names is not None
-    columns = np.frombuffer(zlib.decompress(message.columns), "<i8").reshape(len(dtype.names), -1)
+    columns = np.frombuffer(_inflated(message.columns), "<i8").reshape(len(dtype.names), -1)
     rows = np.empty(columns.shape[1], dtype)
     for name, column in zip(dtype.names, columns, strict=True):
         rows[name] = column
-    return tuple(zlib.decompress(message.tensors).decode().split("\0")[:-1]), rows
+    return tuple(_inflated(message.tensors).decode().split("\0")[:-1]), rows
+
+
+def _inflated(data: bytes) -> bytes:
+    """Raises ValueError for what is not zlib's, or larger than any boxes are."""
+    try:
+        stream = zlib.decompressobj()
+        content = stream.decompress(data, MAX_INFLATED_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"boxes: {error}") from None
+    if not stream.eof:
+        raise ValueError(f"boxes: cut off, or more than {MAX_INFLATED_BYTES:,} bytes when decompressed")
+    return content
 
 
 def encode_catalog(catalog: Catalog) -> types_pb2.Boxes:

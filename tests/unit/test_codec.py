@@ -1,5 +1,7 @@
 """Every domain type survives the wire unchanged."""
 
+import zlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -205,3 +207,19 @@ def test_sample_id_text_keeps_slashes_in_the_run() -> None:
     sample = SampleId(GROUP, 3)
     assert str(sample) == "toy/run/2/7/3"
     assert SampleId.parse(str(sample)) == sample
+
+
+def test_boxes_that_inflate_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB of zlib may become 64 GB."""
+    monkeypatch.setattr(codec, "MAX_INFLATED_BYTES", 1 << 20)
+    fits = types_pb2.Boxes(tensors=zlib.compress(b""), columns=zlib.compress(bytes(8 * len(BOX) * 1000)))
+    assert len(codec.decode_catalog(fits).boxes) == 1000
+    bomb = types_pb2.Boxes(tensors=zlib.compress(b""), columns=zlib.compress(bytes(2 << 20)))
+    with pytest.raises(ValueError, match="more than 1,048,576 bytes when decompressed"):
+        codec.decode_catalog(bomb)
+
+
+@pytest.mark.parametrize("columns", [b"not zlib", zlib.compress(bytes(800))[:-3]], ids=["garbage", "cut off"])
+def test_boxes_that_cannot_be_inflated_are_refused(columns: bytes) -> None:
+    with pytest.raises(ValueError, match="boxes: "):
+        codec.decode_catalog(types_pb2.Boxes(tensors=zlib.compress(b""), columns=columns))

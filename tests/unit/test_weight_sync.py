@@ -1,6 +1,7 @@
 """WeightSync over real publishers and refits, called in this process instead of over gRPC."""
 
 import asyncio
+import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from services.config.schema import WeightsSection
-from services.coordinator import sync
+from services.coordinator import plans, sync
 from services.coordinator.canary import Canary
 from services.coordinator.replicas import Replica, Replicas
 from services.coordinator.sync import WeightSync
@@ -495,6 +496,18 @@ async def test_a_replica_with_another_model_stays_out_and_the_push_reaches_the_o
         await run.sync.catch_up(misfit)  # as health does once it generates
     run.trainer.train(2)
     assert (await run.sync.push(V2)).num_replicas == 1
+
+
+async def test_a_replicas_catalogs_are_hashed_once(monkeypatch):
+    """For a large model that takes milliseconds, in which the coordinator stands still."""
+    run, hashed = Run(), []
+    monkeypatch.setattr(plans, "sha256", lambda: hashed.append(1) or hashlib.sha256())
+    for name in ("one", "two"):
+        await run.join(name)
+    for version in (V1, V2, V3):
+        run.trainer.train(version.number)
+        await run.sync.push(version)
+    assert len(hashed) == 2
 
 
 # Transports that both ends enter together
