@@ -66,6 +66,8 @@ class Call:
             self._check_content(sample)
         for id in got:
             del self._expected[id]
+        if any(sample.finish_reason is FinishReason.ABORT for sample in arrival.samples):
+            self.reason = f"aborted: {self.replica.aborted_for or 'not by this run'}"
 
     def _check_content(self, sample: Sample) -> None:
         since, latest = self._since, self.replica.latest

@@ -34,7 +34,6 @@ class Generation:
         self._waiting: OrderedDict[GroupId, PendingGroup] = OrderedDict()  # for a replica with room
         self._filled = asyncio.Event()
         self._calls: dict[GroupId, list[Call]] = {}  # those that a group is part of
-        self._alone: set[GroupId] = set()  # groups to be asked for in calls of their own
         self._aborts: set[asyncio.Task[None]] = set()
 
     def submit(self, groups: Sequence[PendingGroup], sink: Sink) -> None:
@@ -53,7 +52,6 @@ class Generation:
         """Forgets the group and frees its slots on the replicas that generate it."""
         self._groups.pop(id, None)
         self._waiting.pop(id, None)
-        self._alone.discard(id)
         for call in self._calls.get(id, ()):
             task = asyncio.create_task(self._abort(call.replica, id, reason))
             self._aborts.add(task)
@@ -91,7 +89,7 @@ class Generation:
                 together = []
                 for group in groups:
                     del self._waiting[group.prompt.id]
-                    if group.prompt.id in self._alone:
+                    if group.alone:
                         tasks.create_task(self._follow(Call(replica, [group])))
                     else:
                         together.append(group)
@@ -118,9 +116,12 @@ class Generation:
                     del self._calls[group.prompt.id]
         lost = [(group, indices) for group, indices in call.lost() if indices]
         if call.is_refused and len(call.groups) > 1:  # by one of them, nobody knows which
-            self._alone.update(group.prompt.id for group, _ in lost)
+            for group, _ in lost:
+                group.alone = True
             self._put_back([group for group, _ in lost])
             return
+        if lost:
+            log.info("%d groups are generated again, in part: %s", len(lost), call.reason)
         for group, indices in lost:
             await self._retry(group, indices, call.reason)
 

@@ -43,6 +43,7 @@ class PendingGroup:
     samples: list[Sample | None]  # by index; None: being generated
     issued: int  # version number at issue
     has_baseline: bool = False  # the last sample is the greedy one, which is not trained on
+    alone: bool = False  # it is asked for in a call of its own
     graded: list[bool] = field(init=False)
     attempts: list[int] = field(init=False)
     failures: list[int] = field(init=False)  # attempts that were lost, by index

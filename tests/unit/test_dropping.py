@@ -1,0 +1,185 @@
+"""A group that is dropped: who is told to abort it, and that nobody waits for that."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from services.coordinator.generation import Generation
+from services.coordinator.groups import PendingGroup
+from services.coordinator.replicas import Replica, Replicas
+from services.runtime.clients import Arrival, Caller
+from services.wire.types import (
+    FinishReason,
+    Graded,
+    GradingError,
+    GroupRequest,
+    Sample,
+    SampleId,
+    ScoreItem,
+    ServiceEntry,
+    Verdict,
+    Version,
+)
+from tests import virtual_clock
+from tests.builders import arrival, group_id, node, pending, sample
+from tests.fake_rewards import rewards_of
+
+V3 = Version("run", 3)
+
+
+class Peer:
+    """Sends the first sample of each group at once, and the others once it may."""
+
+    def __init__(self, *, hangs: bool = False) -> None:
+        self.has_begun = asyncio.Event()
+        self.may_finish = asyncio.Event()
+        self.aborted: list[str] = []
+        self.was_told = asyncio.Event()
+        self._hangs = hangs
+
+    async def generate(self, model: str, requests: Sequence[GroupRequest]) -> AsyncGenerator[Arrival, None]:
+        samples = [
+            sample(SampleId(r.group, index), node([4, 5], versions=V3), attempt=attempt)
+            for r in requests
+            for index, attempt in zip(r.indices, r.attempts, strict=True)
+        ]
+        self.has_begun.set()
+        yield arrival(*(s for s in samples if s.id.index == 0))
+        await self.may_finish.wait()
+        if rest := [s for s in samples if s.id.index > 0]:
+            yield arrival(*rest)
+
+    async def abort(self, id_prefix: str) -> int:
+        self.aborted.append(id_prefix)
+        self.was_told.set()
+        if self._hangs:
+            await asyncio.Event().wait()
+        return 1
+
+
+class Graders:
+    """They cannot grade group 0."""
+
+    async def verdicts(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Verdict], None]:
+        yield [
+            GradingError(item.id, "toy", "ZeroDivisionError", retryable=False)
+            if item.id.group == group_id(0)
+            else Graded(item.id, 1.0, {})
+            for item in items
+        ]
+
+
+class Log:
+    """A sink that notes what became of each group."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+
+    async def finished(self, samples: Sequence[Sample], payload: bytes) -> None: ...
+
+    async def retried(self, samples: Sequence[SampleId], reason: str) -> None:
+        self.events.put_nowait((reason, samples[0].group.prompt))
+
+    async def completed(self, group: PendingGroup) -> None:
+        self.events.put_nowait(("completed", group.prompt.id.prompt))
+
+    async def dropped(self, group: PendingGroup, reason: str) -> None:
+        self.events.put_nowait(("dropped", group.prompt.id.prompt))
+
+
+class Run:
+    def __init__(self, *peers: Any) -> None:
+        self.replicas = Replicas(Caller(), 5.0)
+        self.members = [
+            Replica(
+                ServiceEntry("rollout", f"rollout-{number}", "1", ""),
+                peer,
+                SimpleNamespace(slots=64 >> number, vocab_size=8),  # type: ignore[arg-type]
+                V3,
+            )
+            for number, peer in enumerate(peers)
+        ]
+        self.generation = Generation(
+            self.replicas, rewards_of(Graders()), model="actor", max_attempts=3, timeout_s=100.0
+        )
+        self.log = Log()
+
+    async def begin(self, num_groups: int, num_samples: int) -> asyncio.Task[None]:
+        for member in self.members:
+            await self.replicas.route(member)
+        self.generation.submit([pending(number, num_samples) for number in range(num_groups)], self.log)
+        return asyncio.create_task(self.generation.run())
+
+
+def test_a_replica_that_hangs_in_an_abort_does_not_stop_grading() -> None:
+    async def scene() -> None:
+        peer = Peer(hangs=True)
+        run = Run(peer)
+        running = await run.begin(num_groups=9, num_samples=2)
+        assert await run.log.events.get() == ("dropped", 0)
+        await peer.was_told.wait()
+        peer.may_finish.set()
+        assert [await run.log.events.get() for _ in range(8)] == [("completed", n) for n in range(1, 9)]
+        running.cancel()
+
+    virtual_clock.run(scene())
+
+
+def test_a_dropped_group_is_aborted_where_it_is_generated_and_nowhere_else() -> None:
+    """Also on a replica that is held, as in a push."""
+
+    async def scene() -> None:
+        has_it, idle = Peer(), Peer()
+        run = Run(has_it, idle)
+        running = await run.begin(num_groups=1, num_samples=2)
+        await has_it.has_begun.wait()
+        run.replicas.hold(run.members[0])
+        assert await run.log.events.get() == ("dropped", 0)
+        await has_it.was_told.wait()
+        assert (has_it.aborted, idle.aborted) == (["toy/0/0/"], [])
+        running.cancel()
+
+    virtual_clock.run(scene())
+
+
+def test_a_dropped_group_that_is_generated_already_costs_no_call() -> None:
+    async def scene() -> None:
+        peer = Peer()
+        run = Run(peer)
+        running = await run.begin(num_groups=2, num_samples=1)
+        peer.may_finish.set()
+        assert sorted([await run.log.events.get() for _ in range(2)]) == [("completed", 1), ("dropped", 0)]
+        run.generation.submit([pending(2, 1)], run.log)
+        assert await run.log.events.get() == ("completed", 2)
+        assert not peer.aborted
+        running.cancel()
+
+    virtual_clock.run(scene())
+
+
+def test_samples_that_are_aborted_are_retried_for_the_reason_of_the_abort() -> None:
+    class Aborts(Peer):
+        async def generate(
+            self, model: str, requests: Sequence[GroupRequest]
+        ) -> AsyncGenerator[Arrival, None]:
+            async for arrived in super().generate(model, requests):
+                yield arrived
+                await self.was_told.wait()
+                id, attempt = SampleId(requests[0].group, 1), requests[0].attempts[-1]
+                part = sample(id, node([4], versions=V3), attempt=attempt, reason=FinishReason.ABORT)
+                yield arrival(part)
+                return
+
+    async def scene() -> None:
+        peer = Aborts()
+        run = Run(peer)
+        running = await run.begin(num_groups=0, num_samples=2)
+        run.generation.submit([pending(1, 2)], run.log)
+        await peer.has_begun.wait()
+        await run.members[0].abort_all("its log-probabilities differ from the trainer's")
+        reason, _ = await run.log.events.get()
+        assert reason == "aborted: its log-probabilities differ from the trainer's"
+        running.cancel()
+
+    virtual_clock.run(scene())
