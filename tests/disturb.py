@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import psutil
 
 STOP_S = (0.5, 1.5)
-PAUSE_S = (0.1, 1.0)  # between two stops
+PAUSE_S = (1.0, 4.0)  # between two stops
 
 
 def disturb(command: Sequence[str], dice: random.Random) -> tuple[int, int]:

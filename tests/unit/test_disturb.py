@@ -24,6 +24,7 @@ sys.exit(3)
 
 def test_a_process_below_the_command_is_stopped_and_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disturb, "STOP_S", (0.01, 0.02))
+    monkeypatch.setattr(disturb, "PAUSE_S", (0.01, 0.02))
     code, num_stopped = disturb.disturb([sys.executable, "-c", WATCHES_A_CHILD], random.Random(0))
     assert code == 3
     assert num_stopped >= 1
