@@ -200,6 +200,7 @@ def scorer(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.rerun_once
 def test_neural_models_give_what_transformers_says_of_whole_samples(
     make: Make, assets: Path, scorer: Path
 ) -> None:

@@ -159,6 +159,7 @@ def test_a_critic_answers_values_and_refuses_to_publish(tmp_path: Path, tiny_qwe
         asyncio.run(drive_critic(running.address, tmp_path))
 
 
+@pytest.mark.long
 def test_a_dead_follower_is_an_error_and_ends_the_leader(tmp_path: Path, tiny_qwen2: Path) -> None:
     with fleet(tmp_path, tiny_qwen2, ParallelConfig(data=2)) as running:
 
