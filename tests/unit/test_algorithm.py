@@ -309,7 +309,7 @@ def test_masked_tokens_change_nothing(pair: tuple[list[Group], list[Group]], adv
             {"actor": Model([]), **critic},
             groups,
             algorithm={"advantage": advantage, "aggregation": "seq_mean_token_mean"},
-            critic={},
+            **{role: {} for role in critic},
         )
         (value,) = prepared.batches.get("critic", (None,))
         arrays = [policy(prepared).advantages, policy(prepared).loss_weights]
