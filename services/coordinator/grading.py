@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 Judged = tuple[Sample, PendingGroup, Sink, Verdict]
 
-LINGER_S = 0.005  # in which samples gather for a batch: calls of one sample cost several times as much
+LINGER_S = 0.01  # in which samples gather for a batch: calls of one sample cost several times as much
+MAX_BATCH = 4096  # samples between two looks at other work: some ten milliseconds
 
 
 class Grading:
@@ -41,7 +42,9 @@ class Grading:
         """Consumes finished samples, and has a batch of them graded; waits for samples, and until those
         before them are being graded; unblocked by `submit` and by verdicts."""
         while True:
-            tasks.create_task(self._grade(await self._samples.take_all()))
+            samples = await self._samples.take_all()
+            for first in range(0, len(samples), MAX_BATCH):  # a resume hands over all that it has at once
+                tasks.create_task(self._grade(samples[first : first + MAX_BATCH]))
             await asyncio.sleep(LINGER_S)
             await self._rewards.wait_for_turn()
 
