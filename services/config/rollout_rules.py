@@ -22,17 +22,11 @@ def _the_engine_reads_its_table(config: "RunConfig") -> str | None:
 
 
 def _prompts_leave_room_to_answer(config: "RunConfig") -> str | None:
-    """For rows that are too long by data.max_prompt_tokens' default, see RunConfig.longest_prompt."""
+    """The rows themselves are measured when they are read, see RunConfig.longest_prompt."""
     new, prompt = config.rollout.sampling.max_new_tokens, config.data.max_prompt_tokens
     if config.sequence_limit is None or config.run.mode not in ("train", "rollout_only"):
         return None
     setting, limit = config.sequence_limit
-    longest_answer = max([new, *(entry.sampling.max_new_tokens for entry in config.validation.sets)])
-    if longest_answer >= limit:
-        return (
-            f"{setting} = {limit} is the room for prompt and response, and max_new_tokens = {longest_answer} "
-            "leaves none for a prompt: lower that, or raise the limit"
-        )
     if is_changed(config, "data.max_prompt_tokens") and prompt + new > limit:
         return (
             f"data.max_prompt_tokens = {prompt} and rollout.sampling.max_new_tokens = {new} are together "

@@ -525,12 +525,12 @@ class RunConfig(Section):
         length = (self.rollout.sglang.model_extra or {}).get("context_length")
         return None if length is None else TokenLimit("rollout.sglang.context_length", int(length))
 
-    def longest_prompt(self, sampling: SamplingConfig) -> TokenLimit:
-        """Of a prompt that leaves room to answer by `sampling`."""
+    @property
+    def longest_prompt(self) -> TokenLimit:
+        """What a replica takes: it refuses a prompt that leaves room for no token."""
         limits = [TokenLimit("data.max_prompt_tokens", self.data.max_prompt_tokens)]
         if sequence := self.sequence_limit:
-            room = sequence.tokens - sampling.max_new_tokens
-            limits.append(TokenLimit(f"{sequence.setting} - max_new_tokens", room))
+            limits.append(TokenLimit(f"{sequence.setting} - 1", sequence.tokens - 1))
         return min(limits, key=lambda limit: limit.tokens)
 
     @property

@@ -105,7 +105,7 @@ def _prompt_source(config: RunConfig, renderer: Renderer) -> PromptSource:
         run=run.name,
         seed=run.seed,
         shuffle=data.shuffle,
-        longest=config.longest_prompt(config.rollout.sampling),
+        longest=config.longest_prompt,
         overlong=data.overlong_prompts,
     )
 
@@ -126,8 +126,8 @@ def _validation_prompts(
     config: RunConfig, entry: ValidationSetConfig, renderer: Renderer
 ) -> tuple[Prompt, ...]:
     prompts = read_prompts(entry.path, renderer, config.run.name)[: entry.max_prompts]
-    longest = config.longest_prompt(entry.sampling)
-    return tuple(prompts_short_enough(entry.path, prompts, longest, config.data.overlong_prompts))
+    overlong = config.data.overlong_prompts
+    return tuple(prompts_short_enough(entry.path, prompts, config.longest_prompt, overlong))
 
 
 def _sampling(config: SamplingConfig, renderer: Renderer, seed: int) -> Sampling:

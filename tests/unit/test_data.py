@@ -330,7 +330,7 @@ def test_overlong_prompts_are_refused_or_filtered(
 
 
 @pytest.mark.parametrize("table", ["train", "sets"])
-def test_a_prompt_that_leaves_the_engine_no_room_to_answer_is_refused(tmp_path: Path, table: str) -> None:
+def test_a_prompt_that_a_replica_would_refuse_is_refused_at_the_start(tmp_path: Path, table: str) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 64}')
     short = write_jsonl(tmp_path / "short.jsonl", sums(3))
@@ -339,12 +339,12 @@ def test_a_prompt_that_leaves_the_engine_no_room_to_answer_is_refused(tmp_path: 
     config = run_config(
         model={"path": tmp_path},
         data={"train": [{"path": paths["train"]}]},
-        validation={"sets": [{"name": "sums", "path": paths["sets"], "sampling": {"max_new_tokens": 6}}]},
-        rollout={"sampling": {"max_new_tokens": 6}, "local": {"max_length": 14}},
+        validation={"sets": [{"name": "sums", "path": paths["sets"]}]},
+        rollout={"local": {"max_length": 9}},
     )
-    with pytest.raises(UserError, match=r"long.*row 3.*got 9 .*local.max_length - max_new_tokens = 8"):
+    with pytest.raises(UserError, match=r"long.*row 3.*got 9 .*rollout.local.max_length - 1 = 8"):
         read_data(config)
-    rollout = config.rollout.model_copy(update={"local": LocalEngineConfig(max_length=15)})
+    rollout = config.rollout.model_copy(update={"local": LocalEngineConfig(max_length=10)})
     assert read_data(config.model_copy(update={"rollout": rollout})).validation_sets
 
 
