@@ -231,10 +231,21 @@ class Journal:
             forgotten, self.num_bytes = await self._bulk_write(scripts.COMMIT, step)
 
     async def _index(self, step: int) -> JournalIndex:
-        """What is issued or finished and not consumed up to `step`."""
-        issued, finished, cursor, lineages = await self._bulk_write(scripts.INDEX, step)
-        names = tuple(record.decode() for record in lineages)
-        return JournalIndex(issued, finished, cursor.decode() if cursor else None, names)
+        """What is issued or finished and not consumed up to `step`, at one moment."""
+        cursor, lineages = await self._bulk_write(scripts.COPY, step)
+        return JournalIndex(
+            issued=await self._copied("issued"),
+            finished=await self._copied("finished"),
+            cursor=cursor.decode() if cursor else None,
+            lineages=tuple(record.decode() for record in lineages),
+        )
+
+    async def _copied(self, table: str) -> bytes:
+        parts, place = [], b""
+        while place != b"0":
+            place, part = await self._bulk_write(scripts.READ, table, place or b"0")
+            parts.append(part)
+        return b" ".join(parts)
 
     async def _continued(self, checkpoint: Checkpoint | None) -> str | None:
         """The lineage of the store's tables, if they are a continuation of the checkpoint's."""
