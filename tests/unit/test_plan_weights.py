@@ -11,22 +11,13 @@ from services.cli.main import main
 from services.cli.plan_weights import CASES, LINKS, replica_catalogs, row, trainer_catalogs
 from services.config.schema import ParallelConfig, TrainerSection
 from services.runtime.memory import rank_memory
-from services.runtime.model_spec import Experts, ModelSpec
+from services.runtime.model_spec import Experts
 from services.wire.types import Catalog
+from tests.builders import model_spec
 
-SPEC = ModelSpec(
+SPEC = model_spec(
     vocab_size=256,
-    hidden_size=16,
-    intermediate_size=24,
     num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    rope_theta=10000.0,
-    norm_eps=1e-6,
-    max_positions=64,
-    head="language",
-    tied=False,
     qkv_bias=False,
     qk_norm=True,
     experts=Experts(num=4, per_token=2, intermediate_size=8, norm_topk_prob=True),

@@ -10,8 +10,9 @@ from safetensors import safe_open
 from services.runtime.model_spec import Experts, ModelSpec, read_spec, with_value_head
 from services.trainer.names import Flavour, pieces, shapes, whole_model
 from services.weights.pieces import Piece
+from tests.builders import model_spec
 
-SPEC = ModelSpec(
+SPEC = model_spec(
     vocab_size=24,
     hidden_size=6,
     intermediate_size=8,
@@ -19,12 +20,6 @@ SPEC = ModelSpec(
     num_heads=8,
     num_kv_heads=4,
     head_dim=2,
-    rope_theta=10000.0,
-    norm_eps=1e-6,
-    max_positions=64,
-    head="language",
-    tied=False,
-    qkv_bias=True,
     qk_norm=True,
 )
 FLAVOURS: tuple[Flavour, Flavour] = ("local", "transformer_engine")
