@@ -5,15 +5,13 @@ What all of them are composed of is in tests/unit/test_recipe_parts.py.
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.command import ROOT, atoll
 
 
 @dataclass(frozen=True)
@@ -52,12 +50,6 @@ ALWAYS = {
     *(f"timing_s/{phase}" for phase in ("gen", "reward", "adv", "update_actor", "sync_weights", "step")),
 }
 OF_A_CRITIC = {"vf_explained_var", "vf_loss", "vf_clipfrac", "vpred_mean", "values/mean", "grad_norm", "lr"}
-
-
-def atoll(folder: Path, *words: str) -> None:
-    command = [Path(sys.executable).with_name("atoll"), *words]
-    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
-    assert answer.returncode == 0, answer.stderr
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_learning import ROOT, atoll, results
+from tests.command import ROOT, atoll, results
 
 pytestmark = [pytest.mark.long, pytest.mark.rerun_once]
 
