@@ -83,6 +83,7 @@ class GenerateSource:
         self._admission = asyncio.Lock()
         self._pending: dict[GroupId, PendingGroup] = {}
         self._ready: dict[GroupId, PendingGroup] = {}
+        self._unjudged: list[PendingGroup] = []  # of those that are ready: not looked at by this `take` yet
         self._changed = asyncio.Event()
         self._failure: AtollError | None = None
         self.drops: dict[str, int] = {}  # kind of reason -> groups or samples, since the run began
@@ -97,11 +98,11 @@ class GenerateSource:
         nothing is wasted; a sample that is too old all the same is generated again in its group.
         Raises AtollError where too many groups were dropped, or left out by the filter.
         """
+        last_chance = current.number - self._max_staleness
+        self._unjudged, urgent = list(self._ready.values()), 0
         while True:
-            if await self._replace_stale(current):
-                continue  # groups that have become ready meanwhile are judged, too
-            chosen = self._choose(count, current)
-            if chosen:
+            urgent += await self._judge(current)
+            if len(self._ready) >= count and (urgent >= count or not self._expects(last_chance)):
                 break
             if self._dynamic_sampling and len(self._ready) < count:
                 self._check_refill(self._dynamic_sampling)
@@ -109,6 +110,8 @@ class GenerateSource:
             await self._changed.wait()
             if self._failure:
                 raise self._failure
+        ready = sorted(self._ready.values(), key=lambda group: (min(group.oldest) > last_chance, group.order))
+        chosen = ready[:count]
         for group in chosen:
             del self._ready[group.prompt.id]
         self._training += count
@@ -203,32 +206,28 @@ class GenerateSource:
     def _group(self, prompt: Prompt, order: int, samples: list[Sample | None]) -> PendingGroup:
         return PendingGroup(prompt, order, self._sampling, samples, self._version, self._greedy_baseline)
 
-    def _choose(self, count: int, current: Version) -> list[PendingGroup]:
-        """`count` ready groups, or none while the batch cannot be put together yet."""
-        if len(self._ready) < count:
-            return []
-        last_chance = current.number - self._max_staleness
-        expiring = any(min(group.oldest) <= last_chance for group in self._pending.values())
-        ready = sorted(self._ready.values(), key=lambda group: (min(group.oldest) > last_chance, group.order))
-        if expiring and min(ready[count - 1].oldest) > last_chance:
-            return []  # there is room for one that is not ready
-        return ready[:count]
+    def _expects(self, last_chance: int) -> bool:
+        """Whether a group that would be too old at the next version is not ready yet."""
+        return any(min(group.oldest) <= last_chance for group in self._pending.values())
 
-    async def _replace_stale(self, current: Version) -> bool:
-        """Whether there was anything to replace; if not, it has not waited, either."""
-        found = False
-        for group in list(self._ready.values()):
+    async def _judge(self, current: Version) -> int:
+        """Has stale samples of the groups that became ready since the last look generated again. Returns how
+        many of the others would be too old at the next version."""
+        urgent = 0
+        while self._unjudged:
+            group = self._unjudged.pop()
             stale = group.stale(current, self._max_staleness)
-            if stale:
-                found = True
-                group.again(stale)
-                for index in stale:
-                    group.oldest[index] = current.number
-                del self._ready[group.prompt.id]
-                self._pending[group.prompt.id] = group
-                await self.retried([SampleId(group.prompt.id, index) for index in stale], "stale")
-                self._generation.submit([group], self)
-        return found
+            if not stale:
+                urgent += min(group.oldest) <= current.number - self._max_staleness
+                continue
+            group.again(stale)
+            for index in stale:
+                group.oldest[index] = current.number
+            del self._ready[group.prompt.id]
+            self._pending[group.prompt.id] = group
+            await self.retried([SampleId(group.prompt.id, index) for index in stale], "stale")
+            self._generation.submit([group], self)
+        return urgent
 
     # What Generation reports
 
@@ -247,6 +246,7 @@ class GenerateSource:
         del self._pending[group.prompt.id]
         if keep:
             self._ready[group.prompt.id] = group
+            self._unjudged.append(group)
         else:
             self._count("filtered", 1)
             await self._journal.drop(group.ids(), "filtered")

@@ -103,6 +103,21 @@ async def test_the_share_of_dropped_groups_is_judged_over_restarts() -> None:
     assert second.counters == Counters()  # a resume, after the cause was fixed, is judged anew
 
 
+async def test_a_step_judges_each_group_once_as_it_becomes_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[PendingGroup] = []
+    stale = PendingGroup.stale
+    monkeypatch.setattr(PendingGroup, "stale", lambda self, *args: judged.append(self) or stale(self, *args))
+    flow, generation, _ = source(prompts_per_step=64)
+    await flow.published(V0)
+    taking = asyncio.create_task(flow.take(1, 64, V0))
+    for group in list(generation.groups):
+        await asyncio.sleep(0)  # `take` wakes up for every one
+        await flow.completed(graded(group, 0.0, 1.0))
+    groups = await taking
+    assert [group.prompt.id for group in groups] == [group.prompt.id for group in generation.groups]
+    assert judged == generation.groups
+
+
 async def test_what_a_trainer_refused_counts_as_dropped() -> None:
     flow, generation, journal = source()
     await flow.published(V0)
