@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.coordinator.servers import Servers
+from services.coordinator.terms import Terms
+from services.external.addresses import Addresses
 from services.runtime.errors import AtollError
 from services.wire.types import (
     ExternalServer,
@@ -17,6 +19,8 @@ from services.wire.types import (
     ScoreItem,
     Verdict,
 )
+
+ADDRESS = "192.0.32.8"
 
 
 def now() -> float:
@@ -103,6 +107,13 @@ class FakeStore:
         return list(self.servers.values())
 
 
+class Everywhere(Addresses):
+    """Each server has an address that may be called; nothing is looked up."""
+
+    async def locate(self, server: ExternalServer) -> str:
+        return ADDRESS
+
+
 class World:
     """A run with the graders server:judge and server:style, and all servers that there are."""
 
@@ -112,7 +123,7 @@ class World:
         self.changes = 0
         self.servers = Servers(
             self.store,  # type: ignore[arg-type]
-            asked=("judge", "style"),
+            Terms(("judge", "style"), Everywhere(), secrets=("JUDGE_*",)),
             patience_s=100.0,
             changed=self._changed,
             connect=self.connect,

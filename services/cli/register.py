@@ -19,10 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     server = servers.described(arguments, arguments.name)
-    print(f"{server} joins: {asyncio.run(_add(arguments, server))}")
+    asyncio.run(_add(arguments, server))
+    print(f"{server} joins")
     return 0
 
 
-async def _add(arguments: argparse.Namespace, server: ExternalServer) -> str:
+async def _add(arguments: argparse.Namespace, server: ExternalServer) -> None:
     async with running.coordinator(arguments) as client:
-        return await client.add_server(server)
+        await client.add_server(server)

@@ -3,6 +3,7 @@
 # long because all of them stand in one place
 
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -10,6 +11,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    IPvAnyNetwork,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -127,6 +129,24 @@ class CoordinatorSection(Section):
     start_timeout_s: Annotated[float, Field(gt=0)] = 14400.0  # for a service to load its model and register
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # for an answer, or progress towards it
     dump: bool = False  # write every consumed batch to runs/NAME/dumps
+    server_networks: tuple[IPvAnyNetwork, ...] = ()  # private ones, of servers that register
+    server_secrets: tuple[str, ...] = ()  # variables that their `auth` may name; also PREFIX*
+
+    @field_validator("server_secrets")
+    @classmethod
+    def _secrets_are_others(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*\*?", name):
+                raise ValueError(
+                    f"coordinator.server_secrets: got {name!r}, expected an environment variable such as "
+                    "JUDGE_TOKEN, or the beginning of several such as ATOLL_SECRET_*"
+                )
+            if any(fnmatchcase(own, name) for own in ("ATOLL_TOKEN", "ATOLL_OPERATOR_TOKEN")):
+                raise ValueError(
+                    f"coordinator.server_secrets: {name} would let the run's own tokens be sent to any "
+                    "server that is registered: list other variables"
+                )
+        return names
 
 
 class LocalEngineConfig(Section):

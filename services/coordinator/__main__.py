@@ -16,6 +16,8 @@ from services.coordinator.control import Control, State
 from services.coordinator.registry import Registry
 from services.coordinator.servers import Servers
 from services.coordinator.service import OPERATORS_MAY, CoordinatorService
+from services.coordinator.terms import Terms
+from services.external.addresses import Addresses, is_loopback
 from services.external.protocols import connect
 from services.runtime.clients import Caller
 from services.runtime.errors import AtollError, UserError
@@ -56,10 +58,15 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
     caller = Caller(await store.take_epoch(), token)
     registry = Registry(store.apart(), config.coordinator.lease_s)  # heartbeats wait for no journal
     control = Control(trains=config.run.mode != "rollout_only")
+    section = config.coordinator
     servers = Servers(
         store,
-        asked=config.reward.servers,
-        patience_s=config.coordinator.request_timeout_s,
+        Terms(
+            asked=config.reward.servers,
+            addresses=Addresses(section.server_networks, loopback=is_loopback(section.host)),
+            secrets=section.server_secrets,
+        ),
+        patience_s=section.request_timeout_s,
         changed=control.report,
         connect=connect,
     )

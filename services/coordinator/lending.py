@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from services.external.base import ExternalClient
-from services.runtime.errors import ServiceUnavailableError
+from services.runtime.errors import AtollError, OverloadedError, ServiceUnavailableError, UserError
 from services.wire.types import ExternalServer
 
 RETRY_S = 1.0  # before an unwell server is probed; twice as long each time that it has not helped
@@ -34,8 +34,28 @@ class Member:
     def key(self) -> str:
         return f"{self.server.kind} {self.server.name} {self.server.url}"
 
+    def shown(self, error: AtollError) -> str:
+        """What others than the log's readers learn of an error: of a registered server only its kind, since
+        an error quotes what was answered, and whoever registers a server says where to ask."""
+        if not self.has_lease:
+            return cause_of(self.server, error)
+        match error:
+            case OverloadedError():
+                return "it is busy"
+            case ServiceUnavailableError():
+                return "it does not answer, or not in time"
+            case UserError():
+                return "it refuses such calls: check the token of `auth`, and the options"
+            case _:
+                return "it does not answer as its protocol says"
+
     def __str__(self) -> str:
         return str(self.server)
+
+
+def cause_of(server: ExternalServer, error: Exception) -> str:
+    """Without the server's name, which errors of its client begin with."""
+    return str(error).removeprefix(f"{server}: ") or type(error).__name__
 
 
 @dataclass(slots=True, eq=False)

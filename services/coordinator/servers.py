@@ -7,18 +7,15 @@ of the run finds it, until it is taken out or its lease ends: once it has been u
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Final, TypeVar, cast
-
-from pydantic import ValidationError
 
 from services.config.errors import ConfigError
 from services.config.load import secret
-from services.config.schema import ServerConfig
-from services.coordinator.lending import RETRY_S, Lender, Member
+from services.coordinator.lending import RETRY_S, Lender, Member, cause_of
 from services.coordinator.replicas import now
+from services.coordinator.terms import Terms
 from services.external.base import ExternalClient, RewardServer
 from services.runtime.errors import (
     AtollError,
@@ -50,16 +47,16 @@ class Servers:
     def __init__(
         self,
         store: Store,
+        terms: Terms,
         *,
-        asked: Collection[str],
         patience_s: float,
         changed: Callable[[], Awaitable[None]],
         connect: Callable[[ExternalServer, str | None], ExternalClient],
     ) -> None:
-        """`asked`: names of reward servers that graders ask. A call waits `patience_s` for a server that is
+        """`terms` are those of servers that are registered. A call waits `patience_s` for a server that is
         well. `changed` is called whenever `health` has changed."""
         self._store = store
-        self._asked = tuple(asked)
+        self._terms = terms
         self._changed = changed
         self._connect = connect
         self._members: dict[str, Member] = {}
@@ -86,7 +83,7 @@ class Servers:
         for content in await self._store.read("HVALS", _SERVERS):
             server = codec.decode_kept_server(content)
             try:
-                client = self._client(server)
+                client = self._connect(server, self._terms.kept(server))
             except UserError as error:
                 log.warning("%s is left out: %s", server, error)
                 continue
@@ -97,25 +94,26 @@ class Servers:
         """Takes in those of the config. Raises UserError where one does not answer as it should."""
         await asyncio.gather(*(self._open(server) for server in servers))
 
-    async def add(self, server: ExternalServer) -> str:
-        """Takes in a server, in place of one with its kind, name and URL; says what the probe found.
+    async def add(self, server: ExternalServer) -> None:
+        """Takes in a server, in place of one with its kind, name and URL.
 
-        Raises UserError where it can be of no use, or does not answer as its protocol says.
+        Raises UserError if the terms do not allow it, or it does not answer as its protocol says; what it
+        answered is for the log alone.
         """
-        server = checked(server)
-        if server.kind == "reward" and server.name not in self._asked:
-            graders = ", ".join(f"server:{name}" for name in self._asked) or "no server:NAME"
-            raise UserError(
-                f"reward server {server.name}: no grader asks it; reward.graders has {graders}: register it "
-                f'under such a name, or start a run with {{ name = "server:{server.name}" }} there'
-            )
-        client = self._client(server)
+        server, token = await self._terms.accepted(server)
+        client = self._connect(server, token)
         member = Member(server, client, True)
         old = self._members.get(member.key)
         try:
             if old and not old.has_lease:
                 raise UserError(f"{old} stands in the run's config, in [[servers]]")
-            found = await self._greet(member)
+            try:
+                found = await self._probe(member)
+            except AtollError as error:
+                log.warning("%s is not taken in: %s", member, cause_of(member.server, error))
+                raise UserError(
+                    f"{member}: {member.shown(error)}; the coordinator's log says what was answered"
+                ) from None
             async with self._keeping:
                 await self._store.write(
                     _KEEP, (_SERVERS,), member.key, codec.encode_server(server).SerializeToString()
@@ -126,7 +124,6 @@ class Servers:
             raise
         log.info("%s joins: %s", member, found)
         await self._succeed(old, member)
-        return found
 
     async def remove(self, kind: str, name: str, url: str) -> int:
         """Takes out registered servers of that name, or the one at `url`; returns how many there were.
@@ -147,7 +144,7 @@ class Servers:
 
     def missing(self) -> list[str]:
         """Names that graders ask for and no server that is well has."""
-        return [name for name in self._asked if not self._lender.well(name)]
+        return [name for name in self._terms.asked if not self._lender.well(name)]
 
     async def wait_for_all(self) -> None:
         """Returns once every grader has a server to ask. Waits for registrations and recoveries."""
@@ -157,31 +154,15 @@ class Servers:
 
     async def _open(self, server: ExternalServer) -> None:
         try:
-            member = Member(server, self._client(server), has_lease=False)
-            log.info("%s joins: %s", member, await self._greet(member))
-        except UserError as error:
+            token = secret(server.auth) if server.auth else None
+            member = Member(server, self._connect(server, token), has_lease=False)
+            log.info("%s joins: %s", member, await self._probe(member))
+        except (AtollError, ConfigError) as error:
             raise UserError(
-                f"[[servers]]: {error}; start it before the run, or take it out of the config and "
-                "`atoll register` it once it is there"
+                f"[[servers]]: {server}: {cause_of(server, error)}; start it before the run, or take it out "
+                "of the config and `atoll register` it once it is there"
             ) from None
         await self._enter(member)
-
-    def _client(self, server: ExternalServer) -> ExternalClient:
-        try:
-            return self._connect(server, secret(server.auth) if server.auth else None)
-        except ConfigError as error:
-            raise UserError(f"{server.kind} server {server.name}: auth: {error}") from None
-
-    async def _greet(self, member: Member) -> str:
-        """What the first probe finds. Raises UserError where it does not answer as it should."""
-        try:
-            return await self._probe(member)
-        except UserError:
-            raise
-        except AtollError as error:
-            raise UserError(
-                f"{member} does not answer as its protocol says: {_cause(member, error)}"
-            ) from None
 
     async def _enter(self, member: Member) -> None:
         await self._succeed(self._take_place(member), member)
@@ -274,8 +255,8 @@ class Servers:
             self._probe_in(member, member.pause_s)
             return
         if was_well:
-            member.cause = _cause(member, error)
-            log.warning("%s is unwell and gets no calls: %s", member, member.cause)
+            member.cause = member.shown(error)
+            log.warning("%s is unwell and gets no calls: %s", member, cause_of(member.server, error))
             member.unwell_since = min(member.unwell_since, now())
             await self._noted(member)
         elif member.has_lease and not member.has_left and now() - member.unwell_since >= LEASE_S:
@@ -327,21 +308,11 @@ class Servers:
                     if not (member.cause or isinstance(error, OverloadedError)):
                         await self._failed(member, error)
                     if all(other in tried for other in self._lender.well(name)):
-                        raise
+                        raise type(error)(f"{member}: {member.shown(error)}") from error
                 else:
                     member.heard = now()
                     self._trust(member)
                     return verdicts
-
-
-def checked(server: ExternalServer) -> ExternalServer:
-    """Raises UserError where it is not what the table [[servers]] may say."""
-    try:
-        ServerConfig.model_validate(asdict(server))
-    except ValidationError as error:
-        problems = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
-        raise UserError(f"{server.kind} server {server.name}: {problems}") from None
-    return server
 
 
 async def _answer(member: Member, call: Awaitable[T]) -> T:
@@ -355,8 +326,3 @@ async def _answer(member: Member, call: Awaitable[T]) -> T:
     except Exception as error:
         log.exception("%s: an error that its protocol's client does not know", member)
         raise BadAnswerError(f"{type(error).__name__}: {error}") from error
-
-
-def _cause(member: Member, error: AtollError) -> str:
-    """Without the server's name, which errors of its client begin with."""
-    return str(error).removeprefix(f"{member}: ") or type(error).__name__

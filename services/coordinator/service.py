@@ -46,7 +46,8 @@ class CoordinatorService(CoordinatorServicer):
     async def AddServer(
         self, request: pb.AddServerRequest, context: grpc.ServicerContext
     ) -> pb.AddServerReply:
-        return pb.AddServerReply(description=await self._servers.add(codec.decode_server(request.server)))
+        await self._servers.add(codec.decode_server(request.server))
+        return pb.AddServerReply()
 
     async def RemoveServer(
         self, request: pb.RemoveServerRequest, context: grpc.ServicerContext

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx2
 from pydantic import TypeAdapter
@@ -65,6 +65,10 @@ class Channel:
     def address(self, path: str) -> str:
         """Of what the server has at `path`; without one, the URL exactly as it was registered."""
         return self._url.rstrip("/") + path if path else self._url
+
+    def elsewhere(self) -> dict[str, Any]:
+        """The keyword arguments by which a WebSocket is opened at the checked address."""
+        return {"host": self.server.address} if self.server.address else {}
 
     async def post(
         self, path: str, body: Json, answer: TypeAdapter[T], cookies: httpx2.Cookies | None = None
@@ -145,9 +149,13 @@ class _Guard(httpx2.AsyncBaseTransport):
         self._where = str(server)
         self._token = token
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=server.concurrency)
+        self._address = server.address
         self._transport = httpx2.AsyncHTTPTransport(verify=_authorities(), limits=limits, trust_env=False)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if self._address:  # the header Host is there already, and keeps the name
+            request.extensions = {**request.extensions, "sni_hostname": request.url.host}
+            request.url = request.url.copy_with(host=self._address)
         response = await self._transport.handle_async_request(request)
         failed = refusal(self._where, response.status_code, response.headers, self._token)
         packing = response.headers.get("content-encoding", "identity")

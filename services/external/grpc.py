@@ -181,4 +181,7 @@ def _address(server: ExternalServer) -> str:
         raise UserError(
             f'{server.kind} server {server.name}: expected url = "HOST:PORT" or "grpc://HOST:PORT"'
         )
-    return found[1]
+    if not server.address:
+        return found[1]
+    host = f"[{server.address}]" if ":" in server.address else server.address
+    return f"{host}:{found[1].rpartition(':')[2]}"

@@ -237,6 +237,7 @@ async def _open(channel: Channel) -> ClientConnection:
                 proxy=None,
                 open_timeout=None,
                 close_timeout=FAREWELL_S,
+                **channel.elsewhere(),
             )
     except InvalidStatus as error:
         response = error.response

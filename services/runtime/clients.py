@@ -121,6 +121,7 @@ class _Client:
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.enable_http_proxy", 0),  # one that the environment names would see the token
                 ("grpc.max_reconnect_backoff_ms", 2000),  # else two minutes after a long absence
                 ("grpc.service_config", _RETRY),
             ],
@@ -703,14 +704,12 @@ class CoordinatorClient(_Client):
             servers=tuple(codec.decode_server_health(server) for server in reply.servers),
         )
 
-    async def add_server(self, server: ExternalServer) -> str:
-        """What the probe found. Raises UserError or BadAnswerError where it does not answer properly."""
+    async def add_server(self, server: ExternalServer) -> None:
+        """Raises UserError if it may not be registered, or does not answer properly."""
         request = coordinator_pb2.AddServerRequest(server=codec.encode_server(server))
+        timeout_s = 2 * server.timeout_s + self._timeout_s  # a connection, and a probe
         with self._translate("AddServer"):
-            reply = await self._stub.AddServer(
-                request, timeout=server.timeout_s + self._timeout_s, metadata=self._metadata
-            )
-        return reply.description
+            await self._stub.AddServer(request, timeout=timeout_s, metadata=self._metadata)
 
     async def remove_server(self, kind: ServerKind, name: str, url: str = "") -> int:
         """How many there were; without `url` all of that name go."""

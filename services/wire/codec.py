@@ -703,6 +703,7 @@ def encode_server(server: ExternalServer) -> coordinator_pb2.ExternalServer:
         auth=server.auth,
         concurrency=server.concurrency,
         timeout_s=server.timeout_s,
+        address=server.address,
     )
 
 
@@ -717,6 +718,7 @@ def decode_server(message: coordinator_pb2.ExternalServer) -> ExternalServer:
         auth=message.auth,
         concurrency=message.concurrency,
         timeout_s=message.timeout_s,
+        address=message.address,
     )
 
 

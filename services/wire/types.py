@@ -511,6 +511,7 @@ class ExternalServer:
     auth: str = ""  # "env:VARIABLE" of the coordinator's environment: the bearer token; "": none
     concurrency: int = 16  # calls at once
     timeout_s: float = 60.0  # of one call
+    address: str = ""  # that the coordinator has checked and calls whatever `url`'s host says; "": that host
 
     def __str__(self) -> str:
         return f"{self.kind} server {self.name} at {self.url}"

@@ -165,7 +165,7 @@ class Story:
             *("--concurrency", "4", "--timeout", "20", "--run", str(self.config.folder)),
         )
         assert code == 0, text
-        assert "graded the probe" in text
+        assert text == f"reward server {name} at {url} joins\n"
 
     async def register_http(self, port: int) -> None:
         url = f"http://127.0.0.1:{port}/get_reward"
@@ -176,9 +176,14 @@ class Story:
         server = ExternalServer("reward", "parity", f"grpc://127.0.0.1:{parity}", "grpc")
         for wrong, reason in (
             (server, "token"),
-            (replace(server, auth="env:NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE is not set"),
+            (replace(server, auth="env:HOME"), "coordinator.server_secrets"),
+            (replace(server, url="http://169.254.169.254/latest", protocol="http"), "metadata addresses"),
+            (replace(server, url="http://10.0.0.1/", protocol="http"), "coordinator.server_networks"),
             (replace(server, auth=TOKEN), "environment variable"),
-            (replace(server, name="near", url=f"http://127.0.0.1:{parity}", protocol="mcp"), "tool"),
+            (
+                replace(server, name="near", url=f"http://127.0.0.1:{parity}", protocol="mcp"),
+                "does not answer",
+            ),
         ):
             with pytest.raises(UserError, match=reason) as refusal:
                 await client.add_server(wrong)
@@ -190,7 +195,7 @@ class Story:
         )
         assert (elsewhere[0], away[0]) == (2, 2)
         assert "server:first, server:near, server:length, server:parity" in elsewhere[1]
-        assert "reward server parity at grpc://127.0.0.1:1 does not answer" in away[1]
+        assert "reward server parity at grpc://127.0.0.1:1: nobody accepts connections there" in away[1]
         assert {health.server.name for health in (await client.status()).servers} == {
             "first",
             "near",
@@ -212,6 +217,7 @@ def told(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterable[Sto
     config = make(
         assets,
         folder,
+        coordinator={"server_secrets": ["PARITY_*"]},
         reward={"graders": [{"name": name, "weight": weight} for name, weight in WEIGHTS.items()]},
         warmup={"steps": 20, "rows_per_step": 32, "source": {"path": assets / "warmup.parquet"}},
     )
@@ -304,5 +310,7 @@ def test_servers_of_the_config_do_without_a_reward_service_and_have_to_answer(
     )
 
     settings["run"] |= {"name": "refused"}
-    with pytest.raises(AtollError, match=rf"\[\[servers\]\]: reward server length at {url} does not answer"):
+    with pytest.raises(
+        AtollError, match=rf"\[\[servers\]\]: reward server length at {url}: the connection failed"
+    ):
         launch(make(assets, tmp_path, **settings), wait, resume=False)

@@ -18,6 +18,8 @@ from services.coordinator.registry import Registry
 from services.coordinator.replicas import Replica, Replicas, State
 from services.coordinator.rewards import Rewards
 from services.coordinator.servers import Servers
+from services.coordinator.terms import Terms
+from services.external.addresses import Addresses
 from services.external.protocols import connect
 from services.runtime.errors import ServiceUnavailableError, UserError
 from services.runtime.server import Server
@@ -212,7 +214,9 @@ async def test_a_push_that_begins_while_the_actor_is_away_has_lost_a_trainer(
         run={"dir": tmp_path}, model={"path": tmp_path}, reward={"graders": [{"name": "exact_match"}]}
     )
     control = Control(trains=True)
-    servers = Servers(store, asked=(), patience_s=1.0, changed=control.report, connect=connect)
+    servers = Servers(
+        store, Terms((), Addresses(), ()), patience_s=1.0, changed=control.report, connect=connect
+    )
     registry = Registry(store, lease_s=60)
     assembly = Assembly(config, store, registry, servers, control, CALLER)
     assert assembly._sync is not None

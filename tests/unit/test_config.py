@@ -50,6 +50,13 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             'algorithm.advantage = "grpo" compares the samples of a prompt: '
             "set coordinator.samples_per_prompt to 2 or more",
         ),
+        (
+            ["coordinator.server_secrets=['JUDGE TOKEN']"],
+            "got 'JUDGE TOKEN', expected an environment variable",
+        ),
+        (["coordinator.server_secrets=['*']"], "got '*', expected an environment variable"),
+        (["coordinator.server_secrets=['ATOLL_*']"], "ATOLL_* would let the run's own tokens be sent"),
+        (["coordinator.server_networks=['10.0.0.0/8', '10.0.0.1/8']"], "server_networks.1"),
         (["algorithm.num_minibatches=17"], "algorithm.num_minibatches = 17 is more than the 16 groups"),
         (
             ["algorithm.advantage=remax"],

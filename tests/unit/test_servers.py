@@ -12,15 +12,24 @@ from services.coordinator.rewards import Rewards
 from services.coordinator.score_parts import ServerGrader
 from services.coordinator.servers import LEASE_S
 from services.external.protocols import connect
-from services.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
+from services.runtime.errors import (
+    AtollError,
+    BadAnswerError,
+    OverloadedError,
+    ServiceUnavailableError,
+    UserError,
+)
+from services.wire import codec
 from services.wire.types import ExternalServer, Graded, GradingError, ServerHealth, Verdict
 from tests import virtual_clock
 from tests.fake_rewards import scored
-from tests.fake_servers import Fake, World, item, now, reward_server, watched
+from tests.fake_servers import ADDRESS, Fake, World, item, now, reward_server, watched
 from tests.virtual_clock import timed
 
 AWAY = ServiceUnavailableError("connection refused")
 NONSENSE = BadAnswerError('got "lots", expected a number')
+SILENT = "it does not answer, or not in time"  # what others than the log say of a registered server
+WRONG = "it does not answer as its protocol says"
 BUSY = OverloadedError("the queue is full")
 
 
@@ -70,7 +79,7 @@ def test_a_dead_server_loses_its_calls_to_the_other_and_comes_back(caplog: pytes
             assert all(isinstance(verdict, Graded) for some in verdicts for verdict in some)
             assert len(b.calls) == 30
             assert 3 <= len(a.calls) <= 4  # three in a row, and what was under way with the third
-            assert world.unwell() == {"a": "connection refused"}
+            assert world.unwell() == {"a": SILENT}
             before = len(a.calls)
             await score(world, 30)
             assert len(a.calls) == before
@@ -106,7 +115,7 @@ async def test_a_server_that_answers_probes_and_calls_with_nonsense_is_asked_les
         begun = now()
         (verdict,) = await scored(rewards, [item(0)])
     assert isinstance(verdict, GradingError)
-    assert (verdict.grader, verdict.cause) == ("server:judge", str(NONSENSE))
+    assert (verdict.grader, verdict.cause) == ("server:judge", f"reward server judge at a: {WRONG}")
     times = [time - begun for time in world.fakes["a"].calls]
     gaps = [after - before for before, after in pairwise(times)]
     # unwell for 1, 2, 4, ... s, 30 at most, and the time of a probe
@@ -123,7 +132,7 @@ async def test_an_idle_server_is_probed_and_one_that_answers_calls_is_not() -> N
         assert len(world.fakes["idle"].probes) == 10
         world.fakes["idle"].probe_fails = AWAY
         await asyncio.sleep(11 + 1 + 1)  # three probes
-        assert world.unwell() == {"idle": "connection refused"}
+        assert world.unwell() == {"idle": SILENT}
 
 
 @timed
@@ -133,10 +142,10 @@ async def test_a_client_that_stumbles_over_an_answer_costs_its_server_and_not_th
         world.fakes["a"].fails = RecursionError("too deep")
         world.fakes["a"].probe_fails = AWAY
         await score(world, 10)
-        assert world.unwell() == {"a": "RecursionError: too deep"}
+        assert world.unwell() == {"a": WRONG}
         assert len(world.fakes["b"].calls) == 10
         world.fakes["b"].fails = TimeoutError()
-        with pytest.raises(ServiceUnavailableError, match="no answer in time"):
+        with pytest.raises(ServiceUnavailableError, match=f"^reward server judge at b: {SILENT}$"):
             await score(world)
 
 
@@ -204,7 +213,7 @@ async def test_calls_do_not_wait_for_ever() -> None:
         await asyncio.gather(world.servers.score("judge", [item(0)]), return_exceptions=True)
         begun = now()
         with pytest.raises(
-            ServiceUnavailableError, match=r"waited 100 s: no reward server judge is well.*lots"
+            ServiceUnavailableError, match=rf"waited 100 s: no reward server judge is well.*{WRONG}"
         ):
             await score(world)
         assert now() - begun == pytest.approx(100)
@@ -285,7 +294,7 @@ async def test_a_restarted_coordinator_finds_who_was_registered() -> None:
         await asyncio.sleep(1)
         assert later.servers.missing() == ["style"]
         assert later.servers.health() == (
-            ServerHealth(reward_server("a", options={"preset": "slime"}), True),
+            ServerHealth(reward_server("a", options={"preset": "slime"}, address=ADDRESS), True),
         )
     await later.servers.restore(resume=False)  # a run that begins anew
     assert later.store.servers == {}
@@ -312,14 +321,16 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
         await refused(world, replace(judge, timeout_s=0.0), "timeout_s")
         await refused(world, replace(judge, url="http://me:4711@host"), "url", "auth")
         await refused(world, replace(judge, auth="sesame-4711"), "auth", "environment variable")
-        await refused(world, replace(judge, auth="env:NO_SUCH_TOKEN"), "NO_SUCH_TOKEN is not set")
+        unknown = [replace(judge, auth=f"env:{name}") for name in ("JUDGE_NO_SUCH", "HOME")]
+        for server in unknown:  # one that may be named and is not set, one that is set and may not be named
+            await refused(world, server, f"{server.auth}: the variable has to be listed", "and set")
         assert world.fakes["a"].probes == []
         world.fakes["a"].probe_fails = NONSENSE
-        await refused(world, judge, "judge at a", "lots")
+        await refused(world, judge, f"judge at a: {WRONG}; the coordinator's log")
         world.fakes["a"].probe_fails = AWAY
-        await refused(world, judge, "judge at a", "refused")
+        await refused(world, judge, f"judge at a: {SILENT}")
         assert world.fakes["a"].num_clients == 0
-        with pytest.raises(UserError, match=r"\[\[servers\]\].*connection refused.*atoll register"):
+        with pytest.raises(UserError, match=r"\[\[servers\]\].* at a: connection refused.*atoll register"):
             await world.servers.open([judge])
         world.fakes["a"].probe_fails = None
         await world.servers.open([judge])
@@ -332,6 +343,41 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
 
     virtual_clock.run(run())
     assert "4711" not in caplog.text
+    assert 'reward server judge at a is not taken in: got "lots", expected a number' in caplog.messages
+
+
+@timed
+async def test_what_a_registered_server_answers_is_shown_to_nobody() -> None:
+    world = World(a=Fake(), b=Fake())
+    secret_page = BadAnswerError("got status 200 and 'AKIA-4711'")
+    async with watched(world, reward_server("a")):
+        for fails in (secret_page, UserError("the server has AKIA-4711"), OverloadedError("after AKIA-4711")):
+            world.fakes["a"].fails = world.fakes["b"].probe_fails = fails
+            with pytest.raises(AtollError) as asked:
+                await score(world)
+            assert "4711" not in f"{asked.value} {world.servers.health()}"
+            if not isinstance(fails, OverloadedError):  # who is busy is there
+                with pytest.raises(UserError) as registered:
+                    await world.servers.add(reward_server("b"))
+                assert "4711" not in str(registered.value)
+
+
+@timed
+async def test_a_restarted_coordinator_asks_its_file_again_who_may_be_called() -> None:
+    world = World(a=Fake(), b=Fake(), c=Fake())
+    await world.servers.add(reward_server("a"))
+    await world.servers.add(reward_server("b", name="style"))
+    kept = {key: codec.decode_kept_server(content) for key, content in world.store.servers.items()}
+    assert [server.address for server in kept.values()] == [ADDRESS, ADDRESS]
+    moved = {"a": "10.0.0.1", "b": ""}  # no longer listed; of an earlier version
+    world.store.servers = {
+        key: codec.encode_server(replace(server, address=moved[server.url])).SerializeToString()
+        for key, server in kept.items()
+    }
+    later = World(**world.fakes)
+    later.store = later.servers._store = world.store  # type: ignore[assignment]
+    await later.servers.restore(resume=True)
+    assert later.servers.health() == ()
 
 
 def test_a_token_is_read_where_it_stands_and_shown_nowhere(
@@ -364,8 +410,8 @@ async def test_tool_and_env_servers_need_no_grader_and_show_their_health() -> No
         world.fakes["a"].probe_fails = NONSENSE
         await asyncio.sleep(11)
         assert world.servers.health() == (
-            ServerHealth(env, True),
-            ServerHealth(tool, False, str(NONSENSE)),
+            ServerHealth(replace(env, address=ADDRESS), True),
+            ServerHealth(replace(tool, address=ADDRESS), False, WRONG),
         )
         assert world.changes == changes + 1
 

@@ -198,6 +198,7 @@ class ExternalServer(_message.Message):
     AUTH_FIELD_NUMBER: _builtins.int
     CONCURRENCY_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"reward", "tool", "env" """
     name: _builtins.str
@@ -210,6 +211,8 @@ class ExternalServer(_message.Message):
     """calls at once"""
     timeout_s: _builtins.float
     """of one call"""
+    address: _builtins.str
+    """that the coordinator calls it at; of AddServer: not read"""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """of the protocol"""
@@ -225,10 +228,11 @@ class ExternalServer(_message.Message):
         auth: _builtins.str = ...,
         concurrency: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
+        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["auth", b"auth", "concurrency", b"concurrency", "kind", b"kind", "name", b"name", "options", b"options", "protocol", b"protocol", "timeout_s", b"timeout_s", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "auth", b"auth", "concurrency", b"concurrency", "kind", b"kind", "name", b"name", "options", b"options", "protocol", b"protocol", "timeout_s", b"timeout_s", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -283,19 +287,16 @@ Global___AddServerRequest: _TypeAlias = AddServerRequest  # noqa: Y015
 
 @_typing.final
 class AddServerReply(_message.Message):
+    """Says nothing of what the server answered: whoever may register one could read any page by that."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    DESCRIPTION_FIELD_NUMBER: _builtins.int
-    description: _builtins.str
-    """what the probe found"""
     def __init__(
         self,
-        *,
-        description: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,91 @@
+"""Where a server that somebody registers may be, so that nobody reaches through the coordinator what they
+cannot reach themselves. Servers of the run's own file are not asked.
+
+A name may lead to another address at each look-up. So it is looked up once, every address that it has is
+checked, and all calls go to one of these: `ExternalServer.address`.
+"""
+
+import asyncio
+import socket
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from typing import Final
+from urllib.parse import urlsplit
+
+from services.runtime.errors import UserError
+from services.wire.types import ExternalServer
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+_PORTS: Final = {"http": 80, "https": 443}
+_NAT64: Final = IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
+_SITE_LOCAL: Final = IPv6Network("fec0::/10")  # replaced by fc00::/7, which alone Python takes for private
+# Services of clouds for the machine alone, at addresses that look public: Azure, Oracle.
+_CLOUDS: Final = {ip_address("168.63.129.16"), ip_address("192.0.0.192")}
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    networks: Collection[Network] = ()  # private ones that servers may be in
+    loopback: bool = False
+
+    async def locate(self, server: ExternalServer) -> str:
+        """The address to call it at. Raises UserError if one of its host's is refused, or none answers."""
+        host, port = _place(server)
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            raise UserError(f"{server}: no address is known for its host; check url") from None
+        addresses = [str(place[0]) for *_, place in found]
+        for address in addresses:
+            self.check(server, address)
+        for address in addresses:
+            with suppress(OSError):  # a TimeoutError is one
+                async with asyncio.timeout(server.timeout_s / len(addresses)):
+                    _, writer = await asyncio.open_connection(address, port)
+                writer.close()
+                return address
+        raise UserError(f"{server}: nobody accepts connections there; start it first")
+
+    def check(self, server: ExternalServer, address: str) -> None:
+        """Raises UserError if no server may be there."""
+        place = _meant(ip_address(address))
+        problem = None
+        if place.is_link_local or place.is_multicast or place.is_unspecified or place in _CLOUDS:
+            problem = "link-local, multicast, unspecified and metadata addresses are never called"
+        elif any(place in network for network in self.networks):
+            problem = None
+        elif place.is_loopback and not self.loopback:
+            problem = "loopback is called only by a coordinator that listens on loopback itself"
+        elif not (place.is_loopback or (place.is_global and not place.is_reserved)) or place in _SITE_LOCAL:
+            problem = "a private network has to be listed in coordinator.server_networks of the run's file"
+        if problem:
+            raise UserError(f"{server} cannot be registered: {problem}")
+
+
+def _place(server: ExternalServer) -> tuple[str, int]:
+    with suppress(ValueError):  # of what is no URL, or no port
+        url = urlsplit(server.url if "://" in server.url else f"//{server.url}")
+        port = url.port or _PORTS.get(url.scheme)
+        if url.hostname and port:
+            return url.hostname, port
+    raise UserError(f"{server}: expected a url with host and port, such as http://HOST:PORT or HOST:PORT")
+
+
+def _meant(address: Address) -> Address:
+    """An IPv4 address inside an IPv6 one is reached through it."""
+    if isinstance(address, IPv6Address):
+        if address in _NAT64:
+            return IPv4Address(int(address) & 0xFFFFFFFF)
+        return address.ipv4_mapped or address.sixtofour or address
+    return address
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
