@@ -22,6 +22,7 @@ from services.cli.main import main
 from services.config.schema import GraderConfig, RewardSection, SandboxConfig
 from services.coordinator.control import Control
 from services.coordinator.registry import Registry
+from services.coordinator.rewards import Rewards
 from services.coordinator.service import CoordinatorService
 from services.reward import graders
 from services.reward.graders import Panel
@@ -45,6 +46,7 @@ from services.wire.types import (
     Status,
 )
 from services.wire.v1 import reward_pb2, reward_pb2_grpc
+from tests.fake_rewards import scored
 from tests.tokens import TOKEN
 
 NO_SERVERS: Any = SimpleNamespace(health=tuple)
@@ -312,6 +314,17 @@ async def test_a_full_queue_refuses_at_once_and_each_verdict_frees_a_place(
         await opened(go)
         assert len(await held) == 2
         assert len(await client.score([item(index, "46") for index in range(3)])) == 3
+
+
+async def test_a_service_that_holds_little_grades_whatever_a_run_has() -> None:
+    items = [item(index, "46" if index % 3 else "45") for index in range(500)]
+    async with grading(GraderConfig(name="exact_match"), max_queued=7) as client:
+        rewards = Rewards(retries=0)
+        rewards.add(client, (await client.describe()).max_queued)
+        verdicts = await scored(rewards, items)
+    assert [verdict.value for verdict in verdicts if isinstance(verdict, Graded)] == [
+        float(item.response == "46") for item in items
+    ]
 
 
 async def test_a_call_lasts_as_long_as_the_service_says_that_it_is_at_work(
