@@ -68,7 +68,7 @@ class OwnServices:
         self._services: list[_Service] = []
         self._line = asyncio.Lock()  # calls wait in it for a service, in their order
         self._changed = asyncio.Event()  # a service has room, or is there again
-        self._heard = 0.0  # when a service last gave a verdict
+        self._heard = 0.0  # when a service was last seen to have work in hand
         self._reviving: set[asyncio.Task[None]] = set()
 
     def add(self, client: RewardClient, max_queued: int) -> None:
@@ -139,6 +139,8 @@ class OwnServices:
         except StaleFenceError:
             raise  # another coordinator has the run
         except AtollError as error:
+            if not isinstance(error, OverloadedError):
+                self._heard = _now()  # it was there until now
             self._skip(service, error)
             raise
         finally:

@@ -191,6 +191,24 @@ async def test_responses_wait_for_the_first_service_and_for_the_successor_of_one
 
 
 @timed
+async def test_a_service_that_dies_after_a_long_call_is_waited_for_as_well() -> None:
+    class Dying(FakeService):
+        async def verdicts(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Verdict], None]:
+            if not self.calls:
+                await asyncio.sleep(3600)
+                self.cannot_describe = AWAY
+                asyncio.get_running_loop().call_later(100, self.come_back)
+                self.failures = [AWAY]
+            async for verdicts in super().verdicts(items):
+                yield verdicts
+
+        def come_back(self) -> None:
+            self.cannot_describe = None
+
+    assert await scored(rewards_of(Dying(), retries=1), [item(0)]) == [graded(item(0))]
+
+
+@timed
 async def test_patience_without_a_service_ends_for_all_that_wait_at_the_same_time() -> None:
     asked = rewards_of(retries=2, patience_s=20.0)
     begun = now()
