@@ -8,7 +8,7 @@ import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,14 +48,15 @@ class Account:
     trained: dict[str, int] = field(default_factory=dict)  # step
     dropped: dict[str, tuple[str, int | None]] = field(default_factory=dict)  # reason, refused step
     pending: set[str] = field(default_factory=set)
-    draws: dict[str, int] = field(default_factory=dict)  # of all prompts, once the sample was issued
-    groups: set[str] = field(default_factory=set)
+    draws: dict[str, int] = field(default_factory=dict)  # group -> of all prompts, once it was issued
     steps: set[int] = field(default_factory=set)  # that consumed something
     skipped: int = 0  # draws without a group that were reported
 
-    def add(self, sample: str, draws: int) -> None:
-        self.draws[sample] = draws
-        self.groups.add(sample.rpartition("/")[0])
+    def __contains__(self, sample: str) -> bool:
+        return sample in self.trained or sample in self.pending or sample in self.dropped
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(self.trained, self.dropped, self.pending)
 
 
 class Auditor:
@@ -86,12 +87,11 @@ class Auditor:
     def _issue(self, account: Account, event: Event) -> None:
         draws = _draws(event["cursor"])
         samples = list(_samples(event["samples"]))
-        again = [sample for sample in samples if sample in account.draws]
+        again = [sample for sample in samples if sample in account]
         self._find(self.wrong, again, "issued twice")
+        account.pending.update(sample for sample in samples if sample not in account)
         for sample in samples:
-            if sample not in account.draws:
-                account.pending.add(sample)
-                account.add(sample, draws)
+            account.draws.setdefault(_group(sample), draws)
         self._check_draws(account, draws, "an issue")
 
     def _drop(self, account: Account, event: Event) -> None:
@@ -102,10 +102,9 @@ class Auditor:
                 account.pending.remove(sample)
             elif sample in account.trained and account.trained[sample] == event["step"]:
                 del account.trained[sample]
-            elif sample not in account.draws:
-                strange.append(sample)
-                continue
             else:
+                if sample not in account:
+                    strange.append(sample)
                 continue
             account.dropped[sample] = event["reason"], event["step"]
         self._find(self.unknown, strange, "dropped, but no record says that they were issued")
@@ -120,9 +119,9 @@ class Auditor:
                 )
             elif sample in account.dropped:
                 dropped.append(sample)
-            elif sample not in account.draws:
+            elif sample not in account.pending:
                 strange.append(sample)
-                account.add(sample, 0)
+                account.draws.setdefault(_group(sample), 0)
             account.pending.discard(sample)
             account.trained[sample] = step
         self._find(self.unknown, dropped, f"trained on in step {step}, but dropped before")
@@ -149,19 +148,20 @@ class Auditor:
             self.wrong, again, f"pending after the restart from step {step}, which had trained on them"
         )
         lost = []
-        for sample, drawn in base.draws.items():
+        for sample in base:
+            group = _group(sample)
             if sample in new.trained or sample in new.pending:
                 pass
-            elif event["continues"] is None and drawn > draws:
+            elif event["continues"] is None and base.draws[group] > draws:
                 continue  # issued after the checkpoint: it will be drawn again
             elif sample in base.dropped:
                 new.dropped[sample] = base.dropped[sample]
             else:
                 lost.append(sample)
-            new.add(sample, drawn)
-        for sample in new.pending - new.draws.keys():
-            new.add(sample, draws)  # the process was killed before it could record the issue
-        self._find(self.wrong, lost, f"lost: issued, but gone after the restart from step {step}")
+            new.draws[group] = base.draws[group]
+        for sample in new.pending:  # the process may have been killed before it could record the issue
+            new.draws.setdefault(_group(sample), draws)
+        self._find(self.wrong, sorted(lost), f"lost: issued, but gone after the restart from step {step}")
         self._check_draws(new, draws, f"the restart from step {step}")
         self.lineage = event["lineage"]
         self.accounts[self.lineage] = new
@@ -180,7 +180,7 @@ class Auditor:
 
     def _check_draws(self, account: Account, draws: int, where: str) -> None:
         """Every prompt drawn was issued: the cursor counts the ones, the ledger names the others."""
-        skipped = draws - len(account.groups)
+        skipped = draws - len(account.draws)
         if skipped != account.skipped:
             difference, account.skipped = skipped - account.skipped, skipped
             self.wrong.append(
@@ -287,6 +287,10 @@ def _spans(samples: Iterable[str]) -> Iterator[str]:
 def _shown(samples: Iterable[str]) -> str:
     names = list(samples)
     return " ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _group(sample: str) -> str:
+    return sample.rpartition("/")[0]
 
 
 def _draws(cursor: Mapping[str, Any] | None) -> int:

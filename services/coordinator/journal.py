@@ -262,8 +262,8 @@ class Journal:
         """Replaces the tables by the checkpoint's, which are read in parts."""
         if checkpoint is not None and checkpoint.journal is None:
             raise UserError(
-                f"the store has lost the journal of the run {self._run}, which wrote no checkpoint that "
-                "could replace it; start a new run"
+                f"the store lacks the journal of the run {self._run}: it is lost, or of an earlier version "
+                "of Atoll, and there is no checkpoint to replace it; start a new run"
             )
         await self._bulk_write(scripts.CLEAR)
         if checkpoint is None or checkpoint.journal is None:

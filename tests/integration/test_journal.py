@@ -327,7 +327,7 @@ async def test_a_journal_of_another_version_and_a_damaged_one_are_refused(
 
 async def test_a_run_without_a_checkpoint_says_so_if_the_store_is_lost(store: Store, tmp_path: Path) -> None:
     journal = Journal(store, "toy", Ledger(tmp_path / LEDGER))
-    with pytest.raises(UserError, match="lost the journal of the run toy, which wrote no checkpoint"):
+    with pytest.raises(UserError, match="lacks the journal of the run toy: it is lost, or"):
         await journal.restore(Checkpoint(3, Version("a3f0", 0), None))
 
 
