@@ -17,7 +17,7 @@ def atoll(folder: Path, *words: str | Path) -> None:
     answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1200)
     assert answer.returncode == 0, answer.stderr
     left = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(folder)]
-    _, alive = psutil.wait_procs(left, timeout=10)  # whose parent has ended may be ending still
+    _, alive = psutil.wait_procs(left, timeout=60)  # whose parent has ended may be ending still
     assert alive == []
     assert list(folder.rglob("coordinator.address")) == []
     assert [path for path in folder.rglob("*") if path.is_socket()] == []
