@@ -52,7 +52,7 @@ from tests.tokens import CALLER
 from tests.trainer_fleet import Fleet, read_line, update
 
 PROMPT = np.array([5, 9, 14, 7, 16], np.int32)
-LOCAL = {"local": {"slots": 8, "max_length": 256}}
+LOCAL = {"local": {"slots": 8, "max_length": 256}, "sampling": {"max_new_tokens": 128}}
 NUM_TOKENS = 150  # of a sample that a replica is to lose
 # Tokens of the samples of two calls, which are to be caught by a push: whenever it comes, some are in their
 # midst, since neither the samples nor the calls end together.

@@ -202,7 +202,12 @@ async def replica(model: Path, folder: Path, log: int | None = None) -> AsyncIte
     config = run_config(
         run={"dir": folder},
         model={"path": model},
-        rollout={"dtype": "bfloat16", "local": {"slots": 3, "max_length": 64}, "max_restarts": 1},
+        rollout={
+            "sampling": {"max_new_tokens": 8},
+            "dtype": "bfloat16",
+            "local": {"slots": 3, "max_length": 64},
+            "max_restarts": 1,
+        },
     )
     write_resolved(config, folder / "config.json")
     ready, ready_fd = os.pipe()
