@@ -190,6 +190,8 @@ class Journal:
     async def load(self, groups: Sequence[InFlight]) -> list[RestoredGroup]:
         """The samples of restored groups. What was under way when the run stopped, and what holds versions
         of a branch that was left, begins its next attempt."""
+        if not groups:
+            return []
         ids = [SampleId(group.id, index) for group in groups for index in range(group.num_samples)]
         finished = await self._finished(ids)
         kept = {id: s for id, s in finished.items() if all(map(self._lineage.contains, s.versions()))}
