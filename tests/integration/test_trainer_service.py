@@ -59,6 +59,11 @@ async def drive(address: str, folder: Path) -> list[float]:
         written = await client.wait_checkpoint(saved)
         assert written.num_bytes == sum(f.stat().st_size for f in saved.iterdir())
         await client.load_checkpoint(saved)
+        broken = batch(0)
+        broken.advantages[3] = np.nan
+        with pytest.raises(UserError, match="the batch's advantages hold NaN"):
+            await client.forward_backward(key(9), broken)
+        # what it refused leaves no trace in what it learns from others
         assert [await update(client, step) for step in (1, 2, 3)] == expected
         await client.save_checkpoint(saved)  # a repeated save takes the old one's place
         assert (await client.wait_checkpoint(saved)).num_bytes == written.num_bytes
