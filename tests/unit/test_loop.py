@@ -205,6 +205,31 @@ async def test_an_error_that_is_not_a_trainers_leaves_a_checkpoint_of_the_last_s
     assert run.journal.committed == [2]
 
 
+FAILS_LATER = """
+from services.coordinator.advantage import Estimate
+
+calls = []
+
+def mine(trajectories):
+    calls.append(trajectories)
+    rewards = trajectories.rewards_T
+    return Estimate(rewards, rewards) if len(calls) < 2 else 1 / 0
+"""
+
+
+async def test_an_advantage_that_fails_leaves_a_checkpoint_of_the_step_before(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FAILS_LATER)
+    kl = {"where": "reward", "estimator": "k1", "coef": 1.0, "target": 0.01, "horizon": 10}
+    sections = {"algorithm": {"advantage": f"{tmp_path / 'mine.py'}:mine", "kl": kl}}
+    run = FakeRun(tmp_path, sections, models=("actor", "reference"))
+    with pytest.raises(AtollError, match="failed: ZeroDivisionError: division by zero"):
+        await run.run()
+    state, *_ = run.checkpoints.load(1)
+    # a KL divergence of 0 lowers it by 0.2 x 2 samples / 10, once: the failed step has not moved it
+    assert state.algorithm.kl_coef == pytest.approx(0.96)
+    assert state.row["actor/kl_coef"] == 1.0
+
+
 @pytest.mark.parametrize(
     "error",
     [AtollError("the filter failed"), KeyError("bug"), ServiceUnavailableError("no replica for 600 s")],
