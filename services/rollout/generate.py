@@ -15,6 +15,7 @@ from services.wire.types import GroupRequest, Node, Provenance, Sample, SampleId
 MAX_REMEMBERED_TOKENS = 1 << 20  # of finished samples: some 10 MB
 LINGER_S = 0.02  # a finished sample waits so long for others: a message costs the coordinator more than they
 MAX_LINGER_S = 1.0
+ORPHANED_S = 2.0  # that work goes on with nobody listening: a caller whose stream broke comes back at once
 MESSAGES_PER_S = 500  # of a large fleet, all replicas together
 
 
@@ -52,7 +53,7 @@ class _Listener:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """One engine call, and who listens to it. It ends early when nobody does."""
+    """One engine call, and who listens to it. It ends early when nobody does for ORPHANED_S."""
 
     running: set[str]  # request ids
     listeners: set[_Listener] = field(default_factory=set)
@@ -72,8 +73,8 @@ class Generator:
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Sample], None]:
         """Samples of all requests as they finish, those that finish within `linger_s` of the first together.
 
-        A request that runs is joined, one that has finished is answered again. Closing the iterator
-        aborts what nobody else waits for. Raises what the engine raises.
+        A request that runs is joined, one that has finished is answered again. Once the iterator is closed,
+        what nobody else waits for is aborted after ORPHANED_S. Raises what the engine raises.
         """
         listener = _Listener()
         answers: list[Sample] = []
@@ -110,14 +111,21 @@ class Generator:
         finally:
             for job in jobs:
                 job.listeners.discard(listener)
-                if job.task is not None and not job.listeners:
-                    job.task.cancel()
-                    self._unlist(job)
+                if not job.listeners:
+                    asyncio.get_running_loop().call_later(ORPHANED_S, self._end_orphan, job)
 
-    def forget_finished(self) -> None:
-        """For a new lineage, which asks anew for ids that the old one has seen."""
+    def forget(self) -> None:
+        """For a new lineage, which asks again for ids that the old one has seen."""
         self._finished.clear()
         self._finished_tokens = 0
+        for job in set(self._jobs.values()):
+            self._end_orphan(job)
+
+    def _end_orphan(self, job: _Job) -> None:
+        """Unless somebody listens again."""
+        if job.task is not None and not job.listeners:
+            job.task.cancel()
+            self._unlist(job)
 
     def _start(self, requests: Sequence[GroupRequest]) -> _Job:
         job = _Job({id for request in requests for id, _, _ in _samples(request)})
@@ -127,7 +135,7 @@ class Generator:
 
     async def _run(self, job: _Job, requests: Sequence[GroupRequest]) -> None:
         """Consumes one engine call for all listeners; ends with its last sample, with an error, or
-        cancelled by the last listener that leaves."""
+        cancelled once nobody listens."""
         try:
             async with aclosing(self._engine.generate(requests)) as stream:
                 async for completions in stream:

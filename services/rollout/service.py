@@ -108,7 +108,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         else:
             stall_s = await self._engine.commit(version)
         if version.lineage != self._lineage:  # perhaps committed before, by a call that was given up
-            self._generator.forget_finished()
+            self._generator.forget()
             self._lineage = version.lineage
         return pb.CommitWeightsReply(stall_s=stall_s)
 

@@ -140,7 +140,7 @@ async def test_a_new_lineage_asks_anew(engine, generator):
     for _ in range(2):
         engine.news.put_nowait([0])
         await listen(generator, request(0))
-        generator.forget_finished()
+        generator.forget()
     assert engine.asked == [(0, 0), (0, 0)]
 
 
@@ -155,7 +155,8 @@ async def test_memory_is_bounded(engine, generator, monkeypatch):
     assert [index for index, _ in engine.asked] == [0, 1, 2, 3, 0]
 
 
-async def test_only_the_last_listener_ends_the_work(engine, generator):
+async def test_work_that_nobody_waits_for_ends(engine, generator, monkeypatch):
+    monkeypatch.setattr(generate, "ORPHANED_S", 0.0)
     first = asyncio.create_task(listen(generator, request(0, 1)))
     await settle()
     second = asyncio.create_task(listen(generator, request(1)))
@@ -167,15 +168,37 @@ async def test_only_the_last_listener_ends_the_work(engine, generator):
     assert indices(await second) == [[1]]
     await settle()
     assert engine.closed == 1  # index 0, which nobody wants any more
+    third = asyncio.create_task(listen(generator, request(0)))
+    await settle()
+    engine.news.put_nowait([0])
+    assert indices(await third) == [[0]]
+    assert engine.asked == [(0, 0), (1, 0), (0, 0)]
 
 
-async def test_a_cancelled_request_may_be_asked_for_again_at_once(engine, generator):
-    first = asyncio.create_task(listen(generator, request(0)))
+async def test_a_caller_that_lost_its_stream_finds_its_work_going_on(engine, generator):
+    first = asyncio.create_task(listen(generator, request(0, 1)))
     await settle()
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
-    second = asyncio.create_task(listen(generator, request(0)))  # before the cancelled job has ended
+    engine.news.put_nowait([1])  # while nobody listens
+    await settle()
+    second = asyncio.create_task(listen(generator, request(0, 1)))
+    await settle()
+    engine.news.put_nowait([0])
+    assert indices(await second) == [[1], [0]]
+    assert engine.asked == [(0, 0), (1, 0)]
+
+
+async def test_a_new_lineage_joins_no_work_of_the_old_one(engine, generator):
+    first = asyncio.create_task(listen(generator, request(0)))
+    await settle()
+    first.cancel()
+    await settle()
+    generator.forget()
+    await settle()
+    assert engine.closed == 1
+    second = asyncio.create_task(listen(generator, request(0)))
     await settle()
     engine.news.put_nowait([0])
     assert indices(await second) == [[0]]
