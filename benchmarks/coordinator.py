@@ -28,7 +28,7 @@ from services.runtime.tokenizer import tokenizer_digest
 
 PROMPT_TOKENS = 128
 PROMPTS = 4096
-STEPS_BEFORE = 2  # that a measurement leaves out
+MAX_STEPS_BEFORE = 10  # that a measurement leaves out
 CHECKPOINT_EVERY = 5  # steps
 AIMED_AT = ("decode", "journal", "grading", "take")  # parts of at most 40 microseconds together
 
@@ -144,7 +144,8 @@ async def drive(load: Load, seconds: float, config: RunConfig, store: EmbeddedSe
         serving = asyncio.create_task(fleet.run(load.replicas, load.reward_workers, digest))
         watched = [serving, asyncio.create_task(processes.watch(coordinator))]
         try:
-            measuring = asyncio.create_task(steps_of(client, fleet, store, seconds))
+            left_out = min(load.max_staleness + 1, MAX_STEPS_BEFORE)
+            measuring = asyncio.create_task(steps_of(client, fleet, store, left_out, seconds))
             await asyncio.wait([measuring, *watched], return_when=asyncio.FIRST_COMPLETED)
             for task in watched:
                 if task.done():
@@ -161,9 +162,9 @@ async def drive(load: Load, seconds: float, config: RunConfig, store: EmbeddedSe
 
 
 async def steps_of(
-    client: CoordinatorClient, fleet: Fleet, store: EmbeddedServer, seconds: float
+    client: CoordinatorClient, fleet: Fleet, store: EmbeddedServer, left_out: int, seconds: float
 ) -> tuple[Reading, Reading]:
-    """Readings at the ends of two steps that are at least `seconds` apart."""
+    """Readings at the ends of two steps that are at least `seconds` apart; `left_out` steps come before."""
     first: Reading | None = None
     revision, step = 0, 0
     while True:
@@ -173,7 +174,7 @@ async def steps_of(
             continue
         step = status.step
         reading = read(step, fleet, store)
-        if first is None and step >= STEPS_BEFORE:
+        if first is None and step >= left_out:
             first = reading
         elif first is not None and reading.time >= first.time + seconds:
             return first, reading

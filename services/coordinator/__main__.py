@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import secrets
 import sys
@@ -29,6 +30,11 @@ from services.runtime.telemetry import configure_logging
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
+GARBAGE = (
+    20_000,
+    10,
+    10,
+)  # objects before a look for cycles: there are few, and each look walks what is in flight
 
 
 def main() -> None:
@@ -39,6 +45,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     arguments = parser.parse_args()
     configure_logging("coordinator")
+    gc.set_threshold(*GARBAGE)
     try:
         asyncio.run(
             run(read_resolved(arguments.config), arguments.store, arguments.ready_fd, arguments.resume)
