@@ -45,14 +45,14 @@ class Lineage:
         return version.lineage == self.name or version.number <= self.ancestors.get(version.lineage, -1)
 
     def branch(self, name: str, fork: int) -> "Lineage":
-        """The lineage that goes on from this one's version `fork`."""
+        """The lineage that continues from this one's version `fork`."""
         ancestors = {ancestor: min(last, fork) for ancestor, last in self.ancestors.items()}
         return Lineage(name, ancestors | {self.name: fork})
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where a run goes on: its last step, the version live after it, and what `Snapshot.write` wrote then.
+    """Where a run continues: its last step, the version live after it, and what `Snapshot.write` wrote then.
 
     Without a file (None) the store must still have the journal.
     """
@@ -82,7 +82,7 @@ class RestoredGroup:
 @dataclass(frozen=True, slots=True)
 class Restored:
     lineage: str
-    cursor: str | None  # where the data stood after the last issue; None: nothing was issued
+    cursor: str | None  # the place in the data after the last issue; None: nothing was issued
     groups: tuple[InFlight, ...]  # in the order of their issue
 
 
@@ -109,7 +109,7 @@ class Journal:
     async def issue(self, samples: Sequence[SampleId], cursor: str) -> None:
         """These samples are to be generated, from attempt 0 on. Those that are known stay as they are.
 
-        `cursor` (JSON) is where the data stand after them: a restart draws what follows.
+        `cursor` (JSON) is the place in the data after them: a restart draws what follows.
         """
         await self._write(scripts.ISSUE, _names(samples), cursor)
         self._ledger.issue(samples, cursor)
@@ -154,10 +154,10 @@ class Journal:
         return Snapshot(self._bulk, await self._index(step))
 
     async def restore(self, checkpoint: Checkpoint | None) -> Restored:
-        """Opens a new lineage that goes on from a checkpoint (None: from scratch).
+        """Opens a new lineage that continues from a checkpoint (None: from scratch).
 
-        The store's own tables are newer than the checkpoint's and are used where they stem from that
-        checkpoint; where they are lost or belong to another branch, the checkpoint's replace them.
+        The store's own tables are newer than the checkpoint's and are used if they stem from that
+        checkpoint; if they are lost or belong to another branch, the checkpoint's replace them.
         What was consumed after the checkpoint is finished again, what was dropped stays dropped. A crash
         in the midst of it does no harm: the next restore of the same checkpoint completes it.
         """

@@ -8,7 +8,7 @@ A sample of this run is named "epoch/prompt/index". Each is in one of `issued`, 
     consumed  sorted set  sample -> step; the samples of `trained`
     payloads  hash        payload -> encoded samples that arrived together
     refs      hash        payload -> how many samples still need it
-    cursor    string      where the data stand, after the last issue
+    cursor    string      the place in the data after the last issue
     lineages  list        "name parent fork", the current one last
     counts    hash        last numbers given; bytes of payloads; samples refused, retried or dropped, by kind
     events    stream      every retry and drop with its reason
@@ -246,7 +246,7 @@ bulk('HSET', finished_copy, values)
 return {redis.call('GET', cursor), redis.call('LRANGE', lineages, 0, -1)}
 """)
 
-# "issued" or "finished", where to go on ("0" first); answers where to go on then ("0": it was the last part),
+# "issued" or "finished", a place ("0" first); answers the next place ("0": this was the last part),
 # and samples and entries of the copy as text
 READ: Final = _script("""
 local copy = ARGV[1] == 'issued' and issued_copy or finished_copy

@@ -44,7 +44,7 @@ class Ledger:
         cursor: str | None,
         pending: Iterable[str],
     ) -> None:
-        """Opens `lineage`, which goes on from `step` and `parent` (None: from scratch). `continues`: the
+        """Opens `lineage`, which continues from `step` and `parent` (None: from scratch). `continues`: the
         lineage whose tables in the store it took over; None: they were rebuilt. `pending`: groups' spans."""
         self._lineage = lineage
         self._end_line()

@@ -197,7 +197,7 @@ async def test_the_batch_that_a_trainer_refused_is_dropped(store: Store, tmp_pat
     assert texts(restored) == [("toy/0/0/0:0",)]
 
 
-async def test_a_snapshot_leaves_out_what_was_trained_on_and_what_was_released_meanwhile(
+async def test_a_snapshot_leaves_out_what_was_trained_on_and_what_was_released_since(
     store: Store, tmp_path: Path
 ) -> None:
     journal, lineage = await opened(store, tmp_path)

@@ -1,4 +1,4 @@
-"""A journal of 4 GB is saved, restored and rebuilt in parts: heartbeats go on, and memory stays small."""
+"""A journal of 4 GB is saved, restored and rebuilt in parts: heartbeats do not wait, memory stays small."""
 
 import asyncio
 import hashlib
