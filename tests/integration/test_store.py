@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.coordinator.__main__ import run_id
+from services.coordinator.__main__ import run, run_id
 from services.runtime.errors import StaleFenceError, StoreError, UserError
 from services.runtime.store import EmbeddedServer, Script, Store, embedded
+from tests.builders import run_config
 
 PUT = Script("return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])")
 
@@ -84,6 +85,20 @@ async def test_a_run_of_the_same_name_in_another_folder_is_refused_before_it_end
         await other.claim("77aa")
     await store.write(PUT, ["h"], "who", "first")
     await other.close()
+
+
+async def test_a_coordinator_of_another_folder_leaves_a_living_run_of_its_name_alone(
+    store_server: EmbeddedServer, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    settings = {"run": {"name": request.node.name[:40], "dir": tmp_path}}
+    named = Store(store_server.url, request.node.name[:40])
+    await named.claim("4b1d")
+    await named.take_epoch()
+    config = run_config(settings, reward={"graders": [{"name": "exact_match"}]})
+    with pytest.raises(UserError, match=r"holds another run of this name \(id 4b1d, "):
+        await run(config, store_server.url, None, resume=False)
+    await named.write(PUT, ["h"], "who", "first")  # under its epoch still
+    await named.close()
 
 
 def test_a_folder_keeps_the_id_of_its_run(tmp_path: Path) -> None:
