@@ -9,8 +9,9 @@ from secrets import token_hex
 import numpy as np
 
 from services.coordinator.replicas import Replica, Replicas, State, now
+from services.runtime.clients import Arrival
 from services.runtime.errors import AtollError, BadAnswerError, ServiceUnavailableError, UserError
-from services.wire.types import FinishReason, GroupId, GroupRequest, Sample, Sampling
+from services.wire.types import FinishReason, GroupId, GroupRequest, Sample, SampleId, Sampling
 
 SILENCE_S = 10.0  # with work in hand: so long at least before a replica is asked
 SILENCE = 3.0  # times what it has in hand, by its throughput
@@ -103,7 +104,8 @@ class Health:
         return True
 
     async def _probe(self, replica: Replica, timeout_s: float) -> Sample:
-        """One short greedy generation, never journaled. Raises ServiceUnavailableError where it fails."""
+        """One short greedy generation, never journaled. Raises ServiceUnavailableError if it fails, and
+        BadAnswerError if the answer is not one to it."""
         request = GroupRequest(
             group=GroupId(self._run, next(self._numbers), 0),
             prompt_ids=np.zeros(1, np.int32),
@@ -111,18 +113,25 @@ class Health:
             attempts=(0,),
             sampling=Sampling(max_new_tokens=4, temperature=0.0),
         )
-        samples: list[Sample] = []
+        arrivals: list[Arrival] = []
         try:
             async with (
                 asyncio.timeout(timeout_s),
                 aclosing(replica.client.generate(self._model, [request])) as stream,
             ):
                 async for arrival in stream:
-                    samples += arrival.samples
+                    arrivals.append(arrival)
         except TimeoutError:
             raise ServiceUnavailableError(f"it has not answered a probe within {timeout_s:g} s") from None
+        samples = [sample for arrival in arrivals for sample in arrival.samples]
         if not samples or samples[0].finish_reason is FinishReason.ABORT:
             raise ServiceUnavailableError("it ended a probe without an answer")
-        if samples[0].num_tokens == 0:
-            raise BadAnswerError("it answered a probe without tokens, expected at least one")
+        if [sample.id for sample in samples] != [SampleId(request.group, 0)]:
+            raise BadAnswerError(f"it answered a probe with {', '.join(str(s.id) for s in samples)}")
+        largest_id, vocab_size = arrivals[0].largest_id, replica.info.vocab_size
+        if not 0 <= largest_id < vocab_size:
+            raise BadAnswerError(
+                f"the largest token id in its answer to a probe is {largest_id}, expected one below its "
+                f"vocab_size = {vocab_size}; -1 stands for no tokens"
+            )
         return samples[0]

@@ -299,7 +299,8 @@ class RolloutClient(_Client):
             sequences=[ids.astype("<i4", copy=False).tobytes() for ids in sequences]
         )
         with self._translate("ScoreTokens"):
-            reply = await self._stub.ScoreTokens(request, timeout=self._timeout_s, metadata=self._metadata)
+            # it may wait until running sequences leave room: silence is for the caller to judge
+            reply = await self._stub.ScoreTokens(request, timeout=CEILING_S, metadata=self._metadata)
             logprobs = codec.decode_tensor(reply.logprobs).astype(np.float32, copy=False)
         ends = np.cumsum([len(ids) - 1 for ids in sequences])
         if logprobs.shape != (ends[-1],):
@@ -738,7 +739,7 @@ class CoordinatorClient(_Client):
                 coordinator_pb2.StopRunRequest(), timeout=self._timeout_s, metadata=self._metadata
             )
 
-    async def checkpoint(self, timeout_s: float = 600.0) -> str:
+    async def checkpoint(self, timeout_s: float = CEILING_S) -> str:
         """Saves after the step in progress; returns the checkpoint's path."""
         with self._translate("Checkpoint"):
             reply = await self._stub.Checkpoint(

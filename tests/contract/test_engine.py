@@ -120,6 +120,12 @@ async def test_response_ends_where_the_model_does(live: Live) -> None:
     assert completion.finish_reason is FinishReason.LENGTH
 
 
+async def test_progress_shows_while_tokens_are_produced(live: Live) -> None:
+    before = await live.engine.progress()
+    await one(live.engine, ask(PROMPTS[0], GREEDY))
+    assert await live.engine.progress() != before
+
+
 async def test_abort_returns_what_was_produced(live: Live) -> None:
     endless = replace(GREEDY, max_new_tokens=ENDLESS)
     requests = [

@@ -346,6 +346,34 @@ def test_a_probe_without_sense_is_no_sign_of_health() -> None:
     virtual_clock.run(scene())
 
 
+@pytest.mark.parametrize(
+    ("ids", "of", "why"),
+    [
+        ([], 0, "-1 stands for no tokens"),
+        ([9], 0, "vocab_size = 8"),
+        ([1], 7, "answered a probe with probe-"),
+    ],
+    ids=["no tokens", "tokens beyond the vocabulary", "another sample"],
+)
+def test_an_answer_that_is_none_to_the_probe_keeps_a_replica_out(ids: list[int], of: int, why: str) -> None:
+    class Liar(SimulatedReplica):
+        async def generate(
+            self, model: str, requests: Sequence[GroupRequest]
+        ) -> AsyncGenerator[Arrival, None]:
+            yield arrival(sample(SampleId(requests[0].group, of), node(ids, versions=V1)))
+
+    async def scene() -> None:
+        run = Run()
+        replica = run.join(Liar("liar"))
+        await asyncio.sleep(1)
+        assert replica.state is State.UNWELL
+        assert why in replica.why
+        assert replica.violations == 1
+        await run.stop()
+
+    virtual_clock.run(scene())
+
+
 def test_a_replica_that_refuses_a_probe_stays_out_and_the_run_continues() -> None:
     """As one that serves another model; it is asked less and less often."""
 
