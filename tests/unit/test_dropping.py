@@ -2,13 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from types import SimpleNamespace
-from typing import Any
 
-from services.coordinator.generation import Generation
 from services.coordinator.groups import PendingGroup
-from services.coordinator.replicas import Replica, Replicas
-from services.runtime.clients import Arrival, Caller
+from services.runtime.clients import Arrival
 from services.wire.types import (
     FinishReason,
     Graded,
@@ -17,15 +13,11 @@ from services.wire.types import (
     Sample,
     SampleId,
     ScoreItem,
-    ServiceEntry,
     Verdict,
-    Version,
 )
 from tests import virtual_clock
 from tests.builders import arrival, group_id, node, pending, sample
-from tests.fake_rewards import rewards_of
-
-V3 = Version("run", 3)
+from tests.fake_replicas import V3, Fleet
 
 
 class Peer:
@@ -88,26 +80,13 @@ class Log:
         self.events.put_nowait(("dropped", group.prompt.id.prompt))
 
 
-class Run:
-    def __init__(self, *peers: Any) -> None:
-        self.replicas = Replicas(Caller(), 5.0)
-        self.members = [
-            Replica(
-                ServiceEntry("rollout", f"rollout-{number}", "1", ""),
-                peer,
-                SimpleNamespace(slots=64 >> number, vocab_size=8),  # type: ignore[arg-type]
-                V3,
-            )
-            for number, peer in enumerate(peers)
-        ]
-        self.generation = Generation(
-            self.replicas, rewards_of(Graders()), model="actor", max_attempts=3, timeout_s=100.0
-        )
+class Run(Fleet):
+    def __init__(self, *peers: Peer) -> None:
+        super().__init__(*peers, graders=Graders())
         self.log = Log()
 
     async def begin(self, num_groups: int, num_samples: int) -> asyncio.Task[None]:
-        for member in self.members:
-            await self.replicas.route(member)
+        await self.route_all()
         self.generation.submit([pending(number, num_samples) for number in range(num_groups)], self.log)
         return asyncio.create_task(self.generation.run())
 

@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.coordinator.generation import Generation
 from services.coordinator.groups import PendingGroup
-from services.coordinator.replicas import Replica, Replicas, State
-from services.runtime.clients import Arrival, Caller
+from services.coordinator.replicas import State
+from services.runtime.clients import Arrival
 from services.runtime.errors import (
     AtollError,
     BadAnswerError,
@@ -27,23 +25,17 @@ from services.runtime.errors import (
 from services.wire import codec
 from services.wire.types import (
     FinishReason,
-    Graded,
     GroupId,
     GroupRequest,
     Sample,
     SampleId,
-    ScoreItem,
-    ServiceEntry,
     Version,
     VersionSpan,
 )
 from services.wire.v1 import types_pb2
 from tests import virtual_clock
 from tests.builders import arrival, group_id, node, pending, sample, sample_id
-from tests.fake_rewards import rewards_of
-
-V3 = Version("run", 3)
-VOCAB = 50
+from tests.fake_replicas import V3, VOCAB_SIZE, Fleet
 
 Answer = Callable[[Sequence[Sample]], Arrival]
 
@@ -80,11 +72,6 @@ def made(id: SampleId, attempt: int) -> Sample:
     return sample(id, node([4, 5], versions=V3), attempt=attempt)
 
 
-class Graders:
-    async def verdicts(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Graded], None]:
-        yield [Graded(item.id, 1.0, {}) for item in items]
-
-
 class Kept:
     """A sink that keeps what a journal would."""
 
@@ -116,31 +103,9 @@ class Kept:
             self.done.set()
 
 
-class Run:
-    """Two replicas of which the first has more room, so that all groups go to it at first."""
-
-    def __init__(self, *peers: Any, max_attempts: int = 3) -> None:
-        self.replicas = Replicas(Caller(), 5.0)
-        self.members = [
-            Replica(
-                ServiceEntry("rollout", f"rollout-{number}", "1", ""),
-                peer,
-                SimpleNamespace(slots=64 >> number, vocab_size=VOCAB),  # type: ignore[arg-type]
-                V3,
-            )
-            for number, peer in enumerate(peers)
-        ]
-        self.generation = Generation(
-            self.replicas,
-            rewards_of(Graders()),
-            model="actor",
-            max_attempts=max_attempts,
-            timeout_s=100.0,
-        )
-
+class Run(Fleet):
     async def generate(self, num_groups: int = 1, num_samples: int = 2) -> Kept:
-        for member in self.members:
-            await self.replicas.route(member)
+        await self.route_all()
         kept = Kept(num_groups)
         running = asyncio.create_task(self.generation.run())
         self.generation.submit([pending(number, num_samples) for number in range(num_groups)], kept)
@@ -194,7 +159,10 @@ VIOLATIONS = {
     "bytes that are no message": (lambda samples: Arrival.parse(b"\xff\xff"), "samples: "),
     "a logprob that is not a number": (with_node(logprobs=np.array([-1, np.nan], np.float32)), "not finite"),
     "an infinite logprob": (with_node(logprobs=np.array([-np.inf, -1], np.float32)), "not finite"),
-    "a token beyond the vocabulary": (with_node(token_ids=np.array([4, VOCAB], np.int32)), "token id 50"),
+    "a token beyond the vocabulary": (
+        with_node(token_ids=np.array([4, VOCAB_SIZE], np.int32)),
+        "token id 50",
+    ),
     "a token below zero": (with_node(token_ids=np.array([-1, 4], np.int32)), "token id -1"),
     "another group": (remade(lambda s: replace(s, id=sample_id(9, s.id.index))), "toy/0/9/0, attempt 0"),
     "an index nobody asked for": (remade(lambda s: replace(s, id=sample_id(0, s.id.index + 7))), "toy/0/0/7"),
