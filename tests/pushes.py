@@ -34,7 +34,6 @@ from services.coordinator.sync import WeightSync
 from services.runtime.clients import TrainerClient
 from services.wire.types import (
     Float32,
-    Graded,
     GroupId,
     GroupRequest,
     Int32,
@@ -42,12 +41,11 @@ from services.wire.types import (
     Sample,
     SampleId,
     Sampling,
-    ScoreItem,
     ServiceEntry,
-    Verdict,
     Version,
 )
 from tests.builders import run_config
+from tests.fake_rewards import FakeService, rewards_of
 from tests.tokens import CALLER
 from tests.trainer_fleet import Fleet, read_line, update
 
@@ -323,7 +321,9 @@ async def check_kill(run: Run, services: Rollouts, exported: Path, number: int) 
     """rollout-1 dies by SIGKILL in mid-push: the others have the version, every sample is there."""
     groups = [pending(prompt) for prompt in range(32)]
     samples = Samples(len(groups))
-    generation = Generation(run.replicas, samples, model="actor", max_attempts=3, timeout_s=60)
+    generation = Generation(
+        run.replicas, rewards_of(FakeService()), model="actor", max_attempts=3, timeout_s=60
+    )
     generating = asyncio.create_task(generation.run())
     await update(run.trainer, number)
     await run.trainer.export_hf(exported)
@@ -355,18 +355,13 @@ def pending(prompt: int) -> PendingGroup:
 
 
 class Samples:
-    """What a run does with samples: grades and counts them."""
-
-    has_servers = False
+    """Counts a run's samples."""
 
     def __init__(self, num_groups: int) -> None:
         self.finished_ids: list[str] = []
         self.num_retried = 0
         self.complete = asyncio.Event()
         self._missing = num_groups
-
-    async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        return [Graded(item.id, 1.0, {}) for item in items]
 
     async def finished(self, samples: Sequence[Sample], payload: bytes) -> None:
         self.finished_ids += [str(sample.id) for sample in samples]
