@@ -13,8 +13,10 @@ class _Selector(selectors.DefaultSelector):
         super().__init__()
         self.now = 0.0
         self.before_time_passes: Callable[[], None] = lambda: None
+        self.at_each_turn: Callable[[], None] = lambda: None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.at_each_turn()
         ready = super().select(0)
         if not ready and timeout != 0:
             self.before_time_passes()
@@ -35,6 +37,10 @@ class VirtualClock(asyncio.SelectorEventLoop):
     def before_time_passes(self, check: Callable[[], None]) -> None:
         """`check` runs whenever all that can happen at this moment has happened."""
         self._virtual.before_time_passes = check
+
+    def at_each_turn(self, check: Callable[[], None]) -> None:
+        """`check` runs before each turn of the loop, in which every task that is ready runs once."""
+        self._virtual.at_each_turn = check
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
