@@ -155,7 +155,9 @@ class Auditor:
             elif event["continues"] is None and base.draws[group] > draws:
                 continue  # issued after the checkpoint: it will be drawn again
             elif sample in base.dropped:
-                new.dropped[sample] = base.dropped[sample]
+                reason, refused = base.dropped[sample]
+                is_kept = refused is not None and refused <= step
+                new.dropped[sample] = reason, refused if is_kept else None  # else it is another batch's step
             else:
                 lost.append(sample)
             new.draws[group] = base.draws[group]

@@ -91,6 +91,19 @@ def test_a_batch_that_was_refused_is_dropped_with_its_step(toy: Run) -> None:
     assert report.exit_code == 0
 
 
+def test_what_was_refused_in_a_step_that_is_repeated_is_no_part_of_its_batch(toy: Run) -> None:
+    toy.issue(0, 1, 2, drawn=3)
+    toy.train(1, 0)
+    toy.train(2, 1)
+    toy.ledger.drop(ids(1), "refused by the trainer: NaN", 2)
+    toy.restart("b", "a", 1, 3, [2], continues="a")
+    toy.train(2, 2)
+    write_dump(toy.folder / "dumps", 2, V0, [group(*(sample(id, node([3])) for id in ids(2)))])
+    report = toy.audit()
+    assert fates(report) == {0: "trained 1", 1: "dropped refused by the trainer: NaN", 2: "trained 2"}
+    assert report.exit_code == 0
+
+
 def test_what_followed_the_restored_step_is_void(toy: Run) -> None:
     """Steps 2 and 3 are repeated, in another order, by tables that went on and by rebuilt ones."""
     toy.issue(0, 1, 2, drawn=3)
