@@ -254,7 +254,8 @@ class RolloutClient(_Client):
     async def pause(self, mode: PauseMode) -> None:
         request = rollout_pb2.PauseRequest(mode=rollout_pb2.PauseMode.ValueType(mode.value))
         with self._translate("Pause"):
-            await self._stub.Pause(request, timeout=self._timeout_s, metadata=self._metadata)
+            # until running sequences end, in one of the modes
+            await self._stub.Pause(request, timeout=CEILING_S, metadata=self._metadata)
 
     async def resume(self) -> None:
         with self._translate("Resume"):

@@ -527,7 +527,11 @@ def encode_catalog(catalog: Catalog) -> types_pb2.Boxes:
 
 
 def decode_catalog(message: types_pb2.Boxes) -> Catalog:
-    return Catalog(*decode_boxes(message, BOX))
+    """Raises ValueError for boxes of tensors that it does not name."""
+    names, boxes = decode_boxes(message, BOX)
+    if len(boxes) and not 0 <= boxes["tensor"].min() <= boxes["tensor"].max() < len(names):
+        raise ValueError(f"boxes: a tensor that is not among the {len(names)} named")
+    return Catalog(names, boxes)
 
 
 def encode_plan(plan: Plan) -> types_pb2.Plan:

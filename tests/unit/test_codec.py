@@ -209,10 +209,18 @@ def test_sample_id_text_keeps_slashes_in_the_run() -> None:
     assert SampleId.parse(str(sample)) == sample
 
 
+@pytest.mark.parametrize("number", [-1, 2])
+def test_boxes_of_a_tensor_without_a_name_are_refused(number: int) -> None:
+    boxes = np.zeros(1, BOX)
+    boxes["tensor"] = number
+    with pytest.raises(ValueError, match="not among the 2 named"):
+        codec.decode_catalog(codec.encode_catalog(Catalog(("a", "b"), boxes)))
+
+
 def test_boxes_that_inflate_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 MiB of zlib may become 64 GB."""
     monkeypatch.setattr(codec, "MAX_INFLATED_BYTES", 1 << 20)
-    fits = types_pb2.Boxes(tensors=zlib.compress(b""), columns=zlib.compress(bytes(8 * len(BOX) * 1000)))
+    fits = types_pb2.Boxes(tensors=zlib.compress(b"a\0"), columns=zlib.compress(bytes(8 * len(BOX) * 1000)))
     assert len(codec.decode_catalog(fits).boxes) == 1000
     bomb = types_pb2.Boxes(tensors=zlib.compress(b""), columns=zlib.compress(bytes(2 << 20)))
     with pytest.raises(ValueError, match="more than 1,048,576 bytes when decompressed"):
