@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from services.rollout.generate import linger_s
+from services.rollout.generate import MAX_LINGER_S, linger_for
 from services.runtime.clients import MAX_MESSAGE_BYTES, Caller, CoordinatorClient
 from services.runtime.errors import AtollError
 from services.runtime.process import new_incarnation
@@ -92,6 +92,7 @@ class Call:
         if self.finished:
             self.missing -= len(self.finished)
             self.outbox.put_nowait(self.finished)
+            self.linger_s = min(2 * self.linger_s, MAX_LINGER_S)
             self.finished = []
 
 
@@ -246,7 +247,7 @@ class Fleet:
     async def run(self, num_replicas: int, num_rewards: int, tokenizer_digest: str) -> None:
         """Until it is cancelled."""
         self._replicas = [Replica(self, f"rollout-{i}") for i in range(num_replicas)]
-        self.linger_s = linger_s(num_replicas)
+        self.linger_s = linger_for(num_replicas)
         try:
             async with asyncio.TaskGroup() as tasks:
                 start = tasks.create_task

@@ -19,7 +19,7 @@ ORPHANED_S = 2.0  # that work goes on with nobody listening: a caller whose stre
 MESSAGES_PER_S = 500  # of a large fleet, all replicas together
 
 
-def linger_s(num_replicas: int) -> float:
+def linger_for(num_replicas: int) -> float:
     """How long a finished sample waits for others of its call, in a fleet of that size."""
     return min(max(num_replicas / MESSAGES_PER_S, LINGER_S), MAX_LINGER_S)
 
@@ -71,7 +71,8 @@ class Generator:
         self._finished_tokens = 0
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Sample], None]:
-        """Samples of all requests as they finish, those that finish within `linger_s` of the first together.
+        """Samples of all requests as they finish, those together that finish within `linger_s` of each other,
+        and twice as long for each further message: the longer a call has run, the less a delay counts.
 
         A request that runs is joined, one that has finished is answered again. Once the iterator is closed,
         what nobody else waits for is aborted after ORPHANED_S. Raises what the engine raises.
@@ -100,12 +101,13 @@ class Generator:
             jobs.add(self._start(new))
         for job in jobs:
             job.listeners.add(listener)
-        expected = len(listener.missing)
+        expected, linger_s = len(listener.missing), self._linger_s
         try:
             if answers:
                 yield answers
             while expected:
-                samples = await listener.next(expected, self._linger_s)
+                samples = await listener.next(expected, linger_s)
+                linger_s = min(2 * linger_s, MAX_LINGER_S)
                 expected -= len(samples)
                 yield samples
         finally:

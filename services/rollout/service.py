@@ -13,7 +13,7 @@ import torch
 from services.config.schema import LoraConfig, RunConfig
 from services.rollout.engines.base import Engine
 from services.rollout.engines.local import LocalEngine
-from services.rollout.generate import LINGER_S, Generator, linger_s
+from services.rollout.generate import LINGER_S, Generator, linger_for
 from services.runtime.errors import UserError
 from services.runtime.process import ServiceContext
 from services.weights.transport.base import open_receiver
@@ -40,7 +40,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     async def build(cls, context: ServiceContext) -> Self:
         start = {"local": _start_local, "sglang": _start_sglang}[context.config.rollout.engine]
         engine = await start(context.config)
-        linger = linger_s(context.config.rollout.replicas)
+        linger = linger_for(context.config.rollout.replicas)
         return cls(engine, context.name, context.incarnation, linger)
 
     def add_to(self, server: grpc.aio.Server) -> None:

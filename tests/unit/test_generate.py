@@ -9,9 +9,10 @@ import pytest
 
 from services.rollout import generate
 from services.rollout.engines.base import Completion
-from services.rollout.generate import Generator, linger_s
+from services.rollout.generate import Generator, linger_for
 from services.runtime.errors import UserError
 from services.wire.types import FinishReason, GroupId, GroupRequest, Sample, Sampling, Version, VersionSpan
+from tests import virtual_clock
 
 GROUP = GroupId("toy", 0, 7)
 V3 = Version("a3f0", 3)
@@ -111,7 +112,19 @@ async def test_a_finished_sample_waits_for_others_no_longer_than_it_may(engine, 
 
 
 def test_replicas_of_a_large_fleet_let_more_samples_share_a_message():
-    assert [linger_s(replicas) for replicas in (1, 10, 256, 4096)] == [0.02, 0.02, 0.512, 1.0]
+    assert [linger_for(replicas) for replicas in (1, 10, 256, 4096)] == [0.02, 0.02, 0.512, 1.0]
+
+
+def test_a_call_lingers_twice_as_long_for_each_further_message() -> None:
+    async def run() -> None:
+        engine = ScriptedEngine()
+        heard = asyncio.create_task(listen(Generator(engine, "rollout-0", "a1"), request(0, 1, 2, 3)))
+        for index in range(4):
+            engine.news.put_nowait([index])
+            await asyncio.sleep(0.03)
+        assert indices(await heard) == [[0], [1, 2], [3]]
+
+    virtual_clock.run(run())
 
 
 async def test_a_running_request_is_joined(engine, generator):
