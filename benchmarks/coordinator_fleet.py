@@ -275,7 +275,7 @@ class Fleet:
         await server.start()
         self._servers.append(server)
         entry = ServiceEntry(role, name, INCARNATION, f"127.0.0.1:{port}")
-        lease_s = await self._client.register(entry)
+        lease_s, _ = await self._client.register(entry)
         while True:
             await asyncio.sleep(lease_s / 3)
             with suppress(AtollError):  # the coordinator is ending

@@ -33,10 +33,10 @@ class Fleet:
 def fleet(
     folder: Path, model: Path, parallel: ParallelConfig, role: str = "actor", **tables: Mapping[str, Any]
 ) -> Iterator[Fleet]:
-    """The coordinator's address answers nothing."""
+    """They serve alone: no coordinator knows of them."""
     section = {"parallel": parallel, "max_tokens_per_microbatch": 32}
     sections: dict[str, Any] = {
-        "run": {"dir": folder},
+        "run": {"dir": folder.parent, "name": folder.name},
         "model": {"path": model},
         "rollout": {"sampling": {"temperature": TEMPERATURE}},
         "trainer" if role == "actor" else role: section,
@@ -54,7 +54,7 @@ def fleet(
                     subprocess.Popen(
                         [
                             *(sys.executable, "-m", "services.trainer", "--config", folder / "config.json"),
-                            *("--role", role, "--name", f"{role}-{rank}", "--coordinator", "127.0.0.1:1"),
+                            *("--role", role, "--name", f"{role}-{rank}"),
                             *("--ready-fd", str(write_end)),
                         ],
                         stdout=log,

@@ -47,7 +47,7 @@ def newest_checkpoint(source: Path) -> Path:
 
 async def export(config: RunConfig, weights: Path, out: Path) -> None:
     """Starts the run's trainer ranks, has them load `weights` and write `out`, and ends them."""
-    ranks, tokens = ranks_of(config, ACTOR), Tokens.of_this_run()
+    ranks, tokens = ranks_of(config, ACTOR, "--export", str(out)), Tokens.of_this_run()
     async with Fleet(config.folder / "logs" / "export", tokens.environment) as fleet:
         client = TrainerClient(await fleet.start(ranks), Caller(fence=FENCE, token=tokens.run))
 

@@ -11,6 +11,9 @@ from services.runtime.store import Script, Store
 from services.wire.types import ServiceEntry
 
 _LEASES: Final = "leases"  # sorted set: "name incarnation role address" -> end of the lease in Unix ms
+_HOLDERS: Final = "holders"  # hash: name -> the incarnation that was the last to register for the first time
+_REPLACED: Final = "replaced"  # set: incarnations whose name a later one took
+_KEYS: Final = (_LEASES, _HOLDERS, _REPLACED)
 
 
 def _script(body: str) -> Script:
@@ -23,16 +26,17 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
     )
 
 
-# entry, lease in ms; answers the newer incarnation that holds the name, or ""
+# entry, lease in ms; answers the incarnation that took the name from this one, or "". Which of two came later
+# is known by the order in which the store first heard of them: the clocks of their hosts may differ.
 _REGISTER: Final = _script("""
 local name, incarnation = string.match(ARGV[1], '^(%S+) (%S+)')
+local holder = redis.call('HGET', KEYS[2], name)
+if redis.call('SISMEMBER', KEYS[3], incarnation) == 1 then return holder end
+if holder and holder ~= incarnation then redis.call('SADD', KEYS[3], holder) end
+redis.call('HSET', KEYS[2], name, incarnation)
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 for _, entry in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
-  local other_name, other = string.match(entry, '^(%S+) (%S+)')
-  if other_name == name then
-    if other > incarnation then return other end
-    redis.call('ZREM', KEYS[1], entry)
-  end
+  if string.match(entry, '^(%S+)') == name then redis.call('ZREM', KEYS[1], entry) end
 end
 redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 return ''
@@ -73,6 +77,11 @@ class Registry:
         self._revision = 0
         self._changed = asyncio.Condition()
 
+    @property
+    def epoch(self) -> int:
+        """Of this coordinator. Once the store has answered it a call, it is no earlier one."""
+        return self._store.epoch
+
     async def register(self, entry: ServiceEntry) -> float:
         """Opens a lease and returns its seconds; ends the one of an earlier process of that name.
 
@@ -81,7 +90,7 @@ class Registry:
         newer = (await self._write(_REGISTER, _line(entry), round(self._lease_s * 1000))).decode()
         if newer:
             raise ReplacedError(
-                f"{entry.name} is taken by a process that started later (incarnation {newer}, this one "
+                f"{entry.name} is taken by a process that registered later (incarnation {newer}, this one "
                 f"is {entry.incarnation}); stop this process or give it another --name"
             )
         await self._touch()
@@ -127,7 +136,7 @@ class Registry:
             self._changed.notify_all()
 
     async def _write(self, script: Script, *args: str | int) -> Any:
-        return await self._store.write(script, (_LEASES,), *args)
+        return await self._store.write(script, _KEYS, *args)
 
 
 def _line(entry: ServiceEntry) -> str:

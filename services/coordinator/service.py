@@ -30,12 +30,13 @@ class CoordinatorService(CoordinatorServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.RegisterReply:
         lease_s = await self._registry.register(codec.decode_service(request.service))
-        return pb.RegisterReply(lease_s=lease_s)
+        return pb.RegisterReply(lease_s=lease_s, epoch=self._registry.epoch)
 
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatReply:
-        return pb.HeartbeatReply(known=await self._registry.renew(codec.decode_service(request.service)))
+        known = await self._registry.renew(codec.decode_service(request.service))
+        return pb.HeartbeatReply(known=known, epoch=self._registry.epoch)
 
     async def Deregister(
         self, request: pb.DeregisterRequest, context: grpc.ServicerContext

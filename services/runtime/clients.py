@@ -669,19 +669,19 @@ class CoordinatorClient(_Client):
             self._channel
         )
 
-    async def register(self, entry: ServiceEntry) -> float:
-        """Returns the seconds that the lease lasts."""
+    async def register(self, entry: ServiceEntry) -> tuple[float, int]:
+        """Returns the seconds that the lease lasts, and the coordinator's epoch."""
         request = coordinator_pb2.RegisterRequest(service=codec.encode_service(entry))
         with self._translate("Register"):
             reply = await self._stub.Register(request, timeout=self._timeout_s, metadata=self._metadata)
-        return reply.lease_s
+        return reply.lease_s, reply.epoch
 
-    async def heartbeat(self, entry: ServiceEntry) -> bool:
-        """False: the coordinator does not know this service; register again."""
+    async def heartbeat(self, entry: ServiceEntry) -> tuple[bool, int]:
+        """Whether the coordinator knows this service, which else registers again, and its epoch."""
         request = coordinator_pb2.HeartbeatRequest(service=codec.encode_service(entry))
         with self._translate("Heartbeat"):
             reply = await self._stub.Heartbeat(request, timeout=self._timeout_s, metadata=self._metadata)
-        return reply.known
+        return reply.known, reply.epoch
 
     async def deregister(self, entry: ServiceEntry) -> None:
         request = coordinator_pb2.DeregisterRequest(service=codec.encode_service(entry))

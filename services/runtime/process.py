@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import sys
-import time
 import typing
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,7 +32,7 @@ from services.runtime.errors import (
     UnauthenticatedError,
     UserError,
 )
-from services.runtime.server import Server
+from services.runtime.server import Fence, Server
 from services.runtime.telemetry import configure_logging
 from services.wire.types import ServiceEntry
 
@@ -55,6 +54,7 @@ class ServiceContext:
     name: str  # "rollout-0"
     incarnation: str
     host: str  # that it serves on
+    exports: tuple[Path, ...] = ()  # outside the run's folder, where a trainer may write
 
 
 class Service(Protocol):
@@ -98,8 +98,8 @@ def run_service(service: str, build: Callable[[ServiceContext], Awaitable[Servic
 
 
 def new_incarnation() -> str:
-    """Sorts by start time: of two processes with one name, the registry keeps the later."""
-    return f"{time.time_ns() // 1_000_000:012x}-{secrets.token_hex(4)}"
+    """Tells this life of a service from all others. Which is the later one, the registry knows."""
+    return secrets.token_hex(8)
 
 
 def announce(ready_fd: int, address: str) -> None:
@@ -113,8 +113,11 @@ def parse_arguments(service: str) -> argparse.Namespace:
     if service == "trainer":
         roles = typing.get_args(Role)
         parser.add_argument("--role", choices=roles, default="actor", help="which model of the run it holds")
+        parser.add_argument(
+            "--export", type=Path, help="a folder outside the run's that it may write a model to"
+        )
     else:
-        parser.set_defaults(role=service)
+        parser.set_defaults(role=service, export=None)
     parser.add_argument("--config", type=Path, required=True, help="the run's resolved config.json")
     ranked = service == "trainer"
     parser.add_argument(
@@ -140,7 +143,14 @@ async def _serve(
     config, token = read_resolved(arguments.config), access_token()
     started, deaths = False, Deaths()
     for life in count(1):
-        context = ServiceContext(config, arguments.role, arguments.name, new_incarnation(), arguments.host)
+        context = ServiceContext(
+            config,
+            arguments.role,
+            arguments.name,
+            new_incarnation(),
+            arguments.host,
+            (arguments.export,) if arguments.export else (),
+        )
         try:
             built = await build(context)
             started = True
@@ -164,6 +174,9 @@ async def _serve_one(
     first: bool,
 ) -> None:
     failed = asyncio.create_task(built.failed())
+    lease = None
+    if arguments.coordinator is not None:
+        lease = _Lease(CoordinatorClient(arguments.coordinator, Caller(token=token), COORDINATOR_TIMEOUT_S))
     with _stop_signal() as asked:
         try:
             server = await Server.start(
@@ -173,13 +186,17 @@ async def _serve_one(
                 port=arguments.port,
                 token=token,
                 setting="--port",
+                fence=lease.fence if lease else None,
             )
             try:
                 if first and arguments.ready_fd is not None:
                     announce(arguments.ready_fd, server.address)
                 _log.info("serves %s at %s", context.role, server.address)
                 entry = ServiceEntry(context.role, context.name, context.incarnation, server.address)
-                await _hold_lease(entry, arguments.coordinator, token, asked, failed)
+                if lease:
+                    await lease.hold(entry, asked, failed)
+                else:
+                    await asyncio.wait((asked, failed), return_when=asyncio.FIRST_COMPLETED)
                 if not asked.done():  # a signal to the process group ends an engine's processes, too
                     await failed
                 _log.info("stops")
@@ -187,6 +204,8 @@ async def _serve_one(
                 await server.stop(STOP_GRACE_S)
         finally:
             failed.cancel()
+            if lease:
+                await lease.close()
             await built.close()
 
 
@@ -209,49 +228,67 @@ def _stop_signal() -> Iterator[asyncio.Future[None]]:
             loop.remove_signal_handler(number)
 
 
-async def _hold_lease(
-    entry: ServiceEntry, coordinator: str | None, token: str, *ends: asyncio.Future[None]
-) -> None:
-    """Keeps `entry` registered until the first of `ends` is done, however long the coordinator is away; then
-    removes it.
+class _Lease:
+    """A service's place in its run: it registers, then sends three heartbeats in the time of a lease, and
+    learns from the answers whose orders to take."""
 
-    Raises ReplacedError where a newer process took the name, UnauthenticatedError for a wrong token.
-    """
-    if coordinator is None:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        return
-    client = CoordinatorClient(coordinator, Caller(token=token), COORDINATOR_TIMEOUT_S)
-    lease = asyncio.create_task(_renew(entry, client))
-    try:
-        await asyncio.wait((lease, *ends), return_when=asyncio.FIRST_COMPLETED)
-        if lease.done():
-            await lease
-        lease.cancel()  # else its next heartbeat, unknown by then, would register again
-        await asyncio.wait((lease,))
-        with suppress(AtollError):  # a coordinator that is gone needs no goodbye
-            await client.deregister(entry)
-    finally:
-        lease.cancel()
-        await client.close()
+    def __init__(self, client: CoordinatorClient) -> None:
+        self._client = client
+        self._registered = asyncio.Event()
+        self._entry: ServiceEntry | None = None  # as it was registered first
+        self.fence = Fence(self._epoch)
 
+    async def hold(self, entry: ServiceEntry, *ends: asyncio.Future[None]) -> None:
+        """Keeps `entry` registered until the first of `ends` is done, however long the coordinator is away;
+        then removes it.
 
-async def _renew(entry: ServiceEntry, client: CoordinatorClient) -> None:
-    """Registers, then sends three heartbeats in the time of a lease; ends where it is not wanted."""
-    registered = away = False
-    pause_s = AWAY_PAUSE_S
-    while True:
+        Raises ReplacedError where a newer process took the name, UnauthenticatedError for a wrong token.
+        """
+        lease = asyncio.create_task(self._renew(entry))
         try:
-            if registered:
-                registered = await client.heartbeat(entry)
-            if not registered:
-                pause_s = await client.register(entry) / 3
-                registered = True
-                _log.info("registered at %s as %s", client.address, entry.incarnation)
-            away = False
-        except (ReplacedError, UnauthenticatedError):
-            raise
-        except AtollError as error:  # it is away, or has lost its store, or another one takes over
-            if not away:
-                _log.warning("no lease, trying on: %s", error)
-            away = True
-        await asyncio.sleep(AWAY_PAUSE_S if away else pause_s)
+            await asyncio.wait((lease, *ends), return_when=asyncio.FIRST_COMPLETED)
+            if lease.done():
+                await lease
+            lease.cancel()  # else its next heartbeat, unknown by then, would register again
+            await asyncio.wait((lease,))
+            with suppress(AtollError):  # a coordinator that is gone needs no goodbye
+                await self._client.deregister(entry)
+        finally:
+            lease.cancel()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _renew(self, entry: ServiceEntry) -> None:
+        """Ends where the service is not wanted."""
+        registered = away = False
+        pause_s = AWAY_PAUSE_S
+        while True:
+            try:
+                if registered:
+                    registered, epoch = await self._client.heartbeat(entry)
+                if not registered:
+                    lease_s, epoch = await self._client.register(entry)
+                    pause_s, registered = lease_s / 3, True
+                    _log.info("registered at %s as %s", self._client.address, entry.incarnation)
+                self._heard(entry, epoch)
+                away = False
+            except (ReplacedError, UnauthenticatedError):
+                raise
+            except AtollError as error:  # it is away, or has lost its store, or another one takes over
+                if not away:
+                    _log.warning("no lease, trying on: %s", error)
+                away = True
+            await asyncio.sleep(AWAY_PAUSE_S if away else pause_s)
+
+    def _heard(self, entry: ServiceEntry, epoch: int) -> None:
+        self._entry = entry
+        self.fence.rise(epoch)
+        self._registered.set()
+
+    async def _epoch(self) -> int:
+        """Waits for the first registration, whose answer a coordinator's first order may overtake."""
+        await self._registered.wait()
+        assert self._entry is not None
+        _, epoch = await self._client.heartbeat(self._entry)
+        return epoch

@@ -29,7 +29,7 @@ _MAX_DETAILS: Final = 4000  # characters; a message travels in the trailers, whi
 # Generic in the stubs alone, so these are strings at run time.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Check: TypeAlias = Callable[[str, "Context"], None]
+Check: TypeAlias = Callable[[str, "Context"], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,38 @@ class Admitted:
 
     token: str
     methods: frozenset[str] | None = None
+
+
+class Fence:
+    """The epoch of the coordinator whose orders a service takes. It only rises.
+
+    A service that registers believes in a higher one once its coordinator, and through that the store, has
+    confirmed it: a caller who makes one up would lock all coordinators out. One that serves alone believes
+    its callers.
+    """
+
+    def __init__(self, confirmed: Callable[[], Awaitable[int]] | None = None) -> None:
+        """`confirmed` asks for the epoch that holds now."""
+        self._epoch = 0
+        self._confirmed = confirmed
+
+    def rise(self, epoch: int) -> None:
+        self._epoch = max(self._epoch, epoch)
+
+    async def check(self, method: str, given: int) -> None:
+        """Raises StaleFenceError for any epoch but the one that holds."""
+        if given > self._epoch:
+            self.rise(given if self._confirmed is None else await self._confirmed())
+        if given < self._epoch:
+            raise StaleFenceError(
+                f"{method}: epoch {given} is over, epoch {self._epoch} has begun; another coordinator took "
+                "this run over"
+            )
+        if given > self._epoch:
+            raise StaleFenceError(
+                f"{method}: epoch {given} has not begun, the coordinator says {self._epoch}: it takes orders "
+                "from that one alone"
+            )
 
 
 class Server:
@@ -59,13 +91,14 @@ class Server:
         token: str,
         setting: str,
         operators: Admitted | None = None,
+        fence: Fence | None = None,
     ) -> Self:
         """Serves `service` ("atoll.v1.Trainer"), whose methods `add_to` registers, to holders of `token`.
 
-        `operators` have a token of their own. `port` 0 takes any free one. Raises UserError where the port,
-        which `setting` gave, is taken.
+        `operators` have a token of their own. Without a `fence` whoever has the token may raise the epoch.
+        `port` 0 takes any free one. Raises UserError where the port, which `setting` gave, is taken.
         """
-        server = _gated(Admitted(token), *filter(None, [operators]))
+        server = _gated(fence or Fence(), Admitted(token), *filter(None, [operators]))
         add_to(server)
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -87,7 +120,7 @@ class Server:
         cls, service: str, add_to: Callable[[grpc.aio.Server], None], *, socket_path: Path
     ) -> Self:
         """Serves `service` on a unix socket: who may open it is a matter of the folder's permissions."""
-        server, health_servicer, address = _gated(), health.aio.HealthServicer(), f"unix:{socket_path}"
+        server, health_servicer, address = _gated(Fence()), health.aio.HealthServicer(), f"unix:{socket_path}"
         add_to(server)
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         server.add_insecure_port(address)
@@ -101,9 +134,9 @@ class Server:
         await self._server.stop(grace_s)
 
 
-def _gated(*admitted: Admitted) -> grpc.aio.Server:
+def _gated(fence: Fence, *admitted: Admitted) -> grpc.aio.Server:
     return grpc.aio.server(
-        interceptors=[_Gate(admitted)],
+        interceptors=[_Gate(fence, admitted)],
         options=[
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -119,11 +152,11 @@ def _advertised(host: str) -> str:
 class _Gate(grpc.aio.ServerInterceptor):
     """Who may call what: token, deadline, fence. And what callers learn of an error."""
 
-    def __init__(self, admitted: Sequence[Admitted]) -> None:
+    def __init__(self, fence: Fence, admitted: Sequence[Admitted]) -> None:
         """Nobody in `admitted`: everybody who can open the socket."""
         assert all(each.token for each in admitted), "an empty token would admit every caller"
         self._admitted = admitted
-        self._highest_fence = 0
+        self._fence = fence
 
     async def intercept_service(
         self,
@@ -135,7 +168,7 @@ class _Gate(grpc.aio.ServerInterceptor):
             return handler
         return _wrapped(handler, details.method, self._check)
 
-    def _check(self, method: str, context: Context) -> None:
+    async def _check(self, method: str, context: Context) -> None:
         metadata = dict(context.invocation_metadata() or ())
         if self._admitted:
             self._check_token(method, str(metadata.get("authorization", "")))
@@ -146,7 +179,12 @@ class _Gate(grpc.aio.ServerInterceptor):
             raise UserError(f"{method}: the call has no deadline; set a timeout")
         service, _, name = method.rpartition("/")
         if service + "/" in _FENCED_SERVICES and name not in _READ_ONLY_METHODS:
-            self._check_fence(method, metadata.get(FENCE_KEY))
+            given = metadata.get(FENCE_KEY)
+            if given is None:
+                raise StaleFenceError(
+                    f"{method} changes state: only a coordinator may call it, with {FENCE_KEY}"
+                )
+            await self._fence.check(method, int(given))
 
     def _check_token(self, method: str, authorization: str) -> None:
         known = [
@@ -164,39 +202,29 @@ class _Gate(grpc.aio.ServerInterceptor):
                 f"{method}: the operators' token is not enough; call it with the run's own, ATOLL_TOKEN"
             )
 
-    def _check_fence(self, method: str, given: str | bytes | None) -> None:
-        if given is None:
-            raise StaleFenceError(f"{method} changes state: only a coordinator may call it, with {FENCE_KEY}")
-        if int(given) < self._highest_fence:
-            raise StaleFenceError(
-                f"{method}: epoch {int(given)} is over, epoch {self._highest_fence} has called; "
-                "another coordinator took this run over"
-            )
-        self._highest_fence = int(given)
-
 
 def _wrapped(handler: Handler, method: str, check: Check) -> Handler:
     """The same handler behind `check`, with its exceptions translated."""
 
-    def admitted(request: Any, context: Context) -> Any:
-        check(method, context)
+    async def admitted(request: Any, context: Context) -> Any:
+        await check(method, context)
         return to_its_end(request, context) if handler.request_streaming else request
 
     async def to_its_end(requests: AsyncIterable[Any], context: Context) -> AsyncIterator[Any]:
         """What a stream asks for is done at its end: another epoch may have called by then."""
         async for request in requests:
             yield request
-        check(method, context)
+        await check(method, context)
 
     async def unary(request: Any, context: Context) -> Any:
         try:
-            return await answer(admitted(request, context), context)
+            return await answer(await admitted(request, context), context)
         except Exception as error:
             await _abort(method, request, context, error)
 
     async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            async for reply in answer(admitted(request, context), context):
+            async for reply in answer(await admitted(request, context), context):
                 yield reply
         except Exception as error:
             await _abort(method, request, context, error)

@@ -3,6 +3,7 @@
 The servicer (on rank 0, torch-free) turns each call into a command; `Rank` runs commands, on every rank,
 all in one thread.
 """
+# long because each method is here twice: as it is served, and as every rank runs it
 
 import asyncio
 import logging
@@ -25,6 +26,7 @@ from services.runtime.tokenizer import tokenizer_digest
 from services.trainer import progress
 from services.trainer.checkpoint import Checkpointer
 from services.trainer.exhausted import explained
+from services.trainer.folders import Folders
 from services.trainer.forward import Forward
 from services.trainer.hf import export_hf, load_weights
 from services.trainer.lora import Pushed, pushed
@@ -43,6 +45,7 @@ from services.wire.v1 import trainer_pb2_grpc, types_pb2
 
 _log = logging.getLogger(__name__)
 
+_NAMES_A_FOLDER = pb.SaveCheckpointRequest | pb.LoadCheckpointRequest | pb.ExportHFRequest | pb.LoadHFRequest
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -247,8 +250,9 @@ class Rank:
 class TrainerService(trainer_pb2_grpc.TrainerServicer):
     """Gives one command at a time to all ranks. Every mutating call is safe to repeat."""
 
-    def __init__(self, thread: ThreadPoolExecutor, rank: Rank) -> None:
+    def __init__(self, thread: ThreadPoolExecutor, rank: Rank, folders: Folders) -> None:
         self._thread = thread
+        self._folders = folders
         self._rank = rank
         self._loop = asyncio.get_running_loop()
         self._failed: asyncio.Future[None] = self._loop.create_future()
@@ -259,7 +263,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         loop = asyncio.get_running_loop()
         role = cast(Role, context.role)
-        return cls(thread, await loop.run_in_executor(thread, Rank, context.config, role, context.host))
+        rank = await loop.run_in_executor(thread, Rank, context.config, role, context.host)
+        return cls(thread, rank, Folders(context.config.folder, context.exports))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         trainer_pb2_grpc.add_TrainerServicer_to_server(self, server)
@@ -358,6 +363,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     async def _run(self, method: str, requests: Sequence[Message]) -> list[bytes]:
         """Every rank's reply."""
+        for request in requests:
+            if isinstance(request, _NAMES_A_FOLDER) and request.path:
+                self._folders.check(request.path)
         serialized = [request.SerializeToString() for request in requests]
         return await self._loop.run_in_executor(self._thread, self._lead, method, serialized)
 

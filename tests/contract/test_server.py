@@ -24,7 +24,7 @@ from services.runtime.errors import (
     UserError,
     WeightPushError,
 )
-from services.runtime.server import Admitted, Server
+from services.runtime.server import Admitted, Fence, Server
 from services.wire import codec
 from services.wire.types import PauseMode, Segments
 from services.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
@@ -98,7 +98,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
 
 
 @asynccontextmanager
-async def serving(servicer: FakeRollout, token: str = TOKEN) -> AsyncIterator[str]:
+async def serving(
+    servicer: FakeRollout, token: str = TOKEN, fence: Fence | None = None
+) -> AsyncIterator[str]:
     server = await Server.start(
         "atoll.v1.Rollout",
         lambda s: rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, s),
@@ -106,6 +108,7 @@ async def serving(servicer: FakeRollout, token: str = TOKEN) -> AsyncIterator[st
         port=0,
         token=token,
         setting="--port",
+        fence=fence,
     )
     yield server.address
     await server.stop(0)
@@ -165,9 +168,40 @@ async def test_a_lower_epoch_is_refused_once_a_higher_one_has_called(
         await new.pause(PauseMode.WAIT)
         await new.pause(PauseMode.WAIT)  # its own epoch stays welcome
         assert servicer.calls == 3
-        with pytest.raises(StaleFenceError, match="epoch 5 is over, epoch 6 has called"):
+        with pytest.raises(StaleFenceError, match="epoch 5 is over, epoch 6 has begun"):
             await old.pause(PauseMode.WAIT)
         assert servicer.calls == 3
+
+
+async def test_an_epoch_that_the_coordinator_does_not_confirm_locks_nobody_out() -> None:
+    now = 7
+    asked = 0
+
+    async def confirmed() -> int:
+        nonlocal asked
+        asked += 1
+        return now
+
+    servicer, fence = FakeRollout(), Fence(confirmed)
+    async with serving(servicer, fence=fence) as address:
+
+        async def pause(epoch: int) -> None:
+            async with calling(address, fence=epoch) as client:
+                await client.pause(PauseMode.WAIT)
+
+        for wrong, why in ((6, "epoch 6 is over, epoch 7 has begun"), (2**62, "has not begun.* says 7")):
+            with pytest.raises(StaleFenceError, match=why):  # the first as by a service that was restarted
+                await pause(wrong)
+        await pause(7)
+        assert (servicer.calls, asked) == (1, 2)
+        now = 8  # another coordinator has taken over
+        await pause(8)
+        with pytest.raises(StaleFenceError, match="epoch 7 is over"):
+            await pause(7)
+        fence.rise(9)  # as a heartbeat says
+        with pytest.raises(StaleFenceError, match="epoch 8 is over, epoch 9 has begun"):
+            await pause(8)
+        assert (servicer.calls, asked) == (2, 3)
 
 
 async def test_who_holds_no_fence_may_look_and_not_touch(address: str, servicer: FakeRollout) -> None:
@@ -245,7 +279,7 @@ async def test_an_epoch_that_ends_while_its_requests_stream_is_refused() -> None
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await old
         assert caught.value.details() == (
-            "/atoll.v1.Trainer/ForwardBackward: epoch 1 is over, epoch 2 has called; "
+            "/atoll.v1.Trainer/ForwardBackward: epoch 1 is over, epoch 2 has begun; "
             "another coordinator took this run over"
         )
 

@@ -182,7 +182,7 @@ class Story:
             (replace(server, auth=TOKEN), "environment variable"),
             (
                 replace(server, name="near", url=f"http://127.0.0.1:{parity}", protocol="mcp"),
-                "does not answer",
+                "tool: Field required",
             ),
         ):
             with pytest.raises(UserError, match=reason) as refusal:

@@ -24,13 +24,13 @@ from services.coordinator.control import Control
 from services.coordinator.dump import read_dump
 from services.coordinator.registry import Joined, Left, Registry
 from services.coordinator.service import CoordinatorService
-from services.runtime.clients import CoordinatorClient, RunStatus, TrainerClient
+from services.runtime.clients import Caller, CoordinatorClient, RunStatus, TrainerClient
 from services.runtime.errors import ServiceUnavailableError
 from services.runtime.ports import reserved_port
 from services.runtime.server import Server
 from services.runtime.store import Store
 from tests.builders import arithmetic_run, run_config
-from tests.tokens import CALLER, TOKEN
+from tests.tokens import TOKEN
 
 pytestmark = pytest.mark.long
 
@@ -270,8 +270,8 @@ async def test_torchrun_starts_ranks_on_several_hosts_and_starts_them_again(
         second = await joined()
         assert isinstance(second, Joined)
         assert second.entry.name == "actor-0"
-        assert second.entry.incarnation > first.entry.incarnation
-        client = TrainerClient(second.entry.address, CALLER)
+        assert second.entry.incarnation != first.entry.incarnation
+        client = TrainerClient(second.entry.address, Caller(store.epoch, TOKEN))
         stack.push_async_callback(client.close)
         assert (await client.info()).world_size == 2
         kill_rank(nodes, 1)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,25 @@ async def test_a_newer_incarnation_replaces_an_older_one_and_never_the_reverse(s
         await registry.register(OLD)
     await registry.deregister(OLD)  # the goodbye of the replaced process takes nothing away
     assert await registry.renew(NEW)
+
+
+async def test_who_registers_later_is_the_newer_one_whatever_the_clock_of_its_host_says(store: Store) -> None:
+    """Incarnations once began with a time, and a restart on a host whose clock was behind was refused."""
+    registry = Registry(store, lease_s=60)
+    changes = registry.changes()
+    behind = replace(OLD, incarnation="0000-d")
+    await registry.register(NEW)
+    await following(changes, 1)
+    await registry.register(behind)
+    assert await following(changes, 2) == [Left(NEW), Joined(behind)]
+    for _ in range(2):
+        with pytest.raises(ReplacedError, match="0000-d"):
+            await registry.register(NEW)
+    await registry.register(behind)  # as after a coordinator that was away
+    await registry.deregister(behind)
+    with pytest.raises(ReplacedError):  # nobody has the name now, and it is still not the replaced one's
+        await registry.register(NEW)
+    await registry.register(replace(OLD, incarnation="0000-e"))
 
 
 async def test_the_next_coordinator_finds_the_services_and_fences_the_last(

@@ -213,7 +213,7 @@ async def replica(model: Path, folder: Path, log: int | None = None) -> AsyncIte
     ready, ready_fd = os.pipe()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.rollout", "--config", folder / "config.json"),
-        *("--name", "rollout-3", "--coordinator", "127.0.0.1:1", "--ready-fd", str(ready_fd)),
+        *("--name", "rollout-3", "--ready-fd", str(ready_fd)),
         pass_fds=[ready_fd],
         stderr=log,
     )

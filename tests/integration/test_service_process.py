@@ -16,16 +16,16 @@ import pytest
 from services.coordinator.control import Control
 from services.coordinator.registry import Joined, Left, Registry
 from services.coordinator.service import OPERATORS_MAY, CoordinatorService
-from services.runtime.clients import Caller, CoordinatorClient, RewardClient
-from services.runtime.errors import UnauthenticatedError, UserError
+from services.runtime.clients import Caller, CoordinatorClient, PauseMode, RewardClient, RolloutClient
+from services.runtime.errors import StaleFenceError, UnauthenticatedError, UserError
 from services.runtime.process import EXIT_GAVE_UP
 from services.runtime.server import Admitted, Server
 from services.runtime.store import EmbeddedServer, Store
 from services.wire.types import ServiceEntry
 from tests.tokens import TOKEN
 
-# A reward service that answers Describe with its incarnation; config's run.seed 13 refuses to build,
-# 14 has a bug, 15 breaks at the first call, of 16 the engine dies at the first call,
+# A reward service that answers Describe with its incarnation and can be paused; config's run.seed 13
+# refuses to build, 14 has a bug, 15 breaks at the first call, of 16 the engine dies at the first call,
 # of 17 it does not start.
 NO_SERVERS = SimpleNamespace(health=tuple)
 
@@ -33,14 +33,19 @@ PROGRAM = """
 import asyncio
 from services.runtime.errors import EngineDiedError, UserError
 from services.runtime.process import run_service
-from services.wire.v1 import reward_pb2, reward_pb2_grpc
+from services.wire.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+
+class Obeys(rollout_pb2_grpc.RolloutServicer):
+    async def Pause(self, request, context): return rollout_pb2.PauseReply()
 
 class Fake(reward_pb2_grpc.RewardServicer):
     def __init__(self, context):
         self.incarnation = context.incarnation
         self.death = {15: KeyError("broken"), 16: EngineDiedError("no engine")}.get(context.config.run.seed)
         self.called = asyncio.Event()
-    def add_to(self, server): reward_pb2_grpc.add_RewardServicer_to_server(self, server)
+    def add_to(self, server):
+        reward_pb2_grpc.add_RewardServicer_to_server(self, server)
+        rollout_pb2_grpc.add_RolloutServicer_to_server(Obeys(), server)
     async def Describe(self, request, context):
         self.called.set()
         return reward_pb2.DescribeReply(graders=[self.incarnation])
@@ -162,6 +167,27 @@ async def test_a_service_outlives_its_coordinator_and_registers_with_the_next(
     await other_store.close()
 
 
+async def test_a_service_takes_orders_of_the_epoch_that_its_coordinator_has_and_of_no_other(
+    start: Start, store: Store
+) -> None:
+    async with coordinator(Registry(store, lease_s=60)) as address:
+        _, line = await start("--coordinator", address)
+
+        async def pause(epoch: int) -> None:
+            client = RolloutClient(json.loads(line)["address"], Caller(epoch, TOKEN), timeout_s=30)
+            try:
+                await client.pause(PauseMode.WAIT)
+            finally:
+                await client.close()
+
+        with pytest.raises(StaleFenceError, match=f"is over, epoch {store.epoch} has begun"):
+            await pause(store.epoch - 1)  # which no other has called before
+        for made_up in (store.epoch + 1, 2**62):
+            with pytest.raises(StaleFenceError, match=f"has not begun, the coordinator says {store.epoch}"):
+                await pause(made_up)
+        await pause(store.epoch)
+
+
 async def test_a_newer_process_of_the_same_name_sends_the_older_one_home(start: Start, store: Store) -> None:
     registry = Registry(store, lease_s=6)  # the older one hears of it by its next heartbeat, within a third
     async with coordinator(registry) as address:
@@ -171,10 +197,10 @@ async def test_a_newer_process_of_the_same_name_sends_the_older_one_home(start: 
         await start("--coordinator", address)
         assert await next_of(changes) == Left(first.entry)
         second = await next_of(changes)
-        assert second.entry.incarnation > first.entry.incarnation
+        assert second.entry.incarnation != first.entry.incarnation
         _, stderr = await asyncio.wait_for(older.communicate(), 30)
         assert older.returncode == 1
-        assert "reward-0 is taken by a process that started later" in stderr.decode().splitlines()[-1]
+        assert "reward-0 is taken by a process that registered later" in stderr.decode().splitlines()[-1]
         assert registry.services() == (second.entry,)
 
 
@@ -255,7 +281,7 @@ async def test_a_service_whose_engine_dies_is_built_anew_and_joins_as_another_in
         second = await next_of(changes)
         assert isinstance(second, Joined)
         assert (second.entry.name, process.returncode) == ("reward-0", None)
-        assert second.entry.incarnation > first.entry.incarnation
+        assert second.entry.incarnation != first.entry.incarnation
         assert await incarnation_at(second.entry.address) == second.entry.incarnation
         assert await next_of(changes) == Left(second.entry)  # one more than rollout.max_restarts allows
         stdout, stderr = await asyncio.wait_for(process.communicate(), 30)

@@ -71,7 +71,15 @@ async def drive(address: str, folder: Path) -> list[float]:
             await client.wait_checkpoint(folder / "other")
 
         with pytest.raises(UserError, match="is no checkpoint"):
-            await client.load_checkpoint(folder)
+            await client.load_checkpoint(folder / "export")
+        outside = folder.with_name(f"{folder.name}-outside")
+        outside.mkdir()
+        (outside / "thesis.tex").touch()
+        for call in (client.save_checkpoint, client.load_checkpoint, client.export_hf, client.load_hf):
+            for path in (outside, folder):
+                with pytest.raises(UserError, match="expected one below the run's folder"):
+                    await call(path)
+        assert (outside / "thesis.tex").exists()
         wrong = batch(0)
         wrong.segments.token_ids[3] = 64
         with pytest.raises(UserError, match="outside the model's vocabulary"):
@@ -152,7 +160,7 @@ async def drive_critic(address: str, folder: Path) -> None:
         with pytest.raises(UserError, match="the critic learns from ValueBatch, got PolicyBatch"):
             await client.forward_backward(key(1, "critic"), batch(0))
         with pytest.raises(UserError, match="has made 1 updates"):
-            await client.load_hf(folder)
+            await client.load_hf(folder / "any")
     finally:
         await client.close()
 

@@ -1,0 +1,20 @@
+"""Where a trainer reads and writes models: below its run's folder, whoever calls."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.runtime.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    run: Path
+    exports: tuple[Path, ...] = ()  # named by whoever started the trainer
+
+    def check(self, path: str) -> None:
+        """Raises UserError for any other path, since what is there would be replaced. Links that the run's
+        owner has put into its folder are followed."""
+        asked = Path(path).absolute()
+        is_ours = self.run.absolute() in asked.parents or asked in {each.absolute() for each in self.exports}
+        if not is_ours or ".." in asked.parts:
+            raise UserError(f"got path {path}, expected one below the run's folder {self.run}, without ..")
