@@ -30,6 +30,7 @@ PROMPT_TOKENS = 128
 PROMPTS = 4096
 MAX_STEPS_BEFORE = 10  # that a measurement leaves out
 CHECKPOINT_EVERY = 5  # steps
+OF_A_STEP = ("take", "prepare", "push", "checkpoint")
 AIMED_AT = ("decode", "journal", "grading", "take")  # parts of at most 40 microseconds together
 
 
@@ -186,22 +187,25 @@ def read(step: int, fleet: Fleet, store: EmbeddedServer) -> Reading:
 
 
 def report(load: Load, first: Reading, last: Reading, readings: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Microseconds of CPU per sample that was trained on between two readings. Where the machine drives less
-    than the rate, samples finish faster than they are trained on at first, and the figures are too high."""
+    """Microseconds of CPU per sample between two readings: of those that were trained on in the parts of a
+    step, of those that finished in all others. At a steady pace these are equally many."""
     samples = (last.step - first.step) * load.prompts_per_step * load.group_size
     times = np.array([reading["time"] for reading in readings])
 
-    def between(values: list[float]) -> float:
+    finished = last.finished - first.finished
+
+    def per_sample(name: str, values: list[float]) -> float:
         before, after = np.interp([first.time, last.time], times, values)
-        return float(after - before) / samples * 1e6
+        of_a_step = name.partition(":")[0] in OF_A_STEP
+        return float(after - before) / (samples if of_a_step else finished) * 1e6
 
     def by_name(key: str) -> dict[str, float]:
         names = readings[-1][key]
-        table = {name: between([reading[key].get(name, 0.0) for reading in readings]) for name in names}
+        table = {name: per_sample(name, [at[key].get(name, 0.0) for at in readings]) for name in names}
         return dict(sorted(table.items(), key=lambda item: -item[1]))
 
     parts = by_name("parts")
-    parts["other threads"] = between([reading["other_threads"] for reading in readings])
+    parts["other threads"] = per_sample("", [reading["other_threads"] for reading in readings])
     rss = [reading["rss"] for reading in readings if first.time <= reading["time"] <= last.time]
     wall_s = last.time - first.time
     return {
@@ -209,12 +213,12 @@ def report(load: Load, first: Reading, last: Reading, readings: list[Mapping[str
         "seconds": wall_s,
         "samples": samples,
         "samples_per_s": samples / wall_s,
-        "samples_finished": last.finished - first.finished,
+        "samples_finished": finished,
         "decode_journal_grading_take_us": sum(parts.get(part, 0.0) for part in AIMED_AT),
         "coordinator_us": sum(parts.values()),
         "coordinator_us_by_part": parts,
-        "stand_ins_us": (last.stand_ins - first.stand_ins) / samples * 1e6,
-        "store_us": (last.store - first.store) / samples * 1e6,
+        "stand_ins_us": (last.stand_ins - first.stand_ins) / finished * 1e6,
+        "store_us": (last.store - first.store) / finished * 1e6,
         "coordinator_mb_first": rss[0] / 2**20,
         "coordinator_mb_last": rss[-1] / 2**20,
         "coordinator_mb_most": max(rss) / 2**20,
