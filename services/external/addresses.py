@@ -36,14 +36,15 @@ class Addresses:
         """The address to call it at. Raises UserError if one of its host's is refused, or none answers."""
         host, port = _place(server)
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
+            async with asyncio.timeout(server.timeout_s):
+                found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):  # a TimeoutError is an OSError
             raise UserError(f"{server}: no address is known for its host; check url") from None
         addresses = [str(place[0]) for *_, place in found]
         for address in addresses:
             self.check(server, address)
         for address in addresses:
-            with suppress(OSError):  # a TimeoutError is one
+            with suppress(OSError):
                 async with asyncio.timeout(server.timeout_s / len(addresses)):
                     _, writer = await asyncio.open_connection(address, port)
                 writer.close()

@@ -38,7 +38,9 @@ class TrainerRewards:
         try:
             self._tokenizer = Tokenizer.from_buffer(file.read_bytes())
         except (OSError, ValueError) as error:
-            raise UserError(f"{server}: option tokenizer: {file}: {error}") from None
+            # whoever registers a server learns nothing of the coordinator's files
+            cause = "it is no tokenizer that can be read" if server.address else str(error)
+            raise UserError(f"{server}: option tokenizer: {file}: {cause}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._connection = Connection(server, token, partial(TrainerClient, role=ROLE))

@@ -1,5 +1,6 @@
 """A reward model in a trainer-role service, asked as any other external reward server is."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -105,3 +106,11 @@ def test_it_takes_one_option(folder: Path, options: dict[str, str], problem: str
 def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"option tokenizer: .*tokenizer.json: .*No such file"):
         connect(server("127.0.0.1:1", tokenizer=str(tmp_path)), token=None)
+
+
+def test_whoever_registers_a_server_does_not_learn_which_files_there_are(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("[]")
+    for path in (tmp_path, tmp_path / "nothing"):
+        registered = replace(server("127.0.0.1:1", tokenizer=str(path)), address="127.0.0.1")
+        with pytest.raises(UserError, match=r"tokenizer\.json: it is no tokenizer that can be read$"):
+            connect(registered, token=None)

@@ -365,7 +365,7 @@ async def test_what_a_registered_server_answers_is_shown_to_nobody() -> None:
 @timed
 async def test_a_restarted_coordinator_asks_its_file_again_who_may_be_called() -> None:
     world = World(a=Fake(), b=Fake(), c=Fake())
-    await world.servers.add(reward_server("a"))
+    await world.servers.add(reward_server("a", address="169.254.169.254"))  # which is not theirs to say
     await world.servers.add(reward_server("b", name="style"))
     kept = {key: codec.decode_kept_server(content) for key, content in world.store.servers.items()}
     assert [server.address for server in kept.values()] == [ADDRESS, ADDRESS]
