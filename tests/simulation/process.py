@@ -91,6 +91,8 @@ class Process(VirtualClock):
         """Ends the tasks of a dead process, now that nobody looks at the store and the files any more."""
         self._turns_left, self.dead = None, False
         self.at_each_turn(lambda: None)
+        self.call_soon(self.stop)
+        self.run_forever()  # once: what was to run in the turn in which it was killed
         while tasks := list(self._tasks):  # which may begin others when they end
             for task in tasks:
                 task.cancel()

@@ -20,7 +20,9 @@ import redis
 from services.cli.audit import Report, audit
 from services.config.schema import RunConfig
 from services.coordinator.assembly import Assembly
+from services.coordinator.beside import first_cause
 from services.coordinator.control import Control
+from services.coordinator.ledger import LEDGER
 from services.coordinator.membership import TrainerLostError
 from services.coordinator.push_report import PushReport
 from services.coordinator.replicas import Replica, Replicas, State, now
@@ -121,19 +123,24 @@ class Life:
         self.dice = scene.dice("life", number)
         self.process = Process(scene.dice("process", number))
         self._resume = number > 0
-        self._is_last = number == scene.num_restarts
+        self._is_last = number >= scene.num_restarts
         self._url = store_url
         self._first_step: int | None = None
         self._fatal_step: int | None = None  # counted from the first
         self.trainer = self.new_trainer()
 
     def run(self) -> str:
-        """What became of it: "finished", "stopped" or "killed"."""
+        """What became of it: "finished", "stopped", "killed" or "gave up"."""
         Line.process = self.process
         try:
             return self.process.run(self._live())
         except Killed:
             return "killed"
+        except ExceptionGroup as errors:
+            if "the trainer took nothing of" not in str(first_cause(errors)):
+                raise
+            self.scene.fate.refused = 0.0  # somebody has fixed the cause
+            return "gave up"
 
     async def _live(self) -> str:
         config = self.scene.config
@@ -303,7 +310,8 @@ def simulate(scene: Scene, store_url: str) -> Outcome:
             lives.append(life)
             with faked(life):
                 ends.append(life.run())
-            audits.append(audit(scene.config.folder))
+            if (scene.config.folder / LEDGER).exists():  # else it was killed before its first line
+                audits.append(audit(scene.config.folder))
             if ends[-1] != "finished" and scene.dice("store", len(ends)).random() < STORE_LOST:
                 clear(store_url)
                 ends[-1] += ", store lost"
