@@ -21,7 +21,7 @@ from services.cli.launcher import launch
 from services.config.load import write_resolved
 from services.config.schema import RunConfig
 from services.coordinator.control import Control
-from services.coordinator.dump import read_dump
+from services.coordinator.dump import dumps, read_dump
 from services.coordinator.registry import Joined, Left, Registry
 from services.coordinator.service import CoordinatorService
 from services.runtime.clients import Caller, CoordinatorClient, RunStatus, TrainerClient
@@ -127,7 +127,7 @@ def curve(config: RunConfig) -> list[tuple[float, ...]]:
 
 
 def consumed(config: RunConfig) -> Counter[str]:
-    groups = [group for path in (config.folder / "dumps").glob("*.pb") for group in read_dump(path)[1]]
+    groups = [group for path in dumps(config.folder / "dumps") for group in read_dump(path)[1]]
     return Counter(str(sample.id).partition("/")[2] for group in groups for sample in group.samples)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from services.cli.launcher import launch
 from services.config.schema import RunConfig
+from services.coordinator.dump import dumps as dump_files
 from services.coordinator.dump import read_dump
 from services.runtime.clients import CoordinatorClient, RunStatus
 from services.runtime.errors import AtollError
@@ -87,7 +88,7 @@ def curve(config: RunConfig) -> list[tuple[float, ...]]:
 
 
 def dumps(config: RunConfig) -> list[list[Group]]:
-    return [read_dump(path)[1] for path in sorted((config.folder / "dumps").glob("*.pb"))]
+    return [read_dump(path)[1] for path in dump_files(config.folder / "dumps")]
 
 
 def consumed(config: RunConfig) -> Counter[str]:
