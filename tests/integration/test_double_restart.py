@@ -65,8 +65,8 @@ async def watch(client: CoordinatorClient) -> None:
 
 
 def dumps(config: RunConfig) -> dict[int, list[Group]]:
-    """Of each step, that of the last lineage that took it."""
-    return dict(read_dump(path) for path in sorted((config.folder / "dumps").glob("*.pb")))
+    """Of the steps on the path to the run's end."""
+    return dict(read_dump(path) for path in sorted((config.folder / "dumps").glob("step-*.pb")))
 
 
 def drawn(config: RunConfig, count: int) -> list[GroupId]:
