@@ -243,7 +243,7 @@ def test_the_run_went_on(told: Story) -> None:
 
 
 def test_all_components_are_right_in_dumps_and_metrics(told: Story) -> None:
-    for row, path in zip(rows(told), sorted((told.config.folder / "dumps").glob("*.pb")), strict=True):
+    for row, path in zip(rows(told), sorted((told.config.folder / "dumps").glob("step-*.pb")), strict=True):
         step, groups = read_dump(path)
         assert step == row["step"]
         totals: dict[str, float] = {}
@@ -302,7 +302,7 @@ def test_servers_of_the_config_do_without_a_reward_service_and_have_to_answer(
             assert launch(config, look, resume=False)
         finally:
             process.kill()
-    dumps = [read_dump(path)[1] for path in sorted((config.folder / "dumps").glob("*.pb"))]
+    dumps = [read_dump(path)[1] for path in sorted((config.folder / "dumps").glob("step-*.pb"))]
     samples = [sample for groups in dumps for group in groups for sample in group.samples]
     assert len(samples) == 2 * 16
     assert [sample.score for sample in samples] == pytest.approx(
