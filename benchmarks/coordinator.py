@@ -45,8 +45,8 @@ class Load:
 
     @property
     def prompts_per_step(self) -> int:
-        """A step a second, where as many are in flight."""
-        return max(min(int(self.rate), self.in_flight // 2) // self.group_size, 1)
+        """A step in two seconds, if as many are in flight: a push to all replicas takes part of one."""
+        return max(min(int(2 * self.rate), self.in_flight // 2) // self.group_size, 1)
 
     @property
     def max_staleness(self) -> int:

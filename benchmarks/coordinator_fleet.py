@@ -19,7 +19,7 @@ import numpy as np
 
 from services.rollout.generate import MAX_LINGER_S, linger_for
 from services.runtime.clients import MAX_MESSAGE_BYTES, Caller, CoordinatorClient
-from services.runtime.errors import AtollError
+from services.runtime.errors import AtollError, ServiceUnavailableError
 from services.runtime.process import new_incarnation
 from services.wire import codec
 from services.wire.types import BOX, Catalog, ServiceEntry
@@ -278,8 +278,11 @@ class Fleet:
         lease_s, _ = await self._client.register(entry)
         while True:
             await asyncio.sleep(lease_s / 3)
-            with suppress(AtollError):  # the coordinator is ending
-                await self._client.heartbeat(entry)
+            with suppress(ServiceUnavailableError):  # the coordinator is ending
+                if not await self._client.heartbeat(entry):
+                    raise AtollError(
+                        f"{name} lost its lease: this machine cannot drive the load; lower --rate"
+                    )
 
     async def _finish(self) -> None:
         """Consumes what replicas hold, at the rate; what could not finish, as none held any, is forgone."""
