@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from services.runtime.errors import ServiceUnavailableError, UserError
 from services.trainer import ranks
+from services.trainer.folders import Folders
 from services.trainer.ranks import CommandChannel, RankLostError, dismiss, follow, lead, watched
 from services.trainer.service import Rank, TrainerService
 from services.wire.v1 import trainer_pb2 as pb
@@ -110,7 +112,7 @@ def failing_leader(caller_leaves: bool) -> None:
 
 
 async def fail(rank: Broken, *, caller_leaves: bool) -> None:
-    service = TrainerService(ThreadPoolExecutor(1), cast(Rank, rank))
+    service = TrainerService(ThreadPoolExecutor(1), cast(Rank, rank), Folders(Path("run")))
     context = cast(Any, None)
     first, second = (asyncio.create_task(service.Info(pb.TrainerInfoRequest(), context)) for _ in range(2))
     await asyncio.to_thread(rank.at_work.wait)
