@@ -6,6 +6,7 @@ set for each lineage, and shares no code with the journal, whose mistakes it is 
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, groupby
@@ -191,12 +192,18 @@ class Auditor:
                 else f"after {where}, the data stand {-difference} prompts before what was issued"
             )
 
-    def check_dump(self, step: int, samples: set[str]) -> None:
+    def check_dumps(self, dumps: Iterable[tuple[int, set[str]]]) -> None:
         """A dump holds what its step consumed, also if the trainer refused it."""
-        account = self.accounts[self.lineage]
-        consumed = {sample for sample, trained in account.trained.items() if trained == step} | {
-            sample for sample, (_, refused) in account.dropped.items() if refused == step
-        }
+        account, consumed = self.accounts[self.lineage], defaultdict[int, set[str]](set)
+        for sample, trained in account.trained.items():
+            consumed[trained].add(sample)
+        for sample, (_, refused) in account.dropped.items():
+            if refused is not None:
+                consumed[refused].add(sample)
+        for step, samples in dumps:
+            self._check_dump(account, step, samples, consumed[step])
+
+    def _check_dump(self, account: Account, step: int, samples: set[str], consumed: set[str]) -> None:
         for sample in sorted(samples - consumed):
             other = account.trained.get(sample)
             if other is not None:
@@ -235,8 +242,7 @@ def audit(folder: Path) -> Report:
     if any(
         account.draws for account in auditor.accounts.values()
     ):  # else a replay's, of another run's samples
-        for step, samples in dumps:
-            auditor.check_dump(step, samples)
+        auditor.check_dumps(dumps)
     return auditor.report()
 
 

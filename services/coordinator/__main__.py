@@ -30,11 +30,8 @@ from services.runtime.telemetry import configure_logging
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
-GARBAGE = (
-    20_000,
-    10,
-    10,
-)  # objects before a look for cycles: there are few, and each look walks what is in flight
+# Objects before a look for cycles: there are few, and each look walks what is in flight.
+GARBAGE = (20_000, 10, 10)
 
 
 def main() -> None:

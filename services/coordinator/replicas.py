@@ -45,7 +45,7 @@ class Replica:
     alone: float = 0.0  # tokens per second of the probe when it joined: what it does at least
     seat: Seat = field(init=False)
     stirred: asyncio.Event = field(default_factory=asyncio.Event)  # its state has changed
-    _reads: set[asyncio.Timeout] = field(default_factory=set)  # of its streams, at this moment
+    _reads: dict[asyncio.Timeout, None] = field(default_factory=dict)  # of its streams, at this moment
 
     def __post_init__(self) -> None:
         self.latest = self.version
@@ -60,11 +60,11 @@ class Replica:
         if self.state not in (State.UNWELL, State.LOST):
             with suppress(TimeoutError):  # its state has changed
                 async with asyncio.timeout(None) as read:
-                    self._reads.add(read)
+                    self._reads[read] = None
                     try:
                         return await anext(stream, None)
                     finally:
-                        self._reads.discard(read)
+                        self._reads.pop(read, None)
         raise ServiceUnavailableError(self.why)
 
     async def abort_all(self, why: object) -> None:
@@ -82,7 +82,7 @@ class Replica:
         """Ends the reading of all its streams."""
         now = asyncio.get_running_loop().time()
         while self._reads:
-            self._reads.pop().reschedule(now)
+            self._reads.popitem()[0].reschedule(now)
 
     @contextmanager
     def commits(self, version: Version) -> Iterator[None]:
