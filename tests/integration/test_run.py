@@ -279,7 +279,6 @@ def test_a_killed_reward_service_is_started_again_and_costs_no_sample(make: Make
 BREAKING = """#!{python}
 import runpy, sys
 from services.rollout.engines.local_decoder import Decoder
-from tests.builders import arithmetic_run, run_config
 
 step, broken = Decoder.step, []
 
