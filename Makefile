@@ -13,7 +13,7 @@ SAYING_WHOSE = 2>&1 | sed --unbuffered 's/^/$@: /'
 quickstart: .venv/installed
 	$(BIN)/atoll quickstart
 
-# Static checks and every test that takes less than ten minutes in all. Two targets at a time, since most keep
+# Static checks and every test that takes less than six minutes in all. Two targets at a time, since most keep
 # one core busy; each line says whose it is.
 test: .venv/installed
 	$(TWO_AT_A_TIME) test-integration test-units test-runs lint
@@ -30,7 +30,7 @@ test-runs: .venv/installed
 
 # Learning runs, other environments.
 test-long: .venv/installed .venv-servers/installed .venv-sglang/installed
-	$(TWO_AT_A_TIME) test-sglang test-learning test-long-runs test-services
+	$(TWO_AT_A_TIME) test-services test-sglang test-learning test-long-runs
 
 test-learning: .venv/installed
 	$(BIN)/python -m tests.rerun -v -m long $(LEARNING) $(SAYING_WHOSE)
