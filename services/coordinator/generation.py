@@ -59,11 +59,11 @@ class Generation:
 
     async def _abort(self, replica: Replica, id: GroupId, reason: str) -> None:
         """In the background: a replica that does not answer holds up nobody, and loses only some speed."""
-        log.info("%s is to abort group %s: %s", replica.entry.name, id, reason)
+        log.info("asking %s to abort group %s: %s", replica.entry.name, id, reason)
         try:
             await replica.client.abort(f"{id}/")
         except AtollError as error:
-            log.warning("%s goes on with group %s: %s", replica.entry.name, id, error)
+            log.warning("%s did not abort group %s: %s", replica.entry.name, id, error)
 
     def take_metrics(self) -> dict[str, float]:
         """Of the replicas, since the last call."""

@@ -6,6 +6,7 @@ Written and read in parts of some MiB, so that neither the coordinator nor the s
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -92,11 +93,9 @@ def _read_records(path: Path) -> Iterator[tuple[str, bytes] | JournalIndex]:
 def _read_record(path: Path, file: IO[bytes]) -> tuple[str, bytes] | JournalIndex:
     header = file.read(_LENGTH.size)
     content = file.read(_LENGTH.unpack(header)[0]) if len(header) == _LENGTH.size else b""
-    try:
-        if content and len(content) == _LENGTH.unpack(header)[0]:
+    if content and len(content) == _LENGTH.unpack(header)[0]:
+        with suppress(DecodeError):
             return codec.decode_journal_record(content)
-    except DecodeError:
-        pass
     raise UserError(f"{path} is damaged: it ends within a record; continue from an earlier checkpoint")
 
 

@@ -1,5 +1,7 @@
 """Orders weight pushes: the trainer publishes, the replicas receive and commit."""
 
+# long because epochs, commits and catching up share the state of one push
+
 import asyncio
 import logging
 import time
