@@ -34,6 +34,10 @@ class VirtualClock(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._virtual.now
 
+    def stand_still(self, seconds: float) -> None:
+        """As if the process had been stopped for so long."""
+        self._virtual.now += seconds
+
     def before_time_passes(self, check: Callable[[], None]) -> None:
         """`check` runs whenever all that can happen at this moment has happened."""
         self._virtual.before_time_passes = check

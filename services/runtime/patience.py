@@ -33,13 +33,17 @@ async def while_it_progresses(
 
 
 async def _silence(progress: Callable[[], Awaitable[int]], silence_s: float) -> None:
-    """Returns after the first silence of that length; no answer is silence, too."""
-    seen = -1
-    with suppress(TimeoutError):
-        async with asyncio.timeout(silence_s) as end:
-            while True:
-                await asyncio.sleep(silence_s / LOOKS)
-                with suppress(AtollError):
-                    if (number := await progress()) != seen:
-                        seen = number
-                        end.reschedule(asyncio.get_running_loop().time() + silence_s)
+    """Returns after LOOKS looks in a row that saw nothing new; no answer is nothing new, too.
+
+    Looks are counted, not seconds: if this process itself stands still, that is nobody's silence.
+    """
+    clock, look_s = asyncio.get_running_loop().time, silence_s / LOOKS
+    seen, num_quiet, end = -1, 0, clock() + look_s
+    while num_quiet < LOOKS:
+        await asyncio.sleep(end - clock())
+        number, end = seen, clock() + look_s
+        with suppress(AtollError, TimeoutError):
+            async with asyncio.timeout_at(end):
+                number = await progress()
+        num_quiet = num_quiet + 1 if number == seen else 0
+        seen = number

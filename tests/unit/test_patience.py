@@ -52,6 +52,18 @@ def test_a_call_in_which_nothing_happens_is_given_up(progress: Callable[[], Awai
     virtual_clock.run(scene())
 
 
+def test_a_process_that_stood_still_itself_gives_up_no_call() -> None:
+    async def scene() -> None:
+        waiting = asyncio.create_task(while_it_progresses(lasting(100), growing(), 10))
+        await asyncio.sleep(5)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, virtual_clock.VirtualClock)
+        loop.stand_still(50)
+        assert await waiting == "done"
+
+    virtual_clock.run(scene())
+
+
 @pytest.mark.parametrize("progress", [stuck, away, never])
 def test_a_short_call_needs_no_progress(progress: Callable[[], Awaitable[int]]) -> None:
     assert virtual_clock.run(while_it_progresses(lasting(9), progress, 10)) == "done"
