@@ -69,7 +69,9 @@ class Ledger:
         self._append("consume", samples=spans(samples), step=step)
 
     def commit(self, step: int) -> None:
+        """What a checkpoint on disk builds on is on disk, too."""
         self._append("commit", step=step)
+        os.fsync(self._opened().fileno())
 
     def _append(self, event: str, *, cursor: str | None = "", **fields: object) -> None:
         """`cursor` is JSON already; None: nothing is drawn; "": the event has none."""
