@@ -5,6 +5,7 @@ stack. `python -m benchmarks.coordinator_parts READINGS --config ...` runs servi
 appends a line to the file READINGS ten times a second.
 """
 
+import gc
 import json
 import resource
 import signal
@@ -20,6 +21,7 @@ from services.coordinator.__main__ import main
 LOOK_S = 0.001  # of CPU time, or as often as the kernel's clock ticks; a look at an idle loop would wake it
 READING_S = 0.1
 REST = "gRPC and event loop"
+GARBAGE = "garbage collector"  # whoever's work it interrupts
 GRPC = "/grpc/"  # in the path of a file: what it does is gRPC's, whoever called it
 OWN = "/services/"
 
@@ -85,13 +87,22 @@ class Looks:
         signal.signal(signal.SIGPROF, self._look)
         signal.siginterrupt(signal.SIGPROF, False)
         signal.setitimer(signal.ITIMER_PROF, LOOK_S, LOOK_S)
+        gc.callbacks.append(self._collect)
 
     def stop(self) -> None:
         """Before the interpreter ends: it takes its handlers of signals away."""
         signal.setitimer(signal.ITIMER_PROF, 0)
 
+    def _collect(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._look(signal.SIGPROF, sys._getframe(1))
+        else:
+            self._count(GARBAGE, f"generation {info['generation']}")
+
     def _look(self, number: int, frame: FrameType | None) -> None:
-        part, function = self._place(frame)
+        self._count(*self._place(frame))
+
+    def _count(self, part: str, function: str) -> None:
         taken = time.thread_time() - self._seen
         self._cpu[part] += taken
         self._functions[f"{part}: {function}"] += taken

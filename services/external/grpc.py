@@ -67,8 +67,8 @@ class Connection(Generic[Client]):
         """With its texts fit for a log."""
         if isinstance(verdict, GradingError):
             return replace(verdict, cause=told(verdict.cause, self._token))
-        return replace(
-            verdict, reasons={name: told(reason, self._token) for name, reason in verdict.reasons.items()}
+        return verdict._replace(
+            reasons={name: told(reason, self._token) for name, reason in verdict.reasons.items()}
         )
 
     def _translated(self, error: AtollError) -> AtollError:

@@ -13,6 +13,9 @@ version 3 in one turn, so its tree is one node:
 
 Letters in shapes: T tokens, S segments.
 
+What the coordinator makes for every sample is a NamedTuple: a frozen dataclass takes three times as long to
+create and to hash, and there is a dozen of them per sample. All else is a frozen dataclass.
+
 long because every noun that crosses a service boundary stands here, once.
 """
 
@@ -20,7 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
-from typing import Literal
+from types import MappingProxyType
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +34,8 @@ Int64 = NDArray[np.int64]
 UInt64 = NDArray[np.uint64]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
+
+NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +49,7 @@ class Version:
         return f"{self.lineage}:{self.number}"
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(NamedTuple):
     """Tokens [start, end) of a node were produced by `version`."""
 
     version: Version
@@ -52,8 +57,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GroupId:
+class GroupId(NamedTuple):
     """`prompt` is the row's number over all training sources; `epoch` how often it was drawn before."""
 
     run: str
@@ -64,12 +68,11 @@ class GroupId:
         return f"{self.run}/{self.epoch}/{self.prompt}"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class SampleId:
+class SampleId(NamedTuple):
     """Stable over restarts and re-dispatch; a request id adds "/attempt/turn"."""
 
     group: GroupId
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's own `index` is not used
 
     def __str__(self) -> str:
         return f"{self.group}/{self.index}"
@@ -120,8 +123,7 @@ class Prompt:
     extra: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Node:
+class Node(NamedTuple):
     """One delta of tokens in a trajectory's tree. `parent` -1 hangs off the group's prompt."""
 
     parent: int
@@ -131,26 +133,23 @@ class Node:
     spans: tuple[VersionSpan, ...]  # cover every token whose loss_mask is True
 
 
-@dataclass(frozen=True, slots=True)
-class TurnReward:
+class TurnReward(NamedTuple):
     """A reward given at the last token of `node`."""
 
     node: int
     value: float
     components: Mapping[str, float]
-    reasons: Mapping[str, str] = field(default_factory=dict)  # by component, where its grader gave one
+    reasons: Mapping[str, str] = NOTHING  # by component, where its grader gave one
 
 
-@dataclass(frozen=True, slots=True)
-class Provenance:
+class Provenance(NamedTuple):
     replica: str
     incarnation: str
     started: float  # Unix seconds
     finished: float  # Unix seconds
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
+class Sample(NamedTuple):
     """A trajectory: a tree of token deltas below the group's prompt, and its rewards."""
 
     id: SampleId
@@ -294,8 +293,7 @@ class StepKey:
     role: str
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreItem:
+class ScoreItem(NamedTuple):
     """One response to grade."""
 
     id: SampleId
@@ -305,7 +303,7 @@ class ScoreItem:
     data_source: str
     finish_reason: FinishReason
     response_length: int  # tokens
-    extra: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, str] = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,12 +315,11 @@ class Grade:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Graded:
+class Graded(NamedTuple):
     id: SampleId
     value: float
     components: Mapping[str, float]
-    reasons: Mapping[str, str] = field(default_factory=dict)  # by component, where its grader gave one
+    reasons: Mapping[str, str] = NOTHING  # by component, where its grader gave one
 
 
 @dataclass(frozen=True, slots=True)

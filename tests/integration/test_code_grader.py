@@ -5,7 +5,6 @@ import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -564,7 +563,7 @@ async def test_verdicts_of_a_panel(sandbox: Sandbox) -> None:
     verdicts: list[Verdict] = []
     async with asyncio.timeout(60):
         async for some in panel.verdicts(
-            [replace(one, id=SampleId(one.id.group, i)) for i, one in enumerate(items)]
+            [one._replace(id=SampleId(one.id.group, i)) for i, one in enumerate(items)]
         ):
             verdicts += some
     verdicts.sort(key=lambda verdict: verdict.id.index)

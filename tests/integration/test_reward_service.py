@@ -404,9 +404,9 @@ async def test_every_way_to_run_a_grader_in_one_request(grader: GraderConfig, be
     graders = [GraderConfig(name="exact_match"), pattern, GraderConfig(name="code"), fractions, grader]
 
     def coding(index: int, response: str, **extra: object) -> ScoreItem:
-        return replace(item(index, response, **extra), ground_truth=tests, data_source="taco")
+        return item(index, response, **extra)._replace(ground_truth=tests, data_source="taco")
 
-    items = [coding(1, program), coding(2, wrong), replace(coding(3, program), data_source="unknown")]
+    items = [coding(1, program), coding(2, wrong), coding(3, program)._replace(data_source="unknown")]
     async with grading(*graders) as client:
         assert (await client.describe()).graders == tuple(names)
         verdicts = {verdict.id: verdict for verdict in await client.score(items)}

@@ -1,7 +1,7 @@
 """A batch's way from scored groups to what each model trains on, with models that answer known numbers."""
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -282,13 +282,12 @@ def batches(draw: st.DrawFn) -> tuple[list[Group], list[Group]]:
             mask = [True] * len(ids)
             for at in draw(st.lists(st.integers(0, len(ids)), max_size=3)):
                 ids, mask = [*ids[:at], 2, *ids[at:]], [*mask[:at], False, *mask[at:]]
-            node = replace(
-                whole.nodes[0],
+            node = whole.nodes[0]._replace(
                 token_ids=np.array(ids, np.int32),
                 loss_mask=np.array(mask, np.bool_),
                 logprobs=np.where(mask, -1, 0).astype(np.float32),
             )
-            both[1].append(replace(whole, nodes=(node,)))
+            both[1].append(whole._replace(nodes=(node,)))
         plain.append(group(*both[0]))
         padded.append(group(*both[1]))
     return plain, padded

@@ -1,7 +1,5 @@
 """Layout, loss weights, minibatches and step metrics against values worked out by hand."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -57,7 +55,7 @@ def test_rewards_stand_at_the_last_trained_token_of_their_turn() -> None:
         node(2, [7], [0]),  # what a tool said at the end
     )
     rewards = tuple(TurnReward(i, value, {}) for i, value in enumerate([0.1, 0.2, 0.3, 0.4]))
-    turns = replace(sample(7, 0, *nodes), rewards=rewards)
+    turns = sample(7, 0, *nodes)._replace(rewards=rewards)
     empty = sample(7, 1, node(-1, [], []), score=5.0)
     layout = experience.lay_out([Group(prompt(7, [1, 2]), (turns, empty, sample(7, 2, node(-1, [4], [1]))))])
     # trained tokens 5, 8, 9, 4: the first turn's reward falls on the first of its sample's, the tool's on 9

@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -139,11 +138,11 @@ def remade(change: Callable[[Sample], Sample]) -> Answer:
 
 
 def with_version(version: Version) -> Answer:
-    return remade(lambda s: replace(s, nodes=(node([4, 5], versions=version),)))
+    return remade(lambda s: s._replace(nodes=(node([4, 5], versions=version),)))
 
 
 def with_node(**fields: Any) -> Answer:
-    return remade(lambda s: replace(s, nodes=(replace(s.nodes[0], **fields),)))
+    return remade(lambda s: s._replace(nodes=(s.nodes[0]._replace(**fields),)))
 
 
 def raises(error: Exception) -> Answer:
@@ -164,10 +163,10 @@ VIOLATIONS = {
         "token id 50",
     ),
     "a token below zero": (with_node(token_ids=np.array([-1, 4], np.int32)), "token id -1"),
-    "another group": (remade(lambda s: replace(s, id=sample_id(9, s.id.index))), "toy/0/9/0, attempt 0"),
-    "an index nobody asked for": (remade(lambda s: replace(s, id=sample_id(0, s.id.index + 7))), "toy/0/0/7"),
-    "an index below zero": (remade(lambda s: replace(s, id=sample_id(0, s.id.index - 9))), "toy/0/0/-9"),
-    "another attempt": (remade(lambda s: replace(s, attempt=17)), "attempt 17"),
+    "another group": (remade(lambda s: s._replace(id=sample_id(9, s.id.index))), "toy/0/9/0, attempt 0"),
+    "an index nobody asked for": (remade(lambda s: s._replace(id=sample_id(0, s.id.index + 7))), "toy/0/0/7"),
+    "an index below zero": (remade(lambda s: s._replace(id=sample_id(0, s.id.index - 9))), "toy/0/0/-9"),
+    "another attempt": (remade(lambda s: s._replace(attempt=17)), "attempt 17"),
     "a sample twice": (lambda samples: arrival(*samples, samples[0]), "twice in one message"),
     "a span that ends early": (with_node(spans=(VersionSpan(V3, 0, 1),)), r"tokens \[1, 2\)"),
     "a span beyond the tokens": (with_node(spans=(VersionSpan(V3, 0, 3),)), r"span \[0, 3\)"),
@@ -185,7 +184,7 @@ VIOLATIONS = {
     "a mask that is not boolean": (changed(loss_mask=b"\1\1\2\1"), "mask entry of 2"),
     "a parent that comes later": (changed(node_parent=(0, -1)), "parent"),
     "a finished sample without tokens": (
-        remade(lambda s: replace(s, nodes=(node([], versions=V3),))),
+        remade(lambda s: s._replace(nodes=(node([], versions=V3),))),
         "without tokens",
     ),
 }

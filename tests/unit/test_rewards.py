@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -299,8 +298,8 @@ async def test_a_large_batch_goes_to_all_services_at_once_in_calls_of_some_hundr
 @timed
 async def test_an_item_that_no_message_holds_costs_its_own_verdict() -> None:
     own = FakeService()
-    large = replace(item(0), ground_truth="x" * MAX_MESSAGE_BYTES)
-    half = replace(item(1), extra={"case": "\ud800"})  # of a surrogate pair
+    large = item(0)._replace(ground_truth="x" * MAX_MESSAGE_BYTES)
+    half = item(1)._replace(extra={"case": "\ud800"})  # of a surrogate pair
     refused = await scored(rewards_of(own, retries=3), [large, item(2), half])
     assert isinstance(refused[0], GradingError)
     assert not refused[0].retryable
@@ -387,7 +386,7 @@ async def test_a_batch_is_cut_into_calls_for_all_slots() -> None:
 @timed
 async def test_no_call_is_larger_than_a_message_may_be() -> None:
     world = World(a=Fake())
-    items = [replace(item(number), ground_truth="\N{EURO SIGN}" * ((1 << 20) - 1000)) for number in range(30)]
+    items = [item(number)._replace(ground_truth="\N{EURO SIGN}" * ((1 << 20) - 1000)) for number in range(30)]
     async with watched(world, reward_server("a", 1)):
         for part in (OwnServices(600.0), ServerGrader(world.servers, "judge", 1.0)):
             calls = part.split(items)

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -244,7 +243,7 @@ def test_reasons_are_short_and_stand_by_component(reason: str, kept: str) -> Non
 )
 def test_overlong(tokens: int, value: float) -> None:
     config = GraderConfig.model_validate({"name": "overlong", "max_tokens": 8, "buffer": 2, "penalty": 0.5})
-    assert judge(load(config, GRADERS), replace(item(""), response_length=tokens)) == Grade(value)
+    assert judge(load(config, GRADERS), item("")._replace(response_length=tokens)) == Grade(value)
 
 
 async def test_a_cost_is_a_component_and_no_part_of_the_score() -> None:

@@ -358,7 +358,7 @@ def _spans(output: _Output) -> tuple[VersionSpan, ...]:
     ends = [*(start for _, start in output.versions[1:]), len(output.token_ids_T)]
     for (version, start), end in zip(output.versions, ends, strict=False):
         if spans and spans[-1].version == version:
-            spans[-1] = replace(spans[-1], end=end)
+            spans[-1] = spans[-1]._replace(end=end)
         elif end > start:
             spans.append(VersionSpan(version, start, end))
     return tuple(spans)
