@@ -32,7 +32,6 @@ PARTS = (
     ("wire/codec.py", "decode_sample", "decode"),
     ("wire/codec.py", "parse_samples", "decode"),
     ("runtime/clients.py", "Arrival", "decode"),
-    ("wire/codec.py", "largest_token_id", "decode"),
     ("wire/codec.py", "_check_", "decode"),
     ("wire/codec.py", "encode_forward_backward", "prepare"),
     ("coordinator/journal", "", "journal"),

@@ -7,7 +7,7 @@ from services.coordinator.groups import PendingGroup
 from services.coordinator.replicas import Replica
 from services.runtime.clients import Arrival
 from services.runtime.errors import BadAnswerError
-from services.wire.types import FinishReason, GroupRequest, Sample, SampleId
+from services.wire.types import FinishReason, GroupRequest, SampleId
 
 
 class Call:
@@ -62,25 +62,22 @@ class Call:
                 f"it sent {'; '.join(others) or 'a sample twice in one message'}: expected each sample that "
                 "it was asked for once"
             )
-        for sample in arrival.samples:
-            self._check_content(sample)
+        self._check_content(arrival)
         for id in got:
             del self._expected[id]
         if any(sample.finish_reason is FinishReason.ABORT for sample in arrival.samples):
             self.reason = f"aborted: {self.replica.aborted_for or 'not by this run'}"
 
-    def _check_content(self, sample: Sample) -> None:
+    def _check_content(self, arrival: Arrival) -> None:
         since, latest = self._since, self.replica.latest
-        for node in sample.nodes:
-            for span in node.spans:
-                of = span.version
-                if of.lineage != latest.lineage or not since.number <= of.number <= latest.number:
-                    raise BadAnswerError(
-                        f"it sent sample {sample.id} made by version {of}, expected one from {since} "
-                        f"to {latest}"
-                    )
-        if sample.num_tokens == 0 and sample.finish_reason is not FinishReason.ABORT:
-            raise BadAnswerError(f"it sent sample {sample.id} without tokens, expected at least one")
+        for of in arrival.versions:
+            if of.lineage != latest.lineage or not since.number <= of.number <= latest.number:
+                raise BadAnswerError(
+                    f"it sent tokens made by version {of}, expected one from {since} to {latest}"
+                )
+        for sample in arrival.samples:
+            if sample.num_tokens == 0 and sample.finish_reason is not FinishReason.ABORT:
+                raise BadAnswerError(f"it sent sample {sample.id} without tokens, expected at least one")
 
     def lost(self) -> Iterator[tuple[PendingGroup, list[int]]]:
         """Indices of each group whose attempt has brought nothing, and that no other attempt has."""

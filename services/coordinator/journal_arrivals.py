@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-GATHER_S = 0.005  # between two writes: one costs the coordinator as much as ten samples in it
+GATHER = 8  # times as long as a write took, messages gather for the next one: a busy coordinator writes less
+MAX_GATHER_S = 0.05
 
 Write = Callable[[Sequence[str | bytes]], Awaitable[Sequence[str]]]
 
@@ -21,7 +22,7 @@ class Arrivals:
         self._write = write
         self._open = _Batch()  # that messages join
         self._turn = asyncio.Lock()
-        self._written = 0.0  # when the last write began, in the event loop's time
+        self._gathered = 0.0  # when the next write may begin, in the event loop's time
 
     async def write(self, names: str, payload: bytes) -> str:
         """Returns the answer once the message is in the store. Waits for the write before; the first of a
@@ -32,8 +33,9 @@ class Arrivals:
         async with self._turn:
             if batch.answers is None:
                 clock = asyncio.get_running_loop().time
-                if (wait_s := self._written + GATHER_S - clock()) > 0:
+                if (wait_s := self._gathered - clock()) > 0:
                     await asyncio.sleep(wait_s)
-                self._open, self._written = _Batch(), clock()
+                self._open, begun = _Batch(), clock()
                 batch.answers = await self._write(batch.words)
+                self._gathered = clock() + min(GATHER * (clock() - begun), MAX_GATHER_S)
         return batch.answers[number]

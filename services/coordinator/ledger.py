@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Final
 
@@ -103,7 +104,7 @@ class Ledger:
 def spans(samples: Sequence[SampleId]) -> str:
     """In the order given, neighbours of one group as one: "0/17/0-7 0/18/0-7"."""
     words = []
-    for group, members in groupby(samples, key=lambda id: id.group):
+    for group, members in groupby(samples, key=attrgetter("group")):
         indices = [id.index for id in members]
         first, last = indices[0], indices[-1]
         if indices == list(range(first, last + 1)):

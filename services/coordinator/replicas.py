@@ -207,11 +207,10 @@ class Replicas:
     def finished(self, replica: Replica, arrival: Arrival, prompt_tokens: float) -> None:
         """Counts what a replica has sent; `prompt_tokens` is these samples' part of their prompts."""
         num_samples = len(arrival.samples)
-        num_tokens = sum(sample.num_tokens for sample in arrival.samples)
         replica.refused = None
-        self._router.finished(num_samples, num_tokens)
-        replica.seat.finished(num_samples, prompt_tokens, num_tokens, now())
-        self._tokens[replica.entry.name] = self._tokens.get(replica.entry.name, 0) + num_tokens
+        self._router.finished(num_samples, arrival.num_tokens)
+        replica.seat.finished(num_samples, prompt_tokens, arrival.num_tokens, now())
+        self._tokens[replica.entry.name] = self._tokens.get(replica.entry.name, 0) + arrival.num_tokens
         self._changed.set()
 
     def released(self, replica: Replica, num_samples: int, prompt_tokens: float) -> None:

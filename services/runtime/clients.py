@@ -202,7 +202,9 @@ class Arrival:
     """Samples that finished together, and the bytes that they came in, as the journal keeps them."""
 
     samples: list[Sample]
-    largest_id: int  # of all their tokens
+    versions: tuple[Version, ...]  # that made their tokens
+    num_tokens: int
+    largest_id: int  # of all their tokens; -1: they have none
     payload: bytes
 
     @classmethod
@@ -210,7 +212,10 @@ class Arrival:
         """Raises BadAnswerError for what `codec.decode_samples` refuses."""
         try:
             message = codec.parse_samples(payload)
-            return cls(codec.decode_samples(message), codec.largest_token_id(message), payload)
+            samples = codec.decode_samples(message)
+            token_ids = np.frombuffer(message.token_ids, "<i4")  # one look costs less than one per sample
+            versions = tuple(map(codec.decode_version, message.versions))
+            return cls(samples, versions, len(token_ids), int(token_ids.max(initial=-1)), payload)
         except ValueError as error:
             raise errors.BadAnswerError(str(error)) from error
 

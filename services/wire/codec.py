@@ -3,10 +3,9 @@
 long because every type that crosses a service boundary has its two converters here.
 """
 
-import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise, repeat
+from itertools import pairwise, repeat, starmap
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -168,18 +167,17 @@ def decode_samples(message: types_pb2.Samples) -> list[Sample]:
         )
     _check_tokens(token_ids, loss_mask, logprobs)
     versions = [decode_version(version) for version in message.versions]
-    spans = [
-        VersionSpan(version, start, end)
-        for version, start, end in zip(
-            _looked_up(versions, message.span_version), message.span_start, message.span_end, strict=True
-        )
-    ]
+    span_version = _looked_up(versions, message.span_version)
+    spans = list(
+        starmap(VersionSpan, zip(span_version, message.span_start[:], message.span_end[:], strict=True))
+    )
+    parents = message.node_parent[:]
     nodes = [
         Node(
             parent, token_ids[start:end], loss_mask[start:end], logprobs[start:end], tuple(spans[first:last])
         )
         for parent, (start, end), (first, last) in zip(
-            message.node_parent,
+            parents,
             _ranges(message.token_offsets, num_tokens),
             _ranges(message.span_offsets, len(spans)),
             strict=True,
@@ -199,21 +197,22 @@ def decode_samples(message: types_pb2.Samples) -> list[Sample]:
         )
         for group, index, attempt, (first, last), reason, text, origin, started, finished, rewards in zip(
             _looked_up([decode_group_id(group) for group in message.groups], message.group),
-            message.index,
-            message.attempt,
+            message.index[:],
+            message.attempt[:],
             _ranges(message.node_offsets, len(nodes)),
-            _known_reasons(message.finish_reason),
-            message.text,
+            _known_reasons(message.finish_reason[:]),
+            message.text[:],
             _looked_up([(origin.replica, origin.incarnation) for origin in message.origins], message.origin),
-            message.started,
-            message.finished,
+            message.started[:],
+            message.finished[:],
             message.rewards or repeat(None, len(message.group)),
             strict=True,
         )
     ]
-    for sample in samples:
-        if not all(-1 <= node.parent < number for number, node in enumerate(sample.nodes)):
-            raise ValueError(f"sample {sample.id}: a node whose parent is no earlier node of the sample")
+    if parents.count(-1) < len(parents):  # of single turns all are
+        for sample in samples:
+            if not all(-1 <= node.parent < number for number, node in enumerate(sample.nodes)):
+                raise ValueError(f"sample {sample.id}: a node whose parent is no earlier node of the sample")
     return samples
 
 
@@ -225,7 +224,7 @@ def _check_tokens(token_ids: Int32, loss_mask: Bool, logprobs: Float32) -> None:
         raise ValueError(f"samples: token id {token_ids.min()}, expected 0 or more")
     if loss_mask.view(np.uint8).max() > 1:
         raise ValueError(f"samples: a mask entry of {loss_mask.view(np.uint8).max()}, expected 0 or 1")
-    if not math.isfinite(logprobs.sum(dtype=np.float64)):  # float32 values cannot overflow it
+    if not np.isfinite(logprobs).all():
         raise ValueError(
             f"samples: {np.count_nonzero(~np.isfinite(logprobs))} log-probabilities that are not finite"
         )
@@ -234,6 +233,8 @@ def _check_tokens(token_ids: Int32, loss_mask: Bool, logprobs: Float32) -> None:
 def _check_spans(node: Node) -> None:
     """Spans follow one another; between them nothing was produced by the policy."""
     at, length = 0, len(node.token_ids)
+    if len(node.spans) == 1 and node.spans[0][1:] == (0, length):
+        return  # as most do
     gaps = []
     for span in node.spans:
         if not at <= span.start <= span.end <= length:
@@ -250,12 +251,14 @@ def _check_spans(node: Node) -> None:
 
 def _ranges(offsets: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
     """[first, last) of each row, which together cover [0, size)."""
-    if not offsets or offsets[0] != 0 or offsets[-1] != size or list(offsets) != sorted(offsets):
-        raise ValueError(f"samples: offsets {_head(offsets)}, expected them to ascend from 0 to {size}")
-    return pairwise(offsets)
+    ends = offsets[:]  # a list: reading a message's column costs more
+    if not ends or ends[0] != 0 or ends[-1] != size or ends != sorted(ends):
+        raise ValueError(f"samples: offsets {_head(ends)}, expected them to ascend from 0 to {size}")
+    return pairwise(ends)
 
 
 def _looked_up(table: Sequence[T], numbers: Sequence[int]) -> Iterator[T]:
+    numbers = numbers[:]
     if numbers and not 0 <= min(numbers) <= max(numbers) < len(table):
         raise ValueError(f"samples: entries {_head(numbers)} of a table of {len(table)}")
     return map(table.__getitem__, numbers)
@@ -763,11 +766,6 @@ def parse_samples(content: bytes) -> types_pb2.Samples:
         return types_pb2.Samples.FromString(content)
     except DecodeError as error:
         raise ValueError(f"samples: {error}") from None
-
-
-def largest_token_id(message: types_pb2.Samples) -> int:
-    """Of all samples; -1 without tokens. One pass over a message costs less than one per sample."""
-    return int(np.frombuffer(message.token_ids, "<i4").max(initial=-1))
 
 
 def encode_payload(samples: Iterable[Sample]) -> bytes:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.coordinator.journal_arrivals import GATHER_S, Arrivals
+from services.coordinator.journal_arrivals import GATHER, MAX_GATHER_S, Arrivals
 from services.runtime.errors import StoreError
 from tests import virtual_clock
 
@@ -23,19 +23,22 @@ class Store:
         return [str(names)[::-1] for names in words[::2]]
 
 
-def test_a_message_is_written_at_once_and_those_behind_it_share_a_write() -> None:
+@pytest.mark.parametrize(("write_s", "gather_s"), [(0.001, GATHER * 0.001), (1.0, MAX_GATHER_S)])
+def test_a_message_is_written_at_once_and_those_behind_it_share_a_write(
+    write_s: float, gather_s: float
+) -> None:
     async def run() -> None:
-        store = Store()
+        store = Store(write_s)
         arrivals = Arrivals(store.write)
         loop = asyncio.get_running_loop()
         await asyncio.sleep(1)
         begun = loop.time()
         assert await arrivals.write("ab", b"1") == "ba"
-        assert loop.time() == begun
+        assert loop.time() == pytest.approx(begun + write_s)
         messages = [("cd", b"2"), ("ef", b"3"), ("gh", b"4")]
         answers = await asyncio.gather(*(arrivals.write(*message) for message in messages))
         assert answers == ["dc", "fe", "hg"]
-        assert loop.time() == pytest.approx(begun + GATHER_S)
+        assert loop.time() == pytest.approx(begun + write_s + gather_s + write_s)
         assert store.writes == [["ab", b"1"], ["cd", b"2", "ef", b"3", "gh", b"4"]]
 
     virtual_clock.run(run())
