@@ -479,12 +479,10 @@ class TrainerClient(_Client):
 
         `temperature` is that of the distribution; None: that of the run's samples.
         """
-        requests = [
-            trainer_pb2.ComputeLogprobsRequest(
-                role=self._role, segments=codec.encode_segments(part), temperature=temperature
-            )
-            for part, _ in codec.split_by_groups(segments, codec.MAX_CHUNK_BYTES // 4)
-        ]
+        requests = []
+        for part, _ in codec.split_by_groups(segments, codec.MAX_CHUNK_BYTES // 4):
+            requests.append(trainer_pb2.ComputeLogprobsRequest(role=self._role, temperature=temperature))
+            codec.put_segments(requests[-1].segments, part)
         with self._translate("ComputeLogprobs"):
             replies = await self._patiently(_collected(self._stub.ComputeLogprobs), iter(requests))
             parts = [codec.decode_tensor(reply.logprobs).astype(np.float32) for reply in replies]
@@ -492,10 +490,10 @@ class TrainerClient(_Client):
 
     async def compute_values(self, segments: Segments) -> Float32:
         """float32 [T]: what the value head says after each token."""
-        requests = [
-            trainer_pb2.ComputeValuesRequest(role=self._role, segments=codec.encode_segments(part))
-            for part, _ in codec.split_by_groups(segments, codec.MAX_CHUNK_BYTES // 4)
-        ]
+        requests = []
+        for part, _ in codec.split_by_groups(segments, codec.MAX_CHUNK_BYTES // 4):
+            requests.append(trainer_pb2.ComputeValuesRequest(role=self._role))
+            codec.put_segments(requests[-1].segments, part)
         with self._translate("ComputeValues"):
             replies = await self._patiently(_collected(self._stub.ComputeValues), iter(requests))
             parts = [codec.decode_tensor(reply.values).astype(np.float32) for reply in replies]
@@ -606,7 +604,9 @@ class RewardClient(_Client):
         keeps sending beyond MAX_MESSAGE_BYTES."""
         samples = {str(item.id): item.id for item in items}
         size = 0
-        request = reward_pb2.ScoreRequest(items=[codec.encode_score_item(item) for item in items])
+        request = reward_pb2.ScoreRequest()
+        for item in items:
+            codec.put_score_item(request.items.add(), item)
         with self._translate("Score"):
             call = self._stub.Score(request, timeout=deadline_s, metadata=self._metadata)
             try:

@@ -69,8 +69,19 @@ _REASON_FROM_WIRE = {wire: reason for reason, wire in _REASON_TO_WIRE.items()}
 
 
 def encode_tensor(array: NDArray[np.generic]) -> types_pb2.Tensor:
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return types_pb2.Tensor(dtype=array.dtype.name, shape=array.shape, data=little.tobytes())
+    message = types_pb2.Tensor()
+    put_tensor(message, array)
+    return message
+
+
+# put_...: into a message that is part of another. One that is given to the other's constructor is serialized
+# and parsed again, which costs more than all else that is done for a batch or a response.
+
+
+def put_tensor(message: types_pb2.Tensor, array: NDArray[np.generic]) -> None:
+    message.dtype = array.dtype.name
+    message.shape.extend(array.shape)
+    message.data = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
 def decode_tensor(message: types_pb2.Tensor) -> NDArray[np.generic]:
@@ -374,13 +385,11 @@ def _offsets(lengths: Iterable[int]) -> list[int]:
     return offsets
 
 
-def encode_segments(segments: Segments) -> types_pb2.Segments:
-    return types_pb2.Segments(
-        token_ids=encode_tensor(segments.token_ids),
-        offsets=encode_tensor(segments.offsets),
-        parents=encode_tensor(segments.parents),
-        groups=encode_tensor(segments.groups),
-    )
+def put_segments(message: types_pb2.Segments, segments: Segments) -> None:
+    put_tensor(message.token_ids, segments.token_ids)
+    put_tensor(message.offsets, segments.offsets)
+    put_tensor(message.parents, segments.parents)
+    put_tensor(message.groups, segments.groups)
 
 
 def decode_segments(message: types_pb2.Segments) -> Segments:
@@ -432,29 +441,21 @@ def join_segments(parts: Sequence[Segments]) -> Segments:
 def encode_forward_backward(key: StepKey, batch: Batch) -> Iterator[trainer_pb2.ForwardBackwardRequest]:
     """Chunks of whole groups; the key rides on each."""
     for segments, tokens in split_by_groups(batch.segments, MAX_CHUNK_BYTES // 28):
-        request = trainer_pb2.ForwardBackwardRequest(
-            key=encode_step_key(key),
-            segments=encode_segments(segments),
-            loss_weights=encode_tensor(batch.loss_weights[tokens]),
-        )
+        request = trainer_pb2.ForwardBackwardRequest(key=encode_step_key(key))
+        put_segments(request.segments, segments)
+        put_tensor(request.loss_weights, batch.loss_weights[tokens])
         match batch:
             case PolicyBatch(old_logprobs=old, ref_logprobs=ref):
-                request.policy.CopyFrom(
-                    trainer_pb2.PolicyTensors(
-                        samples=encode_tensor(batch.samples[tokens]),
-                        advantages=encode_tensor(batch.advantages[tokens]),
-                        rollout_logprobs=encode_tensor(batch.rollout_logprobs[tokens]),
-                        old_logprobs=None if old is None else encode_tensor(old[tokens]),
-                        ref_logprobs=None if ref is None else encode_tensor(ref[tokens]),
-                    )
-                )
+                put_tensor(request.policy.samples, batch.samples[tokens])
+                put_tensor(request.policy.advantages, batch.advantages[tokens])
+                put_tensor(request.policy.rollout_logprobs, batch.rollout_logprobs[tokens])
+                if old is not None:
+                    put_tensor(request.policy.old_logprobs, old[tokens])
+                if ref is not None:
+                    put_tensor(request.policy.ref_logprobs, ref[tokens])
             case ValueBatch():
-                request.value.CopyFrom(
-                    trainer_pb2.ValueTensors(
-                        values=encode_tensor(batch.values[tokens]),
-                        returns=encode_tensor(batch.returns[tokens]),
-                    )
-                )
+                put_tensor(request.value.values, batch.values[tokens])
+                put_tensor(request.value.returns, batch.returns[tokens])
         yield request
 
 
@@ -595,16 +596,21 @@ def decode_published(message: trainer_pb2.PublishWeightsReply) -> Published:
 
 
 def encode_score_item(item: ScoreItem) -> reward_pb2.ScoreItem:
-    return reward_pb2.ScoreItem(
-        id=str(item.id),
-        prompt=item.prompt,
-        response=item.response,
-        ground_truth=item.ground_truth,
-        data_source=item.data_source,
-        finish_reason=item.finish_reason.value,
-        response_length=item.response_length,
-        extra=item.extra or None,  # an empty one costs as much as all the rest
-    )
+    message = reward_pb2.ScoreItem()
+    put_score_item(message, item)
+    return message
+
+
+def put_score_item(message: reward_pb2.ScoreItem, item: ScoreItem) -> None:
+    message.id = str(item.id)
+    message.prompt = item.prompt
+    message.response = item.response
+    message.ground_truth = item.ground_truth
+    message.data_source = item.data_source
+    message.finish_reason = item.finish_reason.value
+    message.response_length = item.response_length
+    if item.extra:
+        message.extra.update(item.extra)
 
 
 def decode_score_item(message: reward_pb2.ScoreItem) -> ScoreItem:

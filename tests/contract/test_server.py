@@ -287,7 +287,8 @@ async def test_an_epoch_that_ends_while_its_requests_stream_is_refused() -> None
 async def test_a_refusal_reaches_a_caller_that_goes_on_sending() -> None:
     """Refused before the first of its chunks, it has 20 MB to send: what fails then is the sending."""
     refusal = "/atoll.v1.Trainer/ComputeValues: the call has no deadline; set a timeout"
-    chunk = trainer_pb2.ComputeValuesRequest(segments=codec.encode_segments(zeros(500, 1000)))
+    chunk = trainer_pb2.ComputeValuesRequest()
+    codec.put_segments(chunk.segments, zeros(500, 1000))
     async with serving_trainer(FakeTrainer()) as address, grpc.aio.insecure_channel(address) as channel:
         for _ in range(10):
             call = trainer_pb2_grpc.TrainerStub(channel).ComputeValues(iter([chunk] * 10), metadata=[BEARER])
