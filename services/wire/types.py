@@ -166,7 +166,10 @@ class Sample(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return sum([len(node.token_ids) for node in self.nodes])
+        num_tokens = 0
+        for node in self.nodes:
+            num_tokens += len(node.token_ids)
+        return num_tokens
 
     def versions(self) -> set[Version]:
         """The versions that produced its loss-masked tokens."""
@@ -175,8 +178,12 @@ class Sample(NamedTuple):
     @property
     def oldest_number(self) -> int | None:
         """Number of the version that produced its oldest loss-masked token; None where it has none."""
-        numbers = [s.version.number for node in self.nodes for s in node.spans if s.end > s.start]
-        return min(numbers, default=None)
+        oldest: int | None = None
+        for node in self.nodes:
+            for version, start, end in node.spans:
+                if start < end and (oldest is None or version.number < oldest):
+                    oldest = version.number
+        return oldest
 
     def with_rewards(self, rewards: tuple[TurnReward, ...]) -> "Sample":
         return Sample(
