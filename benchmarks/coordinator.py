@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import secrets
 import sys
 import tempfile
@@ -28,7 +29,8 @@ from services.runtime.tokenizer import tokenizer_digest
 
 PROMPT_TOKENS = 128
 PROMPTS = 4096
-MAX_STEPS_BEFORE = 10  # that a measurement leaves out
+MAX_STEPS_BEFORE = 10  # that a measurement of CPU leaves out
+SETTLING = 1.2  # times the samples in flight are trained on before memory is watched: until then they gather
 CHECKPOINT_EVERY = 5  # steps
 OF_A_STEP = ("take", "prepare", "push", "checkpoint")
 AIMED_AT = ("decode", "journal", "grading", "take")  # parts of at most 40 microseconds together
@@ -49,8 +51,8 @@ class Load:
         return max(min(int(2 * self.rate), self.in_flight // 2) // self.group_size, 1)
 
     @property
-    def max_staleness(self) -> int:
-        return max(self.in_flight // (self.prompts_per_step * self.group_size) - 1, 0)
+    def steps_in_flight(self) -> int:
+        return max(self.in_flight // (self.prompts_per_step * self.group_size), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +83,19 @@ def run(
         f"{n:_}_in_flight": measure(replace(load, in_flight=n), seconds) for n in (in_flight, in_flight // 10)
     }
     if memory_seconds:
-        result["memory"] = measure(replace(load, rate=memory_rate), memory_seconds)
+        slow = replace(load, rate=memory_rate)
+        result["memory"] = measure(slow, memory_seconds, math.ceil(SETTLING * slow.steps_in_flight))
     return result
 
 
-def measure(load: Load, seconds: float) -> dict[str, Any]:
+def measure(load: Load, seconds: float, left_out: int | None = None) -> dict[str, Any]:
+    """`left_out`: steps before the first that is measured; None: enough for a steady pace."""
+    if left_out is None:
+        left_out = min(load.steps_in_flight, MAX_STEPS_BEFORE)
     with tempfile.TemporaryDirectory() as folder:
         config = prepared_run(load, Path(folder))
         with embedded(config.folder / "store") as store:
-            return asyncio.run(drive(load, seconds, config, store))
+            return asyncio.run(drive(load, seconds, left_out, config, store))
 
 
 def prepared_run(load: Load, folder: Path) -> RunConfig:
@@ -109,7 +115,7 @@ def prepared_run(load: Load, folder: Path) -> RunConfig:
             "coordinator": {
                 "prompts_per_step": load.prompts_per_step,
                 "samples_per_prompt": load.group_size,
-                "max_staleness": load.max_staleness,
+                "max_staleness": load.steps_in_flight - 1,
             },
             "rollout": {"replicas": load.replicas, "sampling": {"max_new_tokens": load.tokens}},
             "checkpoint": {"every": CHECKPOINT_EVERY},
@@ -121,7 +127,9 @@ def prepared_run(load: Load, folder: Path) -> RunConfig:
     return config
 
 
-async def drive(load: Load, seconds: float, config: RunConfig, store: EmbeddedServer) -> dict[str, Any]:
+async def drive(
+    load: Load, seconds: float, left_out: int, config: RunConfig, store: EmbeddedServer
+) -> dict[str, Any]:
     """Starts everything, leaves out the first steps, measures, and stops the run after a step."""
     readings, token = config.folder / "readings.jsonl", secrets.token_hex(8)
     path = str(config.folder / "config.json")
@@ -145,7 +153,6 @@ async def drive(load: Load, seconds: float, config: RunConfig, store: EmbeddedSe
         serving = asyncio.create_task(fleet.run(load.replicas, load.reward_workers, digest))
         watched = [serving, asyncio.create_task(processes.watch(coordinator))]
         try:
-            left_out = min(load.max_staleness + 1, MAX_STEPS_BEFORE)
             measuring = asyncio.create_task(steps_of(client, fleet, store, left_out, seconds))
             await asyncio.wait([measuring, *watched], return_when=asyncio.FIRST_COMPLETED)
             for task in watched:
