@@ -1,7 +1,8 @@
 """The loop on a trainer that only counts: what happens in which order, what ends it, what it leaves."""
 
 import asyncio
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from services.coordinator.assembly import rows_before
 from services.coordinator.checkpoints import Best
 from services.coordinator.control import State
 from services.coordinator.data import SupervisedSource
-from services.coordinator.dump import dumps, last_dump, read_dump
+from services.coordinator.dump import dumps, last_dump, read_dump, write_dump
 from services.coordinator.source import ReplaySource
 from services.coordinator.supervised import HeldOutSet, SupervisedSteps
 from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
@@ -450,6 +451,22 @@ async def test_rollout_only_dumps_its_groups_and_pushes_nothing(tmp_path: Path) 
     assert run.journal.committed == [1, 2]  # a dump is the checkpoint of its step
     assert last_dump(run.config.folder / "dumps") == (2, Version("a3f0", 0))
     assert [row["critic/score/mean"] for row in run.rows()] == [0.5, 0.5]
+
+
+async def test_a_dump_is_written_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: list[threading.Thread] = []
+
+    def write(folder: Path, step: int, version: Version, groups: Sequence[Group]) -> Path:
+        writers.append(threading.current_thread())
+        return write_dump(folder, step, version, groups)
+
+    monkeypatch.setattr("services.coordinator.steps.write_dump", write)
+    run = FakeRun(tmp_path, {"run": {"steps": 1}, "coordinator": {"dump": True}})
+    await run.run()
+    assert len(writers) == 1
+    assert writers[0] is not threading.main_thread()
 
 
 async def test_a_replay_trains_on_the_batches_of_a_dump(tmp_path: Path) -> None:
