@@ -12,9 +12,9 @@ LOAD = Load(replicas=4, reward_workers=2, rate=200.0, in_flight=200, tokens=16, 
 def test_the_coordinator_benchmark_runs_steps_and_says_what_each_part_costs(tmp_path: Path) -> None:
     config = prepared_run(LOAD, tmp_path)
     with embedded(config.folder / "store") as store:
-        result = asyncio.run(drive(LOAD, 0.5, config, store))
+        result = asyncio.run(drive(LOAD, 0.5, LOAD.steps_in_flight, config, store))
     samples_per_step = LOAD.prompts_per_step * LOAD.group_size
-    assert (LOAD.max_staleness + 1) * samples_per_step == LOAD.in_flight
+    assert LOAD.steps_in_flight * samples_per_step == LOAD.in_flight
     assert result["samples"] % samples_per_step == 0
     parts = result["coordinator_us_by_part"]
     assert sum(parts.values()) == result["coordinator_us"] >= result["decode_journal_grading_take_us"] > 0
