@@ -79,19 +79,18 @@ def run(
 ) -> dict[str, Any]:
     """CPU per sample by part, with `in_flight` samples and with a tenth of them; then memory over time."""
     load = Load(replicas, reward_workers, rate, in_flight, tokens, group_size)
-    result = {
-        f"{n:_}_in_flight": measure(replace(load, in_flight=n), seconds) for n in (in_flight, in_flight // 10)
-    }
+    result = {}
+    for each in (load, replace(load, in_flight=in_flight // 10)):
+        left_out = min(each.steps_in_flight, MAX_STEPS_BEFORE)
+        result[f"{each.in_flight:_}_in_flight"] = measure(each, seconds, left_out)
     if memory_seconds:
         slow = replace(load, rate=memory_rate)
         result["memory"] = measure(slow, memory_seconds, math.ceil(SETTLING * slow.steps_in_flight))
     return result
 
 
-def measure(load: Load, seconds: float, left_out: int | None = None) -> dict[str, Any]:
-    """`left_out`: steps before the first that is measured; None: enough for a steady pace."""
-    if left_out is None:
-        left_out = min(load.steps_in_flight, MAX_STEPS_BEFORE)
+def measure(load: Load, seconds: float, left_out: int) -> dict[str, Any]:
+    """`left_out`: steps before the first that is measured."""
     with tempfile.TemporaryDirectory() as folder:
         config = prepared_run(load, Path(folder))
         with embedded(config.folder / "store") as store:

@@ -10,6 +10,7 @@ import json
 import resource
 import signal
 import sys
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -93,6 +94,8 @@ class Looks:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _collect(self, phase: str, info: dict[str, int]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # whose time is not what is looked at
         if phase == "start":
             self._look(signal.SIGPROF, sys._getframe(1))
         else:

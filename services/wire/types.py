@@ -35,7 +35,7 @@ UInt64 = NDArray[np.uint64]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 
-NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
+NO_TEXTS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class TurnReward(NamedTuple):
     node: int
     value: float
     components: Mapping[str, float]
-    reasons: Mapping[str, str] = NOTHING  # by component, where its grader gave one
+    reasons: Mapping[str, str] = NO_TEXTS  # by component, where its grader gave one
 
 
 class Provenance(NamedTuple):
@@ -310,7 +310,7 @@ class ScoreItem(NamedTuple):
     data_source: str
     finish_reason: FinishReason
     response_length: int  # tokens
-    extra: Mapping[str, str] = NOTHING
+    extra: Mapping[str, str] = NO_TEXTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ class Graded(NamedTuple):
     id: SampleId
     value: float
     components: Mapping[str, float]
-    reasons: Mapping[str, str] = NOTHING  # by component, where its grader gave one
+    reasons: Mapping[str, str] = NO_TEXTS  # by component, where its grader gave one
 
 
 @dataclass(frozen=True, slots=True)

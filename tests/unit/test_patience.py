@@ -55,7 +55,7 @@ def test_a_call_in_which_nothing_happens_is_given_up(progress: Callable[[], Awai
 def test_a_process_that_stood_still_itself_gives_up_no_call() -> None:
     async def scene() -> None:
         waiting = asyncio.create_task(while_it_progresses(lasting(100), growing(), 10))
-        await asyncio.sleep(5.5)  # between two looks
+        await asyncio.sleep(5.5)  # virtual ones: between two looks
         loop = asyncio.get_running_loop()
         assert isinstance(loop, virtual_clock.VirtualClock)
         loop.stand_still(50)
