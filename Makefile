@@ -61,11 +61,11 @@ proto: .venv/installed
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. \
 		--mypy_out=. --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 		--mypy_grpc_out=. --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
-		proto/services/wire/v1/*.proto
+		proto/atoll/wire/v1/*.proto
 
 # tests/unit/test_reference.py checks that this changes nothing, either.
 docs: .venv/installed
-	$(BIN)/python -m services.config.reference > docs/configuration.md
+	$(BIN)/python -m atoll.config.reference > docs/configuration.md
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from services.trainer.batch import plan_microbatches
-from services.wire.types import Segments
+from atoll.trainer.batch import plan_microbatches
+from atoll.wire.types import Segments
 
 LENGTHS = Path(__file__).with_name("lengths.json")
 HOW = (

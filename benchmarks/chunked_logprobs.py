@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from atoll.trainer.losses.logprobs import token_logprobs
 from benchmarks.memory import measured_apart, peak_mib, resident_mib
 from benchmarks.updates import join_alone
-from services.trainer.logprobs import token_logprobs
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TOKENS = 151_936, 256, 16_384
 NAIVE_TOKENS = 1024  # naive would hold 35 GiB at 16,384; it grows in proportion

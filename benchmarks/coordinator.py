@@ -16,16 +16,16 @@ import numpy as np
 import psutil
 from tokenizers import Tokenizer
 
+from atoll.cli.arithmetic import SHAPE, SPECIAL, build_arithmetic
+from atoll.cli.assets import prompt_row, write_model, write_rows
+from atoll.cli.processes import Fleet as Processes
+from atoll.cli.processes import Service, ServiceGroup
+from atoll.config.load import write_resolved
+from atoll.config.schema import RunConfig
+from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.store import EmbeddedServer, embedded
+from atoll.runtime.tokenizer import tokenizer_digest
 from benchmarks.coordinator_fleet import Fleet
-from services.cli.arithmetic import SHAPE, SPECIAL, build_arithmetic
-from services.cli.assets import prompt_row, write_model, write_rows
-from services.cli.processes import Fleet as Processes
-from services.cli.processes import Service, ServiceGroup
-from services.config.load import write_resolved
-from services.config.schema import RunConfig
-from services.runtime.clients import Caller, CoordinatorClient
-from services.runtime.store import EmbeddedServer, embedded
-from services.runtime.tokenizer import tokenizer_digest
 
 PROMPT_TOKENS = 128
 PROMPTS = 4096

@@ -17,13 +17,13 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from services.rollout.generate import MAX_LINGER_S, linger_for
-from services.runtime.clients import MAX_MESSAGE_BYTES, Caller, CoordinatorClient
-from services.runtime.errors import AtollError, ServiceUnavailableError
-from services.runtime.process import new_incarnation
-from services.wire import codec
-from services.wire.types import BOX, Catalog, ServiceEntry
-from services.wire.v1 import reward_pb2, rollout_pb2, trainer_pb2, types_pb2
+from atoll.rollout.generate import MAX_LINGER_S, linger_for
+from atoll.runtime.clients import MAX_MESSAGE_BYTES, Caller, CoordinatorClient
+from atoll.runtime.errors import AtollError, ServiceUnavailableError
+from atoll.runtime.process import new_incarnation
+from atoll.wire import codec
+from atoll.wire.types import BOX, Catalog, ServiceEntry
+from atoll.wire.v1 import reward_pb2, rollout_pb2, trainer_pb2, types_pb2
 
 # Generic in the stubs alone, so these are strings at run time.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -1,7 +1,7 @@
 """The coordinator process, with looks at what its event loop computes: one in 4 ms of CPU time or so.
 
 A look adds the CPU time that the thread took since the last one to the part whose code is innermost on its
-stack. `python -m benchmarks.coordinator_parts READINGS --config ...` runs services.coordinator so, and
+stack. `python -m benchmarks.coordinator_parts READINGS --config ...` runs atoll.coordinator so, and
 appends a line to the file READINGS ten times a second.
 """
 
@@ -17,14 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from services.coordinator.__main__ import main
+from atoll.coordinator.__main__ import main
 
 LOOK_S = 0.001  # of CPU time, or as often as the kernel's clock ticks; a look at an idle loop would wake it
 READING_S = 0.1
 REST = "gRPC and event loop"
 GARBAGE = "garbage collector"  # whoever's work it interrupts
 GRPC = "/grpc/"  # in the path of a file: what it does is gRPC's, whoever called it
-OWN = "/services/"
+OWN = "/atoll/"
 
 # File below services/, function, part: the first line of which file and function begin so counts. Files that
 # are not here, such as runtime/store.py, work for their caller.
@@ -35,34 +35,30 @@ PARTS = (
     ("runtime/clients.py", "Arrival", "decode"),
     ("wire/codec.py", "_check_", "decode"),
     ("wire/codec.py", "encode_forward_backward", "prepare"),
-    ("coordinator/journal", "", "journal"),
-    ("coordinator/ledger", "", "journal"),
-    ("coordinator/grading.py", "", "grading"),
-    ("coordinator/rewards.py", "", "grading"),
-    ("coordinator/score_parts.py", "", "grading"),
+    ("coordinator/journal/checkpoints.py", "", "checkpoint"),
+    ("coordinator/journal/", "", "journal"),
+    ("coordinator/rollouts/grading.py", "", "grading"),
+    ("coordinator/rewards/rewards.py", "", "grading"),
+    ("coordinator/rewards/score_parts.py", "", "grading"),
     ("runtime/clients.py", "RewardClient", "grading"),
-    ("coordinator/groups.py", "PendingGroup.grade", "grading"),
-    ("coordinator/groups.py", "PendingGroup.request", "dispatch"),
-    ("coordinator/groups.py", "PendingGroup._request", "dispatch"),
-    ("coordinator/groups.py", "", "take"),
-    ("coordinator/source.py", "", "take"),
-    ("coordinator/data.py", "", "take"),
-    ("coordinator/calls.py", "Call.accept", "decode"),
-    ("coordinator/calls.py", "", "dispatch"),
-    ("coordinator/generation.py", "", "dispatch"),
-    ("coordinator/replicas.py", "", "dispatch"),
-    ("coordinator/routing.py", "", "dispatch"),
+    ("coordinator/rollouts/groups.py", "PendingGroup.grade", "grading"),
+    ("coordinator/rollouts/groups.py", "PendingGroup.request", "dispatch"),
+    ("coordinator/rollouts/groups.py", "PendingGroup._request", "dispatch"),
+    ("coordinator/rollouts/groups.py", "PendingGroup.work", "dispatch"),
+    ("coordinator/rollouts/groups.py", "", "take"),
+    ("coordinator/rollouts/source.py", "", "take"),
+    ("coordinator/algorithm/filters.py", "", "take"),
+    ("coordinator/data/", "", "take"),
+    ("coordinator/rollouts/calls.py", "Call.accept", "decode"),
+    ("coordinator/rollouts/", "", "dispatch"),
+    ("coordinator/fleet/replicas.py", "", "dispatch"),
+    ("coordinator/fleet/routing.py", "", "dispatch"),
     ("runtime/clients.py", "RolloutClient.generate", "dispatch"),
     ("runtime/clients.py", "TrainerClient.publish", "push"),
     ("runtime/clients.py", "TrainerClient", "prepare"),
     ("runtime/clients.py", "RolloutClient", "push"),
-    ("coordinator/sync.py", "", "push"),
-    ("coordinator/plans.py", "", "push"),
-    ("coordinator/checkpoints.py", "", "checkpoint"),
-    ("coordinator/algorithm.py", "", "prepare"),
-    ("coordinator/experience.py", "", "prepare"),
-    ("coordinator/advantage.py", "", "prepare"),
-    ("coordinator/metrics.py", "", "prepare"),
+    ("coordinator/weight_sync/", "", "push"),
+    ("coordinator/algorithm/", "", "prepare"),
     ("coordinator/loop.py", "", "prepare"),
     ("coordinator/steps.py", "", "prepare"),
     ("coordinator/learners.py", "", "prepare"),

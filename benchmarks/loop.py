@@ -9,12 +9,12 @@ from typing import Any
 
 import psutil
 
-from services.cli import progress
-from services.cli.arithmetic import build_arithmetic
-from services.cli.launcher import launch
-from services.config.load import load
-from services.config.schema import RunConfig
-from services.runtime.clients import RunStatus
+from atoll.cli import progress
+from atoll.cli.arithmetic import build_arithmetic
+from atoll.cli.launcher import launch
+from atoll.config.load import load
+from atoll.config.schema import RunConfig
+from atoll.runtime.clients import RunStatus
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.toml"
 
@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.toml"
 @dataclass(frozen=True, slots=True)
 class Reading:
     wall_s: float
-    cpu_s: dict[str, float]  # by module, such as services.rollout
+    cpu_s: dict[str, float]  # by module, such as atoll.rollout
 
 
 class Stopwatch:
@@ -40,7 +40,7 @@ def cpu_seconds() -> dict[str, float]:
     """Of every process that this one started, threads and their children included."""
     seconds: dict[str, float] = {}
     for process in psutil.Process().children(recursive=True):
-        modules = (word for word in process.cmdline() if word.startswith("services."))
+        modules = (word for word in process.cmdline() if word.startswith("atoll."))
         name = next(modules, process.name())
         times = process.cpu_times()
         seconds[name] = seconds.get(name, 0.0) + times.user + times.system
@@ -85,6 +85,6 @@ def measure(config: RunConfig, steps: int, warmup_steps: int) -> dict[str, Any]:
         "wall_s_per_step": wall_s / steps,
         "cpu_s_per_step": sum(cpu_s.values()) / steps,
         "samples_per_s": samples / wall_s,
-        "coordinator_cpu_us_per_sample": cpu_s["services.coordinator"] / samples * 1e6,
+        "coordinator_cpu_us_per_sample": cpu_s["atoll.coordinator"] / samples * 1e6,
         "cpu_s_per_step_by_process": {name: seconds / steps for name, seconds in cpu_s.items()},
     }

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from atoll.weights.plan import plan
+from atoll.wire import codec
+from atoll.wire.types import BOX, Catalog
 from benchmarks.memory import peak_mib
-from services.weights.plan import plan
-from services.wire import codec
-from services.wire.types import BOX, Catalog
 
 RANKS, TP, PP = 1024, 8, 8
 PART_ELEMENTS = 32 << 20 >> 1  # the default bucket in bfloat16

@@ -16,8 +16,8 @@ from typing import Any
 from math_verify import parse, verify
 from pebble import ProcessExpired, ProcessPool
 
-from services.reward.verifiers.maths import maths, quick
-from services.wire.types import FinishReason, GroupId, SampleId, ScoreItem
+from atoll.reward.verifiers.maths import maths, quick
+from atoll.wire.types import FinishReason, GroupId, SampleId, ScoreItem
 
 PAIRS = Path(__file__).parents[1] / "tests" / "data" / "maths" / "pairs.jsonl"
 DEADLINE_S = 10

@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
-from services.reward.sandbox.base import CHANNEL_FD, Sandbox
-from services.reward.sandbox.host import start_sandbox
-from services.wire.types import Limits, Status
+from atoll.reward.sandbox.base import CHANNEL_FD, Sandbox
+from atoll.reward.sandbox.host import start_sandbox
+from atoll.wire.types import Limits, Status
 
 RUNS = 1000
 HANGING_EVERY = 100

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from services.config.load import TOKEN
-from services.runtime.clients import Caller, RewardClient
-from services.runtime.errors import OverloadedError
-from services.wire.types import FinishReason, GradingError, GroupId, SampleId, ScoreItem
+from atoll.config.load import TOKEN
+from atoll.runtime.clients import Caller, RewardClient
+from atoll.runtime.errors import OverloadedError
+from atoll.wire.types import FinishReason, GradingError, GroupId, SampleId, ScoreItem
 
 CALL = 8  # responses in a call: a group
 SECONDS = 4.0  # of each open-loop measurement
@@ -86,7 +86,7 @@ class Service:
 
 @asynccontextmanager
 async def service(folder: str, reward: dict[str, Any]) -> AsyncIterator[Service]:
-    """`python -m services.reward` as the launcher starts it."""
+    """`python -m atoll.reward` as the launcher starts it."""
     config = {"run": {"name": "bench", "steps": 1}, "model": {"path": "."}, "reward": reward}
     config["data"] = {"train": [{"path": "unused.jsonl"}]}
     path = Path(folder) / "config.json"
@@ -105,7 +105,7 @@ async def service(folder: str, reward: dict[str, Any]) -> AsyncIterator[Service]
 def start(config: Path, token: str) -> tuple[subprocess.Popen[bytes], str]:
     """The process and its address, once it serves."""
     ready, write_end = os.pipe()
-    command = [sys.executable, "-m", "services.reward", "--config", str(config), "--name", "reward-0"]
+    command = [sys.executable, "-m", "atoll.reward", "--config", str(config), "--name", "reward-0"]
     process = subprocess.Popen(
         [*command, "--ready-fd", str(write_end)],
         pass_fds=(write_end,),

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.cli.arithmetic import build_arithmetic
-from services.rollout.engines.local import LocalEngine
-from services.weights.transport import shm
-from services.wire.types import GroupId, GroupRequest, Sampling, Version
+from atoll.cli.arithmetic import build_arithmetic
+from atoll.rollout.engines.local import LocalEngine
+from atoll.weights.transport import shm
+from atoll.wire.types import GroupId, GroupRequest, Sampling, Version
 
 PROMPT_TOKENS, NEW_TOKENS = 6, 8
 FIRST_TOKEN, VOCAB_SIZE = 3, 64  # below: special tokens

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from services.coordinator.routing import Router, Seat, Work
-from services.wire.types import GroupId
+from atoll.coordinator.fleet.routing import Router, Seat, Work
+from atoll.wire.types import GroupId
 
 
 def run(num_groups: int = 10_000, num_replicas: int = 64, prompt_tokens: int = 1200) -> dict[str, Any]:

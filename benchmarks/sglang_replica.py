@@ -8,12 +8,12 @@ import asyncio
 import sys
 from pathlib import Path
 
-from services.config.load import access_token
-from services.config.schema import SGLangConfig
-from services.rollout.engines.sglang.engine import SGLangEngine
-from services.rollout.service import RolloutService
-from services.runtime.server import Server
-from services.wire.types import Version
+from atoll.config.load import access_token
+from atoll.config.schema import SGLangConfig
+from atoll.rollout.engines.sglang.engine import SGLangEngine
+from atoll.rollout.service import RolloutService
+from atoll.runtime.server import Server
+from atoll.wire.types import Version
 
 
 async def main(folder: Path) -> None:

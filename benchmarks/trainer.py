@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from atoll.cli.arithmetic import build_arithmetic
 from benchmarks import balance, chunked_logprobs
 from benchmarks.memory import measured_apart
 from benchmarks.updates import (
@@ -27,7 +28,6 @@ from benchmarks.updates import (
     short_work,
     write_long_tailed_model,
 )
-from services.cli.arithmetic import build_arithmetic
 
 FIRST_ROUNDS = 2  # fill caches and are not counted
 

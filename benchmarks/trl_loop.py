@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from atoll.cli.arithmetic import build_arithmetic
 from benchmarks import loop
-from services.cli.arithmetic import build_arithmetic
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = ROOT / ".venv-trl"

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from atoll.config.schema import OptimizerConfig, ParallelConfig
+from atoll.runtime.model_spec import read_spec
+from atoll.trainer.losses.loss import ppo_clip
+from atoll.trainer.megatron import cpu_compat
+from atoll.trainer.megatron.attention import BACKENDS
+from atoll.trainer.megatron.forward import Budget, Forward
+from atoll.trainer.megatron.hf import load_model
+from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
+from atoll.trainer.objective import PolicyObjective, PolicySettings
+from atoll.trainer.step import Learner
+from atoll.wire.types import PolicyBatch, Segments, StepKey
 from benchmarks.memory import peak_mib, resident_mib
-from services.config.schema import OptimizerConfig, ParallelConfig
-from services.runtime.model_spec import read_spec
-from services.trainer import cpu_compat
-from services.trainer.attention import BACKENDS
-from services.trainer.forward import Budget, Forward
-from services.trainer.hf import load_model
-from services.trainer.loss import ppo_clip
-from services.trainer.model import ModelSettings, initialize_parallel
-from services.trainer.objective import PolicyObjective, PolicySettings
-from services.trainer.step import Learner
-from services.wire.types import PolicyBatch, Segments, StepKey
 
 FIRST_TOKEN = 3  # below: special tokens
 CLIP = 0.2

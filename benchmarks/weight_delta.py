@@ -19,20 +19,20 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from atoll.config.schema import OptimizerConfig
+from atoll.runtime.model_spec import read_spec
+from atoll.trainer.losses.loss import ppo_clip
+from atoll.trainer.megatron import cpu_compat
+from atoll.trainer.megatron.attention import BACKENDS
+from atoll.trainer.megatron.forward import Forward
+from atoll.trainer.megatron.hf import load_model
+from atoll.trainer.megatron.model import ModelSettings
+from atoll.trainer.megatron.shards import catalog
+from atoll.trainer.objective import PolicyObjective, PolicySettings
+from atoll.trainer.step import Learner
+from atoll.weights.delta import decode, encode
+from atoll.wire.types import PolicyBatch, StepKey
 from benchmarks.updates import BUDGET, CLIP, join_alone, short_work, to_batch
-from services.config.schema import OptimizerConfig
-from services.runtime.model_spec import read_spec
-from services.trainer import cpu_compat
-from services.trainer.attention import BACKENDS
-from services.trainer.forward import Forward
-from services.trainer.hf import load_model
-from services.trainer.loss import ppo_clip
-from services.trainer.model import ModelSettings
-from services.trainer.objective import PolicyObjective, PolicySettings
-from services.trainer.shards import catalog
-from services.trainer.step import Learner
-from services.weights.delta import decode, encode
-from services.wire.types import PolicyBatch, StepKey
 
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 STEPS = (1, 10)  # AdamW's first moves every weight by the learning rate; later ones by less

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.rollout.refit import Refit
-from services.trainer.publish import Publisher
-from services.weights.plan import plan
-from services.weights.transport.base import open_receiver, open_sender
-from services.wire.types import BOX, Catalog, Membership, Plan, Published, StreamManifest, Version
+from atoll.rollout.refit import Refit
+from atoll.trainer.publish import Publisher
+from atoll.weights.plan import plan
+from atoll.weights.transport.base import open_receiver, open_sender
+from atoll.wire.types import BOX, Catalog, Membership, Plan, Published, StreamManifest, Version
 
 NUM_TENSORS, ROWS, COLUMNS = 339, 1080, 2048  # of float32: 3.0 GB
 PART_ELEMENTS = 256 << 20  # 1 GiB: three rounds

@@ -21,16 +21,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from services.config.schema import WeightsSection
-from services.coordinator.canary import Canary
-from services.coordinator.replicas import Replica, Replicas
-from services.coordinator.sync import WeightSync
-from services.rollout.refit import Refit
-from services.runtime.clients import Caller, RolloutClient, RolloutInfo, TrainerClient, TrainerInfo
-from services.trainer.publish import Publisher
-from services.weights.transport import shm
-from services.weights.transport.base import open_receiver, open_sender
-from services.wire.types import (
+from atoll.config.schema import WeightsSection
+from atoll.coordinator.fleet.replicas import Replica, Replicas
+from atoll.coordinator.weight_sync.canary import Canary
+from atoll.coordinator.weight_sync.sync import WeightSync
+from atoll.rollout.refit import Refit
+from atoll.runtime.clients import Caller, RolloutClient, RolloutInfo, TrainerClient, TrainerInfo
+from atoll.trainer.publish import Publisher
+from atoll.weights.transport import shm
+from atoll.weights.transport.base import open_receiver, open_sender
+from atoll.wire.types import (
     BOX,
     Catalog,
     Membership,

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from atoll.cli.arithmetic import build_arithmetic
+from atoll.cli.plan_weights import trainer_catalogs
+from atoll.config.load import TOKEN
+from atoll.config.schema import ParallelConfig
+from atoll.runtime.clients import Caller, RolloutClient
+from atoll.runtime.model_spec import read_spec
 from benchmarks.weight_push import Pusher, Worker, Writer, flat, interleaved
-from services.cli.arithmetic import build_arithmetic
-from services.cli.plan_weights import trainer_catalogs
-from services.config.load import TOKEN
-from services.config.schema import ParallelConfig
-from services.runtime.clients import Caller, RolloutClient
-from services.runtime.model_spec import read_spec
 
 PYTHON = Path(".venv-sglang/bin/python")  # made by `make test-sglang`
 MODEL = Qwen3Config(

@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from services.cli.plan_weights import replica_catalogs, trainer_catalogs
-from services.config.schema import ParallelConfig
-from services.rollout.refit import Refit
-from services.runtime.model_spec import ModelSpec
-from services.trainer.publish import Publisher
-from services.weights.plan import plan
-from services.weights.transport import shm
-from services.wire.types import Catalog, Membership, Version
+from atoll.cli.plan_weights import replica_catalogs, trainer_catalogs
+from atoll.config.schema import ParallelConfig
+from atoll.rollout.refit import Refit
+from atoll.runtime.model_spec import ModelSpec
+from atoll.trainer.publish import Publisher
+from atoll.weights.plan import plan
+from atoll.weights.transport import shm
+from atoll.wire.types import Catalog, Membership, Version
 
 SPEC = ModelSpec(
     vocab_size=8192,

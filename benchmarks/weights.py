@@ -6,12 +6,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from atoll.cli import progress
+from atoll.cli.arithmetic import build_arithmetic
+from atoll.cli.launcher import launch
 from benchmarks import plan_scale, weight_delta, weight_push, weight_sglang, weight_shards
 from benchmarks.loop import benchmark_config
 from benchmarks.weight_push import Setting
-from services.cli import progress
-from services.cli.arithmetic import build_arithmetic
-from services.cli.launcher import launch
 
 SETTINGS = {
     "local": Setting(),

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.coordinator.advantage import Estimate, Trajectories
-from services.wire.types import Grade, Group, ScoreItem
+from atoll.coordinator.algorithm.advantage import Estimate, Trajectories
+from atoll.wire.types import Grade, Group, ScoreItem
 
 if TYPE_CHECKING:  # the coordinator and the reward service run without torch
     from torch import Tensor
 
-    from services.trainer.loss import PolicyTokens
+    from atoll.trainer.losses.loss import PolicyTokens
 
 
 def close(item: ScoreItem, *, tolerance: int = 10) -> float | Grade:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from services.config.mode_rules import UNREAD
-from services.config.schema import RunConfig
-from services.coordinator.groups import PendingGroup
-from services.runtime.clients import Arrival
-from services.runtime.model_spec import ModelSpec
-from services.wire import codec
-from services.wire.types import (
+from atoll.config.mode_rules import UNREAD
+from atoll.config.schema import RunConfig
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.runtime.clients import Arrival
+from atoll.runtime.model_spec import ModelSpec
+from atoll.wire import codec
+from atoll.wire.types import (
     FinishReason,
     Group,
     GroupId,

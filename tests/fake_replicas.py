@@ -4,10 +4,10 @@ from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from services.coordinator.generation import Generation
-from services.coordinator.replicas import Replica, Replicas
-from services.runtime.clients import Caller
-from services.wire.types import Graded, ScoreItem, ServiceEntry, Version
+from atoll.coordinator.fleet.replicas import Replica, Replicas
+from atoll.coordinator.rollouts.generation import Generation
+from atoll.runtime.clients import Caller
+from atoll.wire.types import Graded, ScoreItem, ServiceEntry, Version
 from tests.fake_rewards import rewards_of
 
 V3 = Version("run", 3)  # that all of them have committed

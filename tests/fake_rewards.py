@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from services.coordinator.rewards import Rewards
-from services.runtime.clients import RewardInfo
-from services.wire.types import Graded, GradingError, SampleId, ScoreItem, Verdict
+from atoll.coordinator.rewards.rewards import Rewards
+from atoll.runtime.clients import RewardInfo
+from atoll.wire.types import Graded, GradingError, SampleId, ScoreItem, Verdict
 from tests.fake_servers import now
 
 MAX_QUEUED = 1024

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.coordinator.servers import Servers
-from services.coordinator.terms import Terms
-from services.external.addresses import Addresses
-from services.runtime.errors import AtollError
-from services.wire.types import (
+from atoll.coordinator.rewards.servers import Servers
+from atoll.coordinator.rewards.terms import Terms
+from atoll.external.addresses import Addresses
+from atoll.runtime.errors import AtollError
+from atoll.wire.types import (
     ExternalServer,
     FinishReason,
     Graded,

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from services.coordinator.algorithm import Algorithm
-from services.coordinator.beside import Beside
-from services.coordinator.checkpoints import Checkpoints
-from services.coordinator.control import Control
-from services.coordinator.groups import NOTHING
-from services.coordinator.learners import Learners
-from services.coordinator.loop import Loop, Parts, Settings, Start
-from services.coordinator.steps import GroupSteps, NoRecipe, StepSource
-from services.coordinator.warmup import NoWarmUp, WarmUp
-from services.runtime.errors import UserError
-from services.runtime.telemetry import MetricsFile
-from services.wire.types import Batch, Group, SampleId, Segments, StepKey, Version, Written
+from atoll.coordinator.algorithm.algorithm import Algorithm
+from atoll.coordinator.algorithm.filters import NOTHING
+from atoll.coordinator.beside import Beside
+from atoll.coordinator.control import Control
+from atoll.coordinator.journal.checkpoints import Checkpoints
+from atoll.coordinator.learners import Learners
+from atoll.coordinator.loop import Loop, Parts, Settings, Start
+from atoll.coordinator.steps import GroupSteps, NoRecipe, StepSource
+from atoll.coordinator.warmup import NoWarmUp, WarmUp
+from atoll.runtime.errors import UserError
+from atoll.runtime.telemetry import MetricsFile
+from atoll.wire.types import Batch, Group, SampleId, Segments, StepKey, Version, Written
 from tests.builders import group, node, run_config, sample, sample_id
 
 Event = tuple[Any, ...]

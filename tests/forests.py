@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.attention import BACKENDS
-from services.trainer.context import ContextSplit
-from services.wire.types import Segments
+from atoll.trainer.megatron.attention import BACKENDS
+from atoll.trainer.megatron.context import ContextSplit
+from atoll.wire.types import Segments
 
 
 def forest(lengths: list[int], parents: list[int]) -> Segments:

@@ -2,17 +2,22 @@
 
 from pathlib import Path
 
-from services.config.schema import OptimizerConfig
-from services.runtime.model_spec import read_spec, with_value_head
-from services.trainer import cpu_compat
-from services.trainer.attention import BACKENDS
-from services.trainer.forward import Budget, Forward
-from services.trainer.hf import load_model
-from services.trainer.loss import ppo_clip
-from services.trainer.model import ModelSettings
-from services.trainer.objective import PolicyObjective, PolicySettings, SupervisedObjective, ValueObjective
-from services.trainer.step import Learner
-from services.wire.types import PolicyBatch, SupervisedBatch, ValueBatch
+from atoll.config.schema import OptimizerConfig
+from atoll.runtime.model_spec import read_spec, with_value_head
+from atoll.trainer.losses.loss import ppo_clip
+from atoll.trainer.megatron import cpu_compat
+from atoll.trainer.megatron.attention import BACKENDS
+from atoll.trainer.megatron.forward import Budget, Forward
+from atoll.trainer.megatron.hf import load_model
+from atoll.trainer.megatron.model import ModelSettings
+from atoll.trainer.objective import (
+    PolicyObjective,
+    PolicySettings,
+    SupervisedObjective,
+    ValueObjective,
+)
+from atoll.trainer.step import Learner
+from atoll.wire.types import PolicyBatch, SupervisedBatch, ValueBatch
 
 PPO = PolicySettings(ppo_clip)
 PLAIN = ModelSettings()

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.config.schema import OptimizerConfig
-from services.trainer.batch import select, take
-from services.trainer.loss import ppo_clip
-from services.trainer.objective import PolicySettings
-from services.trainer.step import Learner
-from services.wire.types import PolicyBatch, Segments, StepKey
+from atoll.config.schema import OptimizerConfig
+from atoll.trainer.batch import select, take
+from atoll.trainer.losses.loss import ppo_clip
+from atoll.trainer.objective import PolicySettings
+from atoll.trainer.step import Learner
+from atoll.wire.types import PolicyBatch, Segments, StepKey
 
 TEMPERATURE = 0.8
 PPO = PolicySettings(partial(ppo_clip, clip_low=0.2, clip_high=0.28))

@@ -1,6 +1,6 @@
 """What a weight push from a trainer fleet to rollout processes must hold, whatever their engines.
 
-The trainer is a fleet of real ranks, replicas are processes of `services.rollout`, all calls go over gRPC;
+The trainer is a fleet of real ranks, replicas are processes of `atoll.rollout`, all calls go over gRPC;
 what replicas compute is compared with transformers on what the trainer itself writes to disk.
 """
 
@@ -23,16 +23,16 @@ import xxhash
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.config.load import write_resolved
-from services.config.schema import ParallelConfig, WeightsSection
-from services.coordinator.canary import Canary
-from services.coordinator.generation import Generation
-from services.coordinator.groups import PendingGroup
-from services.coordinator.push_report import PushReport
-from services.coordinator.replicas import Replica, Replicas
-from services.coordinator.sync import WeightSync
-from services.runtime.clients import TrainerClient
-from services.wire.types import (
+from atoll.config.load import write_resolved
+from atoll.config.schema import ParallelConfig, WeightsSection
+from atoll.coordinator.fleet.replicas import Replica, Replicas
+from atoll.coordinator.rollouts.generation import Generation
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.weight_sync.canary import Canary
+from atoll.coordinator.weight_sync.push_report import PushReport
+from atoll.coordinator.weight_sync.sync import WeightSync
+from atoll.runtime.clients import TrainerClient
+from atoll.wire.types import (
     Float32,
     GroupId,
     GroupRequest,
@@ -93,7 +93,7 @@ class Rollouts:
         path = self._folder / f"{name}.json"
         write_resolved(config, path)
         ready, write_end = os.pipe()
-        command = [config.rollout.python or sys.executable, "-m", "services.rollout", "--config", path]
+        command = [config.rollout.python or sys.executable, "-m", "atoll.rollout", "--config", path]
         with (self._folder / f"{name}.log").open("ab") as log:
             self.by_name[name] = subprocess.Popen(
                 [*command, "--name", name, "--ready-fd", str(write_end)],

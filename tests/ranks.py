@@ -18,9 +18,9 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
-from services.runtime.ports import reserved_port
+from atoll.runtime.ports import reserved_port
 
-PRELOADED = ("tests.learners", "tests.plain_loop", "services.trainer.checkpoint", "transformers.generation")
+PRELOADED = ("tests.learners", "tests.plain_loop", "atoll.trainer.checkpoint", "transformers.generation")
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240) -> list[Any]:

@@ -1,6 +1,6 @@
 """A response to grade, as tests of external servers send it."""
 
-from services.wire.types import FinishReason, GroupId, SampleId, ScoreItem
+from atoll.wire.types import FinishReason, GroupId, SampleId, ScoreItem
 
 
 def item(index: int = 0, response: str = "46", **extra: str) -> ScoreItem:

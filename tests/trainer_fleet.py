@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from services.config.load import write_resolved
-from services.config.schema import ParallelConfig
-from services.runtime.clients import TrainerClient
-from services.runtime.ports import reserved_port
-from services.wire.types import PolicyBatch, Segments, StepKey
+from atoll.config.load import write_resolved
+from atoll.config.schema import ParallelConfig
+from atoll.runtime.clients import TrainerClient
+from atoll.runtime.ports import reserved_port
+from atoll.wire.types import PolicyBatch, Segments, StepKey
 from tests.builders import run_config
 
 TEMPERATURE = 0.5
@@ -53,7 +53,7 @@ def fleet(
                 ranks.append(
                     subprocess.Popen(
                         [
-                            *(sys.executable, "-m", "services.trainer", "--config", folder / "config.json"),
+                            *(sys.executable, "-m", "atoll.trainer", "--config", folder / "config.json"),
                             *("--role", role, "--name", f"{role}-{rank}"),
                             *("--ready-fd", str(write_end)),
                         ],

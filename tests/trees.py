@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.wire.types import Segments
+from atoll.wire.types import Segments
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from services.wire.types import Float32
+from atoll.wire.types import Float32
 
 _ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

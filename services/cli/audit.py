@@ -1,6 +1,6 @@
 """`atoll audit`: what became of every sample that a run issued, recomputed from its ledger and its dumps.
 
-It replays the events of runs/NAME/ledger.jsonl (services/coordinator/ledger.py) on tables of its own, one
+It replays the events of runs/NAME/ledger.jsonl (coordinator/journal/ledger.py) on tables of its own, one
 set for each lineage, and shares no code with the journal, whose mistakes it is to find.
 """
 
@@ -13,9 +13,9 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from services.coordinator.dump import read_dump
-from services.coordinator.ledger import LEDGER
-from services.runtime.errors import UserError
+from atoll.coordinator.journal.dump import read_dump
+from atoll.coordinator.journal.ledger import LEDGER
+from atoll.runtime.errors import UserError
 
 Event = dict[str, Any]
 SHOWN = 20  # samples named in one finding

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from services.runtime.errors import UserError
+from atoll.runtime.errors import UserError
 
 CHECKOUT = Path(__file__).parents[2]
 

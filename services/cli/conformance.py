@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from services.cli import servers
-from services.config.load import secret
-from services.external.conformance import Check, conformance
-from services.runtime.errors import UserError
-from services.wire.types import ExternalServer, FinishReason, GroupId, SampleId, ScoreItem
+from atoll.cli import servers
+from atoll.config.load import secret
+from atoll.external.conformance import Check, conformance
+from atoll.runtime.errors import UserError
+from atoll.wire.types import ExternalServer, FinishReason, GroupId, SampleId, ScoreItem
 
 EXIT_FAILED = 1
 

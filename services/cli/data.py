@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.task == "arithmetic":
-        from services.cli.arithmetic import build_arithmetic
+        from atoll.cli.arithmetic import build_arithmetic
 
         build_arithmetic(arguments.out, arguments.seed, arguments.digits)
     else:
-        from services.cli.gsm8k import build_gsm8k
+        from atoll.cli.gsm8k import build_gsm8k
 
         build_gsm8k(arguments.source, arguments.out, arguments.seed)
     for path in sorted(arguments.out.iterdir()):

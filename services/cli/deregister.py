@@ -3,9 +3,9 @@
 import argparse
 import asyncio
 
-from services.cli import running
-from services.cli.servers import KINDS
-from services.runtime.errors import UserError
+from atoll.cli import running
+from atoll.cli.servers import KINDS
+from atoll.runtime.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -95,13 +95,13 @@ def packages() -> Iterator[Finding]:
 
 def rollout_environment(path: Path) -> Finding:
     """Does the interpreter of a run's replicas import their engine?"""
-    from services.config.load import load
+    from atoll.config.load import load
 
     rollout = load(path).rollout
     interpreter = str(rollout.python or sys.executable)
     module, extra = {"local": ("torch", "cpu"), "sglang": ("sglang", "rollout")}[rollout.engine]
     what = f"engine {rollout.engine}"
-    command = [interpreter, "-c", f"import services.rollout.generate, {module}"]
+    command = [interpreter, "-c", f"import atoll.rollout.generate, {module}"]
     try:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
@@ -162,8 +162,8 @@ async def sandbox() -> Finding:
     """Where reward services run what models write: the sandbox starts, and is attacked, as it is there."""
     advice = "only the graders code and data_source, and tools of agents, need it: docs/rewards.md"
     try:
-        from services.reward.sandbox.host import start_sandbox
-        from services.runtime.errors import AtollError
+        from atoll.reward.sandbox.host import start_sandbox
+        from atoll.runtime.errors import AtollError
     except ImportError as error:
         return Finding("sandbox", str(error), State.WARNING, INSTALL)
     try:

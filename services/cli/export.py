@@ -4,14 +4,14 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from services.cli.launcher import first_of, ranks_of
-from services.cli.processes import Fleet
-from services.cli.tokens import Tokens
-from services.config.load import read_resolved
-from services.config.schema import RunConfig
-from services.coordinator.checkpoints import ACTOR, Checkpoints
-from services.runtime.clients import Caller, TrainerClient
-from services.runtime.errors import UserError
+from atoll.cli.launcher import first_of, ranks_of
+from atoll.cli.processes import Fleet
+from atoll.cli.tokens import Tokens
+from atoll.config.load import read_resolved
+from atoll.config.schema import RunConfig
+from atoll.coordinator.journal.checkpoints import ACTOR, Checkpoints
+from atoll.runtime.clients import Caller, TrainerClient
+from atoll.runtime.errors import UserError
 
 FENCE = 1  # no coordinator ever gives this fleet orders
 

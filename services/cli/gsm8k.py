@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from services.cli.assets import ModelShape, SpecialTokens, prompt_row, warmup_row, write_model, write_rows
-from services.reward.verifiers.gsm8k import extract_answer
-from services.runtime.errors import UserError
+from atoll.cli.assets import ModelShape, SpecialTokens, prompt_row, warmup_row, write_model, write_rows
+from atoll.reward.verifiers.gsm8k import extract_answer
+from atoll.runtime.errors import UserError
 
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from services.cli import tokens
-from services.cli.processes import Fleet, Service, ServiceGroup
-from services.cli.tokens import Tokens
-from services.config.load import write_private, write_resolved
-from services.config.schema import Role, RunConfig
-from services.runtime.clients import Caller, CoordinatorClient
-from services.runtime.errors import ServiceUnavailableError, UserError
-from services.runtime.store import embedded
+from atoll.cli import tokens
+from atoll.cli.processes import Fleet, Service, ServiceGroup
+from atoll.cli.tokens import Tokens
+from atoll.config.load import write_private, write_resolved
+from atoll.config.schema import Role, RunConfig
+from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.runtime.store import embedded
 
 _log = logging.getLogger(__name__)
 
@@ -265,4 +265,4 @@ async def first_of(*coroutines: Coroutine[None, None, None]) -> None:
 def _command(role: str, config: RunConfig, *arguments: str) -> tuple[str, ...]:
     python = config.rollout.python if role == "rollout" else None
     path = config.folder / "config.json"
-    return (str(python or sys.executable), "-m", f"services.{role}", "--config", str(path), *arguments)
+    return (str(python or sys.executable), "-m", f"atoll.{role}", "--config", str(path), *arguments)

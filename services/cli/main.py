@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name in argv[:1]:
-            command = importlib.import_module(f"services.cli.{name}")
+            command = importlib.import_module(f"atoll.cli.{name}")
             command.add_arguments(subparser)
     arguments = parser.parse_args(argv)
     try:
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_for_the_user(error: Exception) -> bool:
     """Whether the message says all; anything else is a defect and deserves its traceback."""
-    from services.config.errors import ConfigError  # here, since `--help` and `doctor` do without
-    from services.runtime.errors import AtollError
+    from atoll.config.errors import ConfigError  # here, since `--help` and `doctor` do without
+    from atoll.runtime.errors import AtollError
 
     return isinstance(error, ConfigError | AtollError)
 

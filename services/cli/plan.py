@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from services.config.load import load
-from services.config.schema import (
+from atoll.config.load import load
+from atoll.config.schema import (
     CriticSection,
     ReferenceSection,
     Role,
@@ -20,9 +20,9 @@ from services.config.schema import (
     ScorerSection,
     TrainerSection,
 )
-from services.runtime.errors import UserError
-from services.runtime.memory import BYTES, Memory, host_memory, rank_memory
-from services.runtime.model_spec import ModelSpec, read_spec, with_value_head
+from atoll.runtime.errors import UserError
+from atoll.runtime.memory import BYTES, Memory, host_memory, rank_memory
+from atoll.runtime.model_spec import ModelSpec, read_spec, with_value_head
 
 GIB = 1 << 30
 EXIT_DOES_NOT_FIT = 1
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Returns 1 where a device needs more than it has."""
     if arguments.weights:
-        from services.cli.plan_weights import show
+        from atoll.cli.plan_weights import show
 
         show(load(arguments.config, arguments.overrides) if arguments.config else None, arguments.json)
         return 0

@@ -4,15 +4,15 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from services.config.schema import ParallelConfig, RunConfig, WeightsSection
-from services.rollout.engines.sglang.parameters import parameters
-from services.runtime.memory import BYTES
-from services.runtime.model_spec import Experts, ModelSpec, check_layout, read_spec
-from services.trainer.names import Chunk, pieces
-from services.weights.estimate import estimate
-from services.weights.pieces import Piece, catalog_of
-from services.weights.plan import plan
-from services.wire.types import Catalog
+from atoll.config.schema import ParallelConfig, RunConfig, WeightsSection
+from atoll.rollout.engines.sglang.parameters import parameters
+from atoll.runtime.memory import BYTES
+from atoll.runtime.model_spec import Experts, ModelSpec, check_layout, read_spec
+from atoll.trainer.megatron.names import Chunk, pieces
+from atoll.weights.estimate import estimate
+from atoll.weights.pieces import Piece, catalog_of
+from atoll.weights.plan import plan
+from atoll.wire.types import Catalog
 
 ROUND_S = 1e-3  # of calls to trainer and replica, which no link's speed shortens: measured on one host
 REACHED = 0.8  # of a link's nominal speed, by messages of some MiB
@@ -158,7 +158,7 @@ def row(case: Case) -> Row:
 
 
 def trainer_catalogs(spec: ModelSpec, parallel: ParallelConfig) -> list[Catalog]:
-    """What each rank will hold, as services/trainer/shards.py finds it in the built model.
+    """What each rank will hold, as services/trainer/megatron/shards.py finds it in the built model.
 
     Megatron numbers ranks tensor first, pipeline last, and experts over all ranks of a stage.
     """

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-from services.runtime.deaths import Deaths
-from services.runtime.errors import AtollError
-from services.runtime.ports import reserved_port
-from services.runtime.process import EXIT_GAVE_UP, EXIT_RANK_LOST
-from services.runtime.tether import tethered
+from atoll.runtime.deaths import Deaths
+from atoll.runtime.errors import AtollError
+from atoll.runtime.ports import reserved_port
+from atoll.runtime.process import EXIT_GAVE_UP, EXIT_RANK_LOST
+from atoll.runtime.tether import tethered
 
 _log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from services.runtime.clients import CoordinatorClient, RunStatus
-from services.runtime.errors import ServiceUnavailableError
-from services.wire.types import ServerHealth
+from atoll.runtime.clients import CoordinatorClient, RunStatus
+from atoll.runtime.errors import ServiceUnavailableError
+from atoll.wire.types import ServerHealth
 
 LINE_EVERY_S = 1.0
 

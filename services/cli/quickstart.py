@@ -4,9 +4,9 @@ import argparse
 import time
 from pathlib import Path
 
-from services.cli.arithmetic import build_arithmetic
-from services.cli.run import follow_to_end
-from services.config.load import load
+from atoll.cli.arithmetic import build_arithmetic
+from atoll.cli.run import follow_to_end
+from atoll.config.load import load
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic.toml"
 ASSETS = Path("runs/data/arithmetic")  # where the example looks for them

@@ -3,8 +3,8 @@
 import argparse
 import asyncio
 
-from services.cli import running, servers
-from services.wire.types import ExternalServer
+from atoll.cli import running, servers
+from atoll.wire.types import ExternalServer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,9 +3,9 @@
 import argparse
 import asyncio
 
-from services.cli import running
-from services.runtime.clients import RewardClient
-from services.runtime.errors import UserError
+from atoll.cli import running
+from atoll.runtime.clients import RewardClient
+from atoll.runtime.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

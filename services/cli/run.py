@@ -4,11 +4,11 @@ import argparse
 import json
 from pathlib import Path
 
-from services.cli import progress
-from services.cli.launcher import launch
-from services.cli.main import EXIT_INTERRUPTED
-from services.config.load import load
-from services.config.schema import RunConfig
+from atoll.cli import progress
+from atoll.cli.launcher import launch
+from atoll.cli.main import EXIT_INTERRUPTED
+from atoll.config.load import load
+from atoll.config.schema import RunConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.cli.launcher import ADDRESS_FILE
-from services.cli.tokens import OPERATOR_TOKEN_FILE, TOKEN_FILE
-from services.config.load import OPERATOR_TOKEN, TOKEN, access_token, given_token
-from services.config.schema import RunSection
-from services.runtime.clients import Caller, CoordinatorClient
-from services.runtime.errors import UserError
+from atoll.cli.launcher import ADDRESS_FILE
+from atoll.cli.tokens import OPERATOR_TOKEN_FILE, TOKEN_FILE
+from atoll.config.load import OPERATOR_TOKEN, TOKEN, access_token, given_token
+from atoll.config.schema import RunSection
+from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.errors import UserError
 
 RUNS = RunSection.model_fields["dir"].default
 

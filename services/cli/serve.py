@@ -16,5 +16,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    command = [sys.executable, "-m", f"services.{arguments.role}", *arguments.arguments]
+    command = [sys.executable, "-m", f"atoll.{arguments.role}", *arguments.arguments]
     os.execv(sys.executable, command)

@@ -3,9 +3,9 @@
 import argparse
 from typing import get_args
 
-from services.config.schema import ServerConfig
-from services.runtime.errors import UserError
-from services.wire.types import ExternalServer
+from atoll.config.schema import ServerConfig
+from atoll.runtime.errors import UserError
+from atoll.wire.types import ExternalServer
 
 FIELDS = ServerConfig.model_fields
 KINDS = get_args(FIELDS["kind"].annotation)

@@ -6,10 +6,10 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from services.cli import progress, running
-from services.cli.launcher import ADDRESS_FILE
-from services.runtime.clients import RunStatus
-from services.runtime.errors import ServiceUnavailableError, UserError
+from atoll.cli import progress, running
+from atoll.cli.launcher import ADDRESS_FILE
+from atoll.runtime.clients import RunStatus
+from atoll.runtime.errors import ServiceUnavailableError, UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from services.config.load import OPERATOR_TOKEN, TOKEN, given_token, write_private
+from atoll.config.load import OPERATOR_TOKEN, TOKEN, given_token, write_private
 
 TOKEN_FILE: Final = "coordinator.token"
 OPERATOR_TOKEN_FILE: Final = "operator.token"

@@ -15,10 +15,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.config.errors import ConfigError
+from atoll.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from services.config.schema import FunctionConfig
+    from atoll.config.schema import FunctionConfig
 
 PACKAGE = Path(__file__).parents[2]
 
@@ -38,27 +38,27 @@ class Kind:
 
 ADVANTAGE = Kind(
     "algorithm.advantage",
-    "services/coordinator/advantage.py",
+    "atoll/coordinator/algorithm/advantage.py",
     "ADVANTAGES",
     "(trajectories: Trajectories, *, ...) -> Estimate",
 )
 LOSS = Kind(
     "algorithm.loss",
-    "services/trainer/loss.py",
+    "atoll/trainer/losses/loss.py",
     "LOSSES",
     "(tokens: PolicyTokens, *, ...) -> tuple[Tensor, dict[str, Tensor]]",
 )
 FILTER = Kind(
-    "algorithm.filter", "services/coordinator/groups.py", "FILTERS", "(group: Group, *, ...) -> bool"
+    "algorithm.filter", "atoll/coordinator/algorithm/filters.py", "FILTERS", "(group: Group, *, ...) -> bool"
 )
 REWEIGHT = Kind(
     "algorithm.reweight",
-    "services/coordinator/reweight.py",
+    "atoll/coordinator/algorithm/reweight.py",
     "REWEIGHTS",
     "(scores: NDArray, *, ...) -> NDArray",
 )
 GRADER = Kind(
-    "reward.graders", "services/reward/score.py", "GRADERS", "(item: ScoreItem, *, ...) -> float | Grade"
+    "reward.graders", "atoll/reward/score.py", "GRADERS", "(item: ScoreItem, *, ...) -> float | Grade"
 )
 
 
@@ -272,7 +272,7 @@ def _imported(module: ast.Module) -> dict[str, Definition]:
     return {
         alias.name: definition
         for node in module.body
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("services.")
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("atoll.")
         for alias in node.names
         if (definition := _definition(node.module, alias.name)) is not None
     }

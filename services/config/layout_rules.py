@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.config.schema import ParallelConfig, RunConfig
+    from atoll.config.schema import ParallelConfig, RunConfig
 
 
 def _each_layout_is_one(config: "RunConfig") -> str | None:

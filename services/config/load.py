@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from services.config import functions
-from services.config.errors import ConfigError
-from services.config.schema import RunConfig
+from atoll.config import functions
+from atoll.config.errors import ConfigError
+from atoll.config.schema import RunConfig
 
 Tree = dict[str, typing.Any]
 

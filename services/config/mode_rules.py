@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pydantic import BaseModel
 
 if TYPE_CHECKING:
-    from services.config.schema import RunConfig
+    from atoll.config.schema import RunConfig
 
 _OTHER_MODELS = ("cost_critic", "cost_model", "critic", "reference", "reward_model")
 

@@ -8,8 +8,8 @@ from typing import get_args, get_origin
 
 from pydantic import BaseModel
 
-from services.config.functions import built_in
-from services.config.schema import FunctionConfig, RunConfig
+from atoll.config.functions import built_in
+from atoll.config.schema import FunctionConfig, RunConfig
 
 HEAD = """# Configuration
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from services.config.mode_rules import is_changed
+from atoll.config.mode_rules import is_changed
 
 if TYPE_CHECKING:
-    from services.config.schema import RunConfig
+    from atoll.config.schema import RunConfig
 
 
 def _the_engine_reads_its_table(config: "RunConfig") -> str | None:

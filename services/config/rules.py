@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from services.config import functions, layout_rules, mode_rules, rollout_rules, training_rules, weight_rules
+from atoll.config import functions, layout_rules, mode_rules, rollout_rules, training_rules, weight_rules
 
 if TYPE_CHECKING:
-    from services.config.schema import RunConfig
+    from atoll.config.schema import RunConfig
 
 GROUP_RELATIVE = (
     "grpo",

@@ -19,8 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from services.config import functions
-from services.config.rules import violations
+from atoll.config import functions
+from atoll.config.rules import violations
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 Probability = Annotated[float, Field(gt=0, le=1)]

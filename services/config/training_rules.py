@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.config.schema import RunConfig
+    from atoll.config.schema import RunConfig
 
 
 def _schedules_fit_the_run(config: "RunConfig") -> str | None:

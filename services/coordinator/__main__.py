@@ -1,4 +1,4 @@
-"""The coordinator process: `python -m services.coordinator --config runs/NAME/config.json --store URL`."""
+"""The coordinator process: `python -m atoll.coordinator --config runs/NAME/config.json --store URL`."""
 
 import argparse
 import asyncio
@@ -8,24 +8,24 @@ import secrets
 import sys
 from pathlib import Path
 
-from services.config.errors import ConfigError
-from services.config.load import OPERATOR_TOKEN, access_token, given_token, read_resolved
-from services.config.schema import RunConfig
-from services.coordinator.assembly import Assembly
-from services.coordinator.beside import first_cause
-from services.coordinator.control import Control, State
-from services.coordinator.registry import Registry
-from services.coordinator.servers import Servers
-from services.coordinator.service import OPERATORS_MAY, CoordinatorService
-from services.coordinator.terms import Terms
-from services.external.addresses import Addresses, is_loopback
-from services.external.protocols import connect
-from services.runtime.clients import Caller
-from services.runtime.errors import AtollError, UserError
-from services.runtime.process import announce
-from services.runtime.server import Admitted, Server
-from services.runtime.store import Store
-from services.runtime.telemetry import configure_logging
+from atoll.config.errors import ConfigError
+from atoll.config.load import OPERATOR_TOKEN, access_token, given_token, read_resolved
+from atoll.config.schema import RunConfig
+from atoll.coordinator.assembly import Assembly
+from atoll.coordinator.beside import first_cause
+from atoll.coordinator.control import Control, State
+from atoll.coordinator.fleet.registry import Registry
+from atoll.coordinator.rewards.servers import Servers
+from atoll.coordinator.rewards.terms import Terms
+from atoll.coordinator.service import OPERATORS_MAY, CoordinatorService
+from atoll.external.addresses import Addresses, is_loopback
+from atoll.external.protocols import connect
+from atoll.runtime.clients import Caller
+from atoll.runtime.errors import AtollError, UserError
+from atoll.runtime.process import announce
+from atoll.runtime.server import Admitted, Server
+from atoll.runtime.store import Store
+from atoll.runtime.telemetry import configure_logging
 
 log = logging.getLogger(__name__)
 

@@ -9,39 +9,40 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from services.config.schema import Role, RunConfig
-from services.coordinator.algorithm import Algorithm, AlgorithmState
-from services.coordinator.beside import Beside, first_cause
-from services.coordinator.canary import Canary
-from services.coordinator.checkpoints import Checkpoints, CoordinatorState
-from services.coordinator.control import Control, State
-from services.coordinator.data import Cursor
-from services.coordinator.dump import last_dump, set_aside
-from services.coordinator.generation import Generation
-from services.coordinator.groups import NOTHING, DynamicSampling
-from services.coordinator.journal import Checkpoint, Journal, Restored
-from services.coordinator.learners import Learners, Models
-from services.coordinator.ledger import LEDGER, Ledger
-from services.coordinator.loop import WARM, Loop, Parts, Push, Settings, Start, no_push
-from services.coordinator.membership import Membership, TrainerLostError
-from services.coordinator.registry import Registry
-from services.coordinator.rendering import Renderer
-from services.coordinator.replicas import Replicas
-from services.coordinator.rewards import Rewards
-from services.coordinator.run_data import RunData, read_data
-from services.coordinator.score_parts import ServerGrader
-from services.coordinator.servers import Servers
-from services.coordinator.source import GenerateSource, ReplaySource, Source
-from services.coordinator.steps import GroupSteps, NoRecipe, StepSource
-from services.coordinator.supervised import SupervisedSteps
-from services.coordinator.sync import WeightSync
-from services.coordinator.validation import evaluate
-from services.coordinator.warmup import NoWarmUp, SupervisedWarmUp, WarmUp
-from services.runtime.clients import Caller, TrainerClient
-from services.runtime.errors import ServiceUnavailableError, UserError
-from services.runtime.store import Store
-from services.runtime.telemetry import MetricsFile
-from services.wire.types import ExternalServer, Version
+from atoll.config.schema import Role, RunConfig
+from atoll.coordinator.algorithm.algorithm import Algorithm, AlgorithmState
+from atoll.coordinator.algorithm.filters import NOTHING, DynamicSampling
+from atoll.coordinator.algorithm.models import Models
+from atoll.coordinator.beside import Beside, first_cause
+from atoll.coordinator.control import Control, State
+from atoll.coordinator.data.datasets import Cursor
+from atoll.coordinator.data.rendering import Renderer
+from atoll.coordinator.fleet.membership import Membership, TrainerLostError
+from atoll.coordinator.fleet.registry import Registry
+from atoll.coordinator.fleet.replicas import Replicas
+from atoll.coordinator.journal.checkpoints import Checkpoints, CoordinatorState
+from atoll.coordinator.journal.dump import last_dump, set_aside
+from atoll.coordinator.journal.journal import Checkpoint, Journal, Restored
+from atoll.coordinator.journal.ledger import LEDGER, Ledger
+from atoll.coordinator.learners import Learners
+from atoll.coordinator.loop import WARM, Loop, Parts, Push, Settings, Start, no_push
+from atoll.coordinator.rewards.rewards import Rewards
+from atoll.coordinator.rewards.score_parts import ServerGrader
+from atoll.coordinator.rewards.servers import Servers
+from atoll.coordinator.rollouts.generation import Generation
+from atoll.coordinator.rollouts.source import GenerateSource, ReplaySource, Source
+from atoll.coordinator.run_data import RunData, read_data
+from atoll.coordinator.steps import GroupSteps, NoRecipe, StepSource
+from atoll.coordinator.supervised import SupervisedSteps
+from atoll.coordinator.validation import evaluate
+from atoll.coordinator.warmup import NoWarmUp, SupervisedWarmUp, WarmUp
+from atoll.coordinator.weight_sync.canary import Canary
+from atoll.coordinator.weight_sync.sync import WeightSync
+from atoll.runtime.clients import Caller, TrainerClient
+from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.runtime.store import Store
+from atoll.runtime.telemetry import MetricsFile
+from atoll.wire.types import ExternalServer, Version
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from services.runtime.errors import AtollError, ServiceUnavailableError
+from atoll.runtime.errors import AtollError, ServiceUnavailableError
 
 T = TypeVar("T")
 

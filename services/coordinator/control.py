@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeVar
 
-from services.runtime.errors import UserError
+from atoll.runtime.errors import UserError
 
 T = TypeVar("T")
 

@@ -5,37 +5,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from services.config.schema import Role, RoleSection, TrainerSection
-from services.coordinator.metrics import mean_of
-from services.coordinator.schedule import learning_rate
-from services.runtime.errors import UserError
-from services.runtime.telemetry import StepTimer
-from services.wire.types import Batch, Float32, Segments, StepKey, Written
+from atoll.config.schema import Role, RoleSection, TrainerSection
+from atoll.coordinator.algorithm.metrics import mean_of
+from atoll.coordinator.algorithm.models import Model, Models
+from atoll.coordinator.algorithm.schedule import learning_rate
+from atoll.runtime.errors import UserError
+from atoll.runtime.telemetry import StepTimer
+from atoll.wire.types import Batch, StepKey
 
 log = logging.getLogger(__name__)
-
-
-class BatchRefusedError(UserError):
-    """A model does not take a batch: others may be fine."""
-
-
-class Model(Protocol):
-    """What the loop asks of a trainer service; `TrainerClient` is one."""
-
-    async def compute_logprobs(self, segments: Segments, temperature: float | None = None) -> Float32: ...
-    async def compute_values(self, segments: Segments) -> Float32: ...
-    async def forward_backward(self, key: StepKey, batch: Batch) -> Mapping[str, float]: ...
-    async def optim_step(self, key: StepKey, learning_rate: float) -> Mapping[str, float]: ...
-    async def save_checkpoint(self, path: Path) -> None: ...
-    async def wait_checkpoint(self, path: Path) -> Written: ...
-    async def export_hf(self, path: Path) -> int: ...
-    async def load_hf(self, path: Path) -> None: ...
-    async def offload(self) -> int: ...
-
-
-Models = Mapping[str, Model]  # by role
 
 
 @dataclass(frozen=True, slots=True)

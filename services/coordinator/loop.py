@@ -10,19 +10,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.config.schema import CheckpointSection, GuardsSection, RunSection, ValidationSection
-from services.coordinator.algorithm import Prepared
-from services.coordinator.checkpoints import Best, Checkpoints, CoordinatorState
-from services.coordinator.control import Control, State
-from services.coordinator.guards import Limits, trip
-from services.coordinator.journal import Journal
-from services.coordinator.learners import Learners
-from services.coordinator.steps import StepSource
-from services.coordinator.summary import Row, write_summary
-from services.coordinator.warmup import WarmUp
-from services.runtime.errors import AtollError, ServiceUnavailableError
-from services.runtime.telemetry import MetricsFile, StepTimer
-from services.wire.types import Version
+from atoll.config.schema import CheckpointSection, GuardsSection, RunSection, ValidationSection
+from atoll.coordinator.algorithm.algorithm import Prepared
+from atoll.coordinator.algorithm.guards import Limits, trip
+from atoll.coordinator.control import Control, State
+from atoll.coordinator.journal.checkpoints import Best, Checkpoints, CoordinatorState
+from atoll.coordinator.journal.journal import Journal
+from atoll.coordinator.learners import Learners
+from atoll.coordinator.steps import StepSource
+from atoll.coordinator.summary import Row, write_summary
+from atoll.coordinator.warmup import WarmUp
+from atoll.runtime.errors import AtollError, ServiceUnavailableError
+from atoll.runtime.telemetry import MetricsFile, StepTimer
+from atoll.wire.types import Version
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.config.schema import RunConfig, SamplingConfig, SourceConfig, ValidationSetConfig
-from services.coordinator.data import (
+from atoll.config.schema import RunConfig, SamplingConfig, SourceConfig, ValidationSetConfig
+from atoll.coordinator.data.datasets import (
     Pair,
     PromptSource,
     SupervisedSource,
@@ -14,13 +14,13 @@ from services.coordinator.data import (
     read_prompts,
     short_enough,
 )
-from services.coordinator.dump import dumps
-from services.coordinator.rendering import Renderer
-from services.coordinator.supervised import HeldOutSet
-from services.coordinator.validation import ValidationSet
-from services.runtime.errors import UserError
-from services.runtime.model_spec import read_spec
-from services.wire.types import Prompt, Sampling
+from atoll.coordinator.data.rendering import Renderer
+from atoll.coordinator.journal.dump import dumps
+from atoll.coordinator.supervised import HeldOutSet
+from atoll.coordinator.validation import ValidationSet
+from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import read_spec
+from atoll.wire.types import Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)

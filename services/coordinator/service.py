@@ -5,12 +5,12 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from services.coordinator.control import Control
-from services.coordinator.registry import Registry
-from services.coordinator.servers import Servers
-from services.wire import codec
-from services.wire.v1 import coordinator_pb2 as pb
-from services.wire.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
+from atoll.coordinator.control import Control
+from atoll.coordinator.fleet.registry import Registry
+from atoll.coordinator.rewards.servers import Servers
+from atoll.wire import codec
+from atoll.wire.v1 import coordinator_pb2 as pb
+from atoll.wire.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 
 OPERATORS_MAY: Final = frozenset(  # people who watch and steer the run, and register servers
     {"Status", "AddServer", "RemoveServer", "PauseRun", "ResumeRun", "StopRun", "Checkpoint"}

@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from services.coordinator.algorithm import AlgorithmState, Prepared
-from services.coordinator.beside import Beside
-from services.coordinator.control import Control
-from services.coordinator.data import Cursor
-from services.coordinator.dump import write_dump
-from services.coordinator.groups import Counters
-from services.coordinator.learners import BatchRefusedError
-from services.coordinator.metrics import Reasons, step_metrics
-from services.coordinator.source import Source
-from services.runtime.telemetry import StepTimer
-from services.wire.types import Group, SampleId, Version
+from atoll.coordinator.algorithm.algorithm import AlgorithmState, Prepared
+from atoll.coordinator.algorithm.filters import Counters
+from atoll.coordinator.algorithm.metrics import Reasons, step_metrics
+from atoll.coordinator.algorithm.models import BatchRefusedError
+from atoll.coordinator.beside import Beside
+from atoll.coordinator.control import Control
+from atoll.coordinator.data.datasets import Cursor
+from atoll.coordinator.journal.dump import write_dump
+from atoll.coordinator.rollouts.source import Source
+from atoll.runtime.telemetry import StepTimer
+from atoll.wire.types import Group, SampleId, Version
 
 log = logging.getLogger(__name__)
 

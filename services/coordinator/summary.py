@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from services.config.schema import RunSection
-from services.coordinator.checkpoints import Best
+from atoll.config.schema import RunSection
+from atoll.coordinator.journal.checkpoints import Best
 
 Row = Mapping[str, float]  # the metrics of a step
 

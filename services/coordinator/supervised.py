@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.coordinator.algorithm import AlgorithmState, Prepared
-from services.coordinator.data import Cursor, Pair, SupervisedSource
-from services.coordinator.experience import supervised
-from services.coordinator.groups import NOTHING
-from services.coordinator.learners import Model
-from services.runtime.telemetry import StepTimer
-from services.wire.types import SampleId, SupervisedBatch, Version
+from atoll.coordinator.algorithm.algorithm import AlgorithmState, Prepared
+from atoll.coordinator.algorithm.experience import supervised
+from atoll.coordinator.algorithm.filters import NOTHING
+from atoll.coordinator.algorithm.models import Model
+from atoll.coordinator.data.datasets import Cursor, Pair, SupervisedSource
+from atoll.runtime.telemetry import StepTimer
+from atoll.wire.types import SampleId, SupervisedBatch, Version
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.coordinator.generation import Generation
-from services.coordinator.groups import PendingGroup
-from services.runtime.errors import AtollError
-from services.wire.types import Group, GroupId, Prompt, Sample, SampleId, Sampling
+from atoll.coordinator.rollouts.generation import Generation
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.runtime.errors import AtollError
+from atoll.wire.types import Group, GroupId, Prompt, Sample, SampleId, Sampling
 
 
 @dataclass(frozen=True, slots=True)

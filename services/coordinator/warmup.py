@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from services.config.schema import WarmupSection
-from services.coordinator.control import Control, State
-from services.coordinator.data import SupervisedSource
-from services.coordinator.experience import supervised
-from services.coordinator.learners import Model
-from services.wire.types import StepKey, SupervisedBatch, Version
+from atoll.config.schema import WarmupSection
+from atoll.coordinator.algorithm.experience import supervised
+from atoll.coordinator.algorithm.models import Model
+from atoll.coordinator.control import Control, State
+from atoll.coordinator.data.datasets import SupervisedSource
+from atoll.wire.types import StepKey, SupervisedBatch, Version
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from typing import Final
 from urllib.parse import urlsplit
 
-from services.runtime.errors import UserError
-from services.wire.types import ExternalServer
+from atoll.runtime.errors import UserError
+from atoll.wire.types import ExternalServer
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network

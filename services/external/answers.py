@@ -13,8 +13,8 @@ from pydantic import (
     ValidationError,
 )
 
-from services.runtime.errors import AtollError, BadAnswerError, ServiceUnavailableError, UserError
-from services.wire.types import ExternalServer, GradingError, ScoreItem, Verdict
+from atoll.runtime.errors import AtollError, BadAnswerError, ServiceUnavailableError, UserError
+from atoll.wire.types import ExternalServer, GradingError, ScoreItem, Verdict
 
 SHOWN_CHARACTERS = 200  # of an answer, in an error
 TOLD_CHARACTERS = 1000  # of a cause or a reason

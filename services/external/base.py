@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.wire.types import ExternalServer, ScoreItem, Verdict
+from atoll.wire.types import ExternalServer, ScoreItem, Verdict
 
 MAX_ANSWER_BYTES = 16 << 20
 

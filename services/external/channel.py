@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 import httpx2
 from pydantic import TypeAdapter
 
-from services.external.answers import RefusedError, hidden, read_answer, shown
-from services.external.base import MAX_ANSWER_BYTES, Json
-from services.runtime.errors import (
+from atoll.external.answers import RefusedError, hidden, read_answer, shown
+from atoll.external.base import MAX_ANSWER_BYTES, Json
+from atoll.runtime.errors import (
     AtollError,
     BadAnswerError,
     OverloadedError,
     ServiceUnavailableError,
     UserError,
 )
-from services.wire.types import ExternalServer
+from atoll.wire.types import ExternalServer
 
 T = TypeVar("T")
 

@@ -11,14 +11,14 @@ from typing import TypeVar, cast
 from jsonschema import SchemaError
 from jsonschema.validators import validator_for
 
-from services.external.base import EnvServer, ExternalClient, RewardServer, ToolServer
-from services.external.channel import Channel
-from services.external.http import HttpReward
-from services.external.nemo_gym import NemoGymReward
-from services.external.probes import PROBE
-from services.external.protocols import connect
-from services.runtime.errors import AtollError, BadAnswerError, UserError
-from services.wire.types import ExternalServer, Graded, GroupId, SampleId, ScoreItem
+from atoll.external.base import EnvServer, ExternalClient, RewardServer, ToolServer
+from atoll.external.channel import Channel
+from atoll.external.http import HttpReward
+from atoll.external.nemo_gym import NemoGymReward
+from atoll.external.probes import PROBE
+from atoll.external.protocols import connect
+from atoll.runtime.errors import AtollError, BadAnswerError, UserError
+from atoll.wire.types import ExternalServer, Graded, GroupId, SampleId, ScoreItem
 
 GARBAGE = '{"prompt": '
 TIMED_CALLS = 10

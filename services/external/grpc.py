@@ -12,10 +12,10 @@ import grpc
 import grpc.aio
 from pydantic import TypeAdapter, ValidationError
 
-from services.external.answers import Options, hidden, read_options, told
-from services.external.base import Json, Tool, ToolResult
-from services.runtime.clients import Caller, RewardClient, TrainerClient
-from services.runtime.errors import (
+from atoll.external.answers import Options, hidden, read_options, told
+from atoll.external.base import Json, Tool, ToolResult
+from atoll.runtime.clients import Caller, RewardClient, TrainerClient
+from atoll.runtime.errors import (
     AtollError,
     BadAnswerError,
     OverloadedError,
@@ -23,7 +23,7 @@ from services.runtime.errors import (
     UnauthenticatedError,
     UserError,
 )
-from services.wire.types import (
+from atoll.wire.types import (
     Execution,
     ExternalServer,
     Graded,

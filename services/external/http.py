@@ -20,12 +20,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from services.external.answers import Answer, Number, Options, each, number_under, read_options, told
-from services.external.base import Json, item_fields
-from services.external.channel import Channel
-from services.external.probes import probe_reward
-from services.runtime.errors import BadAnswerError
-from services.wire.types import ExternalServer, Graded, GradingError, ScoreItem, Verdict
+from atoll.external.answers import Answer, Number, Options, each, number_under, read_options, told
+from atoll.external.base import Json, item_fields
+from atoll.external.channel import Channel
+from atoll.external.probes import probe_reward
+from atoll.runtime.errors import BadAnswerError
+from atoll.wire.types import ExternalServer, Graded, GradingError, ScoreItem, Verdict
 
 
 class HttpReward:

@@ -17,7 +17,7 @@ from mcp.shared.exceptions import MCPError
 from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, CallToolResult, TextContent
 from pydantic import Field, TypeAdapter, ValidationError
 
-from services.external.answers import (
+from atoll.external.answers import (
     Options,
     RefusedError,
     each,
@@ -26,11 +26,11 @@ from services.external.answers import (
     read_options,
     shown,
 )
-from services.external.base import MAX_ANSWER_BYTES, Json, Tool, ToolResult, item_fields
-from services.external.channel import Channel
-from services.external.probes import probe_reward
-from services.runtime.errors import AtollError, BadAnswerError, ServiceUnavailableError, UserError
-from services.wire.types import ExternalServer, Graded, ScoreItem, Verdict
+from atoll.external.base import MAX_ANSWER_BYTES, Json, Tool, ToolResult, item_fields
+from atoll.external.channel import Channel
+from atoll.external.probes import probe_reward
+from atoll.runtime.errors import AtollError, BadAnswerError, ServiceUnavailableError, UserError
+from atoll.wire.types import ExternalServer, Graded, ScoreItem, Verdict
 
 MAX_PAGES = 100  # of a list of tools
 FAREWELL_S = 1.0  # to end the session of a call whose time is up

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import httpx2
 from pydantic import TypeAdapter
 
-from services.external.answers import Answer, Number, Options, RefusedError, each, read_options
-from services.external.base import Json
-from services.external.channel import Channel
-from services.external.probes import probe_reward
-from services.wire.types import ExternalServer, Graded, ScoreItem, Verdict
+from atoll.external.answers import Answer, Number, Options, RefusedError, each, read_options
+from atoll.external.base import Json
+from atoll.external.channel import Channel
+from atoll.external.probes import probe_reward
+from atoll.wire.types import ExternalServer, Graded, ScoreItem, Verdict
 
 
 class NemoGymOptions(Options):

@@ -17,18 +17,18 @@ from pydantic import Field, JsonValue, StrictBool, TypeAdapter
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from services.external.answers import Answer, Number, Options, each, hidden, read_answer, read_options, shown
-from services.external.base import MAX_ANSWER_BYTES, Json, Observation
-from services.external.channel import Channel, bearer, refusal
-from services.external.probes import probe_reward
-from services.runtime.errors import (
+from atoll.external.answers import Answer, Number, Options, each, hidden, read_answer, read_options, shown
+from atoll.external.base import MAX_ANSWER_BYTES, Json, Observation
+from atoll.external.channel import Channel, bearer, refusal
+from atoll.external.probes import probe_reward
+from atoll.runtime.errors import (
     AtollError,
     BadAnswerError,
     OverloadedError,
     ServiceUnavailableError,
     UserError,
 )
-from services.wire.types import ExternalServer, Graded, ScoreItem, Verdict
+from atoll.wire.types import ExternalServer, Graded, ScoreItem, Verdict
 
 FAREWELL_S = 1.0
 TOO_BIG = 1009  # our side closes a connection with it

@@ -1,8 +1,8 @@
 """What a reward server is asked when it registers."""
 
-from services.external.base import RewardServer
-from services.runtime.errors import BadAnswerError
-from services.wire.types import FinishReason, Graded, GroupId, SampleId, ScoreItem
+from atoll.external.base import RewardServer
+from atoll.runtime.errors import BadAnswerError
+from atoll.wire.types import FinishReason, Graded, GroupId, SampleId, ScoreItem
 
 PROBE = ScoreItem(
     id=SampleId(GroupId("probe", 0, 0), 0),

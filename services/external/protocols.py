@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 from typing import cast
 
-from services.external.base import ExternalClient
-from services.runtime.errors import UserError
-from services.wire.types import ExternalServer
+from atoll.external.base import ExternalClient
+from atoll.runtime.errors import UserError
+from atoll.wire.types import ExternalServer
 
 Build = Callable[[ExternalServer, str | None], ExternalClient]
 
@@ -33,5 +33,5 @@ def connect(server: ExternalServer, token: str | None) -> ExternalClient:
         raise UserError(
             f"{server.kind} server {server.name}: protocol {server.protocol!r}; such servers speak {known}"
         )
-    build = cast(Build, resolve_name(f"services.external.{name}"))
+    build = cast(Build, resolve_name(f"atoll.external.{name}"))
     return build(server, token)

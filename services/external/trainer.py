@@ -12,11 +12,11 @@ import numpy as np
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
-from services.external.answers import Options, read_options
-from services.external.grpc import Connection
-from services.runtime.clients import TrainerClient
-from services.runtime.errors import BadAnswerError, UserError
-from services.wire.types import ExternalServer, Graded, GradingError, ScoreItem, Segments, Verdict
+from atoll.external.answers import Options, read_options
+from atoll.external.grpc import Connection
+from atoll.runtime.clients import TrainerClient
+from atoll.runtime.errors import BadAnswerError, UserError
+from atoll.wire.types import ExternalServer, Graded, GradingError, ScoreItem, Segments, Verdict
 
 ROLE = "reward_model"
 

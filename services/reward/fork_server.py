@@ -6,7 +6,7 @@ the whole process group, and responses that are being graded have time to finish
 
 import signal
 
-from services.runtime.tether import die_with_parent
+from atoll.runtime.tether import die_with_parent
 
 die_with_parent()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

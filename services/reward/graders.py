@@ -6,11 +6,11 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Protocol, Self
 
-from services.config.functions import load
-from services.config.schema import GraderConfig
-from services.reward.isolated import Isolated
-from services.reward.sandbox.base import Sandbox
-from services.reward.score import (
+from atoll.config.functions import load
+from atoll.config.schema import GraderConfig
+from atoll.reward.isolated import Isolated
+from atoll.reward.sandbox.base import Sandbox
+from atoll.reward.score import (
     GRADERS,
     ISOLATED,
     PRELOADED,
@@ -24,9 +24,9 @@ from services.reward.score import (
     failure,
     judge,
 )
-from services.reward.sources import Route
-from services.runtime.errors import UserError
-from services.wire.types import ScoreItem, Verdict
+from atoll.reward.sources import Route
+from atoll.runtime.errors import UserError
+from atoll.wire.types import ScoreItem, Verdict
 
 INLINE_BATCH = 64  # verdicts between two looks at other calls: a millisecond or less
 STILL_AT_WORK_S = 10.0  # without a verdict, until whoever waits is told that there is nothing wrong

@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Self
 
-from services.config import functions
-from services.config.errors import ConfigError
-from services.config.schema import GraderConfig
-from services.reward.score import GRADERS, QUICK, Failure, Outcome, combine, judge, judge_quickly
-from services.runtime.errors import UserError
-from services.runtime.tether import die_with_parent
-from services.wire import codec
-from services.wire.types import Grade, Graded, ScoreItem
+from atoll.config import functions
+from atoll.config.errors import ConfigError
+from atoll.config.schema import GraderConfig
+from atoll.reward.score import GRADERS, QUICK, Failure, Outcome, combine, judge, judge_quickly
+from atoll.runtime.errors import UserError
+from atoll.runtime.tether import die_with_parent
+from atoll.wire import codec
+from atoll.wire.types import Grade, Graded, ScoreItem
 
 LOAD_TIMEOUT_S = 120.0  # to import the user's file
 STOP_TIMEOUT_S = 5.0
@@ -40,7 +40,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 def start_fork_server(modules: Sequence[str]) -> None:
     """It imports `modules` in the background, and ends with the thread that calls this. A second call does
     nothing."""
-    _CONTEXT.set_forkserver_preload(["services.reward.fork_server", __name__, *modules])
+    _CONTEXT.set_forkserver_preload(["atoll.reward.fork_server", __name__, *modules])
     multiprocessing.forkserver.ensure_running()
 
 

@@ -5,21 +5,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
-from services.reward.sources import data_source
-from services.reward.verifiers.choice import multiple_choice
-from services.reward.verifiers.code import code
-from services.reward.verifiers.exact_match import exact_match
-from services.reward.verifiers.formats import regex, think_format
-from services.reward.verifiers.gsm8k import gsm8k, gsm8k_format
-from services.reward.verifiers.json_schema import json_schema
-from services.reward.verifiers.language import language_consistency
-from services.reward.verifiers.length import length_cost, length_target, overlong
-from services.reward.verifiers.maths import maths
-from services.reward.verifiers.maths import quick as quick_maths
-from services.reward.verifiers.repetition import repetition
-from services.reward.verifiers.text_match import edit_similarity, normalized_match, search_r1, token_f1
-from services.runtime.errors import SandboxError, ServiceUnavailableError
-from services.wire.types import Grade, Graded, GradingError, SampleId, ScoreItem, Verdict
+from atoll.reward.sources import data_source
+from atoll.reward.verifiers.choice import multiple_choice
+from atoll.reward.verifiers.code import code
+from atoll.reward.verifiers.exact_match import exact_match
+from atoll.reward.verifiers.formats import regex, think_format
+from atoll.reward.verifiers.gsm8k import gsm8k, gsm8k_format
+from atoll.reward.verifiers.json_schema import json_schema
+from atoll.reward.verifiers.language import language_consistency
+from atoll.reward.verifiers.length import length_cost, length_target, overlong
+from atoll.reward.verifiers.maths import maths
+from atoll.reward.verifiers.maths import quick as quick_maths
+from atoll.reward.verifiers.repetition import repetition
+from atoll.reward.verifiers.text_match import edit_similarity, normalized_match, search_r1, token_f1
+from atoll.runtime.errors import SandboxError, ServiceUnavailableError
+from atoll.wire.types import Grade, Graded, GradingError, SampleId, ScoreItem, Verdict
 
 Grader = Callable[[ScoreItem], float | Grade]  # its own parameters are bound
 
@@ -56,7 +56,7 @@ ROUTED = frozenset({"data_source"})  # names one of the others for each item
 QUICK: Mapping[str, Callable[..., Grade | None]] = {"maths": quick_maths}
 
 # What the workers of that grader are forked with, since it takes a second to import
-PRELOADED: Mapping[str, str] = {"maths": "services.reward.verifiers.maths_symbolic"}
+PRELOADED: Mapping[str, str] = {"maths": "atoll.reward.verifiers.maths_symbolic"}
 
 MAX_KIND = 40  # characters of a reason's kind: it becomes part of a metric's name
 MAX_REASON = 300

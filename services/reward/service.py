@@ -8,16 +8,16 @@ from typing import Any, Self
 
 import grpc.aio
 
-from services.config.schema import RewardSection, SandboxConfig
-from services.reward.graders import Panel, needs_sandbox, needs_workers, preloaded
-from services.reward.isolated import start_fork_server
-from services.reward.sandbox.base import Sandbox
-from services.reward.sandbox.host import start_sandbox
-from services.runtime.errors import OverloadedError, UserError
-from services.runtime.process import ServiceContext
-from services.wire import codec
-from services.wire.types import Limits
-from services.wire.v1 import reward_pb2, reward_pb2_grpc
+from atoll.config.schema import RewardSection, SandboxConfig
+from atoll.reward.graders import Panel, needs_sandbox, needs_workers, preloaded
+from atoll.reward.isolated import start_fork_server
+from atoll.reward.sandbox.base import Sandbox
+from atoll.reward.sandbox.host import start_sandbox
+from atoll.runtime.errors import OverloadedError, UserError
+from atoll.runtime.process import ServiceContext
+from atoll.wire import codec
+from atoll.wire.types import Limits
+from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from services.wire.types import ScoreItem
+from atoll.wire.types import ScoreItem
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""`python -m services.rollout`: one rollout replica."""
+"""`python -m atoll.rollout`: one rollout replica."""
 
-from services.rollout.service import RolloutService
-from services.runtime.process import run_service
+from atoll.rollout.service import RolloutService
+from atoll.runtime.process import run_service
 
 if __name__ == "__main__":
     run_service("rollout", RolloutService.build)

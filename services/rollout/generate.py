@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from services.rollout.engines.base import Completion, Engine, request_id
-from services.runtime.errors import UserError
-from services.wire.types import GroupRequest, Node, Provenance, Sample, SampleId
+from atoll.rollout.engines.base import Completion, Engine, request_id
+from atoll.runtime.errors import UserError
+from atoll.wire.types import GroupRequest, Node, Provenance, Sample, SampleId
 
 MAX_REMEMBERED_TOKENS = 1 << 20  # of finished samples: some 10 MB
 LINGER_S = 0.02  # a finished sample waits so long for others: a message costs the coordinator more than they

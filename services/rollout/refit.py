@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.runtime.errors import WeightPushError
-from services.weights.boxes import copy_boxes, side_views, stream_views
-from services.weights.delta import decode
-from services.weights.transport.base import Receiver
-from services.wire.types import TRANSFER, Membership, Plan, StreamManifest, Version
+from atoll.runtime.errors import WeightPushError
+from atoll.weights.boxes import copy_boxes, side_views, stream_views
+from atoll.weights.delta import decode
+from atoll.weights.transport.base import Receiver
+from atoll.wire.types import TRANSFER, Membership, Plan, StreamManifest, Version
 
 
 @dataclass(slots=True)

@@ -10,17 +10,17 @@ import grpc.aio
 import numpy as np
 import torch
 
-from services.config.schema import LoraConfig, RunConfig
-from services.rollout.engines.base import Engine
-from services.rollout.engines.local import LocalEngine
-from services.rollout.generate import LINGER_S, Generator, linger_for
-from services.runtime.errors import UserError
-from services.runtime.process import ServiceContext
-from services.weights.transport.base import open_receiver
-from services.wire import codec
-from services.wire.types import GroupRequest, PauseMode, Version
-from services.wire.v1 import rollout_pb2 as pb
-from services.wire.v1 import rollout_pb2_grpc, types_pb2
+from atoll.config.schema import LoraConfig, RunConfig
+from atoll.rollout.engines.base import Engine
+from atoll.rollout.engines.local import LocalEngine
+from atoll.rollout.generate import LINGER_S, Generator, linger_for
+from atoll.runtime.errors import UserError
+from atoll.runtime.process import ServiceContext
+from atoll.weights.transport.base import open_receiver
+from atoll.wire import codec
+from atoll.wire.types import GroupRequest, PauseMode, Version
+from atoll.wire.v1 import rollout_pb2 as pb
+from atoll.wire.v1 import rollout_pb2_grpc, types_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -177,7 +177,7 @@ async def _start_local(config: RunConfig) -> Engine:
 
 
 async def _start_sglang(config: RunConfig) -> Engine:
-    from services.rollout.engines.sglang.engine import SGLangEngine  # its HTTP client comes with SGLang
+    from atoll.rollout.engines.sglang.engine import SGLangEngine  # its HTTP client comes with SGLang
 
     return await SGLangEngine.start(
         config.model.path,

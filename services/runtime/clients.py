@@ -18,10 +18,10 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from services.runtime import errors
-from services.runtime.patience import while_it_progresses
-from services.wire import codec
-from services.wire.types import (
+from atoll.runtime import errors
+from atoll.runtime.patience import while_it_progresses
+from atoll.wire import codec
+from atoll.wire.types import (
     Batch,
     Catalog,
     Execution,
@@ -46,7 +46,7 @@ from services.wire.types import (
     Version,
     Written,
 )
-from services.wire.v1 import (
+from atoll.wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
     reward_pb2,

@@ -10,14 +10,14 @@ short segments are padded, experts get unequal shares, a tree above the budget i
 from dataclasses import dataclass
 from typing import Literal
 
-from services.config.schema import LoraConfig, ParallelConfig, RoleSection, TrainerSection
-from services.runtime.model_spec import ModelSpec
+from atoll.config.schema import LoraConfig, ParallelConfig, RoleSection, TrainerSection
+from atoll.runtime.model_spec import ModelSpec
 
 Phase = Literal["forward", "update"]
 
 FP32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
-CHUNK_LOGITS = 1 << 24  # of services/trainer/logprobs.py
+CHUNK_LOGITS = 1 << 24  # of services/trainer/losses/logprobs.py
 LOGITS_AT_ONCE = 3  # float32 copies of a chunk: logits, their exponentials, a product of both
 FRAMEWORK = 1 << 30  # a process's CUDA context and library workspaces: usual figures, not computed
 NCCL = 1 << 30  # buffers of its communicators, where it has peers

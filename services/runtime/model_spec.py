@@ -6,8 +6,8 @@ from math import pi
 from pathlib import Path
 from typing import Any, Literal
 
-from services.config.schema import ParallelConfig
-from services.runtime.errors import UserError
+from atoll.config.schema import ParallelConfig
+from atoll.runtime.errors import UserError
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 Head = Literal["language", "value"]  # on top of the last hidden state: logits, or one number

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from services.runtime.errors import AtollError, ServiceUnavailableError
+from atoll.runtime.errors import AtollError, ServiceUnavailableError
 
 T = TypeVar("T")
 

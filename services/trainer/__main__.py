@@ -1,15 +1,15 @@
-"""`python -m services.trainer`: one trainer rank. Rank 0 serves and registers, the others follow it."""
+"""`python -m atoll.trainer`: one trainer rank. Rank 0 serves and registers, the others follow it."""
 
 import sys
 
-from services.config.errors import ConfigError
-from services.config.load import read_resolved, trainer_rank
-from services.runtime.errors import MemoryExhaustedError, UserError
-from services.runtime.process import EXIT_RANK_LOST, announce, parse_arguments, run_service
-from services.runtime.telemetry import configure_logging
-from services.trainer import cpu_compat  # noqa: F401 - before anything of Megatron's
-from services.trainer.ranks import LEADER, RankLostError, follow, watched
-from services.trainer.service import Rank, TrainerService
+from atoll.config.errors import ConfigError
+from atoll.config.load import read_resolved, trainer_rank
+from atoll.runtime.errors import MemoryExhaustedError, UserError
+from atoll.runtime.process import EXIT_RANK_LOST, announce, parse_arguments, run_service
+from atoll.runtime.telemetry import configure_logging
+from atoll.trainer.megatron import cpu_compat  # noqa: F401 - before anything of Megatron's
+from atoll.trainer.ranks import LEADER, RankLostError, follow, watched
+from atoll.trainer.service import Rank, TrainerService
 
 
 def run_follower() -> None:

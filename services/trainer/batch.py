@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from services.runtime.errors import UserError
-from services.wire.types import Batch, Bool, Float32, Int32, Int64, PolicyBatch, Segments
+from atoll.runtime.errors import UserError
+from atoll.wire.types import Batch, Bool, Float32, Int32, Int64, PolicyBatch, Segments
 
 B = TypeVar("B", bound=Batch)
 

@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from services.runtime.errors import CheckpointError, LostStateError, ServiceUnavailableError, UserError
-from services.trainer import progress
-from services.trainer.ranks import IDLE_TIMEOUT
-from services.trainer.state import Boxes, frozen_checksum, loaded, memory, snapshot
-from services.trainer.step import Learner
-from services.wire.types import Written
+from atoll.runtime.errors import CheckpointError, LostStateError, ServiceUnavailableError, UserError
+from atoll.trainer import progress
+from atoll.trainer.ranks import IDLE_TIMEOUT
+from atoll.trainer.state import Boxes, frozen_checksum, loaded, memory, snapshot
+from atoll.trainer.step import Learner
+from atoll.wire.types import Written
 
 ABOUT = "trainer.json"  # what the state is of
 

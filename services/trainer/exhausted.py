@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-from services.config.schema import RoleSection, TrainerSection
-from services.runtime.errors import MemoryExhaustedError
+from atoll.config.schema import RoleSection, TrainerSection
+from atoll.runtime.errors import MemoryExhaustedError
 
 GIB = 1 << 30
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.runtime.errors import UserError
+from atoll.runtime.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

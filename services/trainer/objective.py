@@ -16,13 +16,13 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from services.config.schema import KLConfig
-from services.runtime.errors import UserError
-from services.trainer.forward import Forward
-from services.trainer.kl import full_kl, kl_penalty
-from services.trainer.loss import MAX_LOG_RATIO, PolicyTokens, value_loss
-from services.trainer.model import output_weight
-from services.wire.types import Batch, Bool, Int64, PolicyBatch, StepKey, SupervisedBatch, ValueBatch
+from atoll.config.schema import KLConfig
+from atoll.runtime.errors import UserError
+from atoll.trainer.losses.kl import full_kl, kl_penalty
+from atoll.trainer.losses.loss import MAX_LOG_RATIO, PolicyTokens, value_loss
+from atoll.trainer.megatron.forward import Forward
+from atoll.trainer.megatron.model import output_weight
+from atoll.wire.types import Batch, Bool, Int64, PolicyBatch, StepKey, SupervisedBatch, ValueBatch
 
 TokenLoss = Callable[[PolicyTokens], tuple[Tensor, dict[str, Tensor]]]
 # (logprobs_N, old_logprobs_N, advantages_N, seed) -> chosen_N, N being the tokens of the whole minibatch

@@ -7,11 +7,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from services.runtime.errors import WeightPushError
-from services.weights.boxes import checksum, copy_boxes, side_views, stream_views
-from services.weights.delta import encode
-from services.weights.transport.base import Sender
-from services.wire.types import Membership, Plan, Published, StreamManifest, Version
+from atoll.runtime.errors import WeightPushError
+from atoll.weights.boxes import checksum, copy_boxes, side_views, stream_views
+from atoll.weights.delta import encode
+from atoll.weights.transport.base import Sender
+from atoll.wire.types import Membership, Plan, Published, StreamManifest, Version
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

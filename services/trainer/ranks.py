@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from services.runtime import errors
-from services.runtime.errors import AtollError
+from atoll.runtime import errors
+from atoll.runtime.errors import AtollError
 
 IDLE_TIMEOUT = timedelta(days=365)  # followers wait for the next command as long as the leader lives
 ANSWER_TIMEOUT = timedelta(minutes=10)  # the leader waits so long for a follower, its own part being done

@@ -10,8 +10,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from services.trainer.model import Model
-from services.trainer.step import Learner
+from atoll.trainer.megatron.model import Model
+from atoll.trainer.step import Learner
 
 
 class Part(Enum):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from services.config.functions import load
-from services.config.schema import (
+from atoll.config.functions import load
+from atoll.config.schema import (
     CriticSection,
     Role,
     RoleSection,
@@ -15,24 +15,24 @@ from services.config.schema import (
     ScorerSection,
     TrainerSection,
 )
-from services.runtime.errors import UserError
-from services.runtime.model_spec import ModelSpec, check_layout, read_spec, with_value_head
-from services.trainer import cpu_compat
-from services.trainer.attention import backend
-from services.trainer.forward import Budget, Forward
-from services.trainer.hf import load_model
-from services.trainer.loss import LOSSES, SELECTIONS
-from services.trainer.model import ModelSettings, initialize_parallel
-from services.trainer.objective import (
+from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import ModelSpec, check_layout, read_spec, with_value_head
+from atoll.trainer.losses.loss import LOSSES, SELECTIONS
+from atoll.trainer.megatron import cpu_compat
+from atoll.trainer.megatron.attention import backend
+from atoll.trainer.megatron.forward import Budget, Forward
+from atoll.trainer.megatron.hf import load_model
+from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
+from atoll.trainer.objective import (
     Objective,
     PolicyObjective,
     PolicySettings,
     SupervisedObjective,
     ValueObjective,
 )
-from services.trainer.publish import DTYPES
-from services.trainer.step import Learner
-from services.wire.types import Batch, PolicyBatch, SupervisedBatch, ValueBatch
+from atoll.trainer.publish import DTYPES
+from atoll.trainer.step import Learner
+from atoll.wire.types import Batch, PolicyBatch, SupervisedBatch, ValueBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,29 +19,29 @@ import grpc.aio
 import torch.distributed as dist
 from google.protobuf.message import Message
 
-from services.config.schema import Role, RunConfig
-from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
-from services.runtime.process import ServiceContext
-from services.runtime.tokenizer import tokenizer_digest
-from services.trainer import progress
-from services.trainer.checkpoint import Checkpointer
-from services.trainer.exhausted import explained
-from services.trainer.folders import Folders
-from services.trainer.forward import Forward
-from services.trainer.hf import export_hf, load_weights
-from services.trainer.lora import Pushed, pushed
-from services.trainer.names import shapes
-from services.trainer.publish import Publisher, merged
-from services.trainer.ranks import CommandChannel, RankLostError, dismiss, lead
-from services.trainer.residency import Part, Residency
-from services.trainer.roles import build_roles, join_ranks, section_name, section_of
-from services.trainer.shards import catalog
-from services.trainer.step import Learner
-from services.weights.transport.base import open_sender
-from services.wire import codec
-from services.wire.types import Written
-from services.wire.v1 import trainer_pb2 as pb
-from services.wire.v1 import trainer_pb2_grpc, types_pb2
+from atoll.config.schema import Role, RunConfig
+from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
+from atoll.runtime.process import ServiceContext
+from atoll.runtime.tokenizer import tokenizer_digest
+from atoll.trainer import progress
+from atoll.trainer.checkpoint import Checkpointer
+from atoll.trainer.exhausted import explained
+from atoll.trainer.folders import Folders
+from atoll.trainer.megatron.forward import Forward
+from atoll.trainer.megatron.hf import export_hf, load_weights
+from atoll.trainer.megatron.lora import Pushed, pushed
+from atoll.trainer.megatron.names import shapes
+from atoll.trainer.megatron.shards import catalog
+from atoll.trainer.publish import Publisher, merged
+from atoll.trainer.ranks import CommandChannel, RankLostError, dismiss, lead
+from atoll.trainer.residency import Part, Residency
+from atoll.trainer.roles import build_roles, join_ranks, section_name, section_of
+from atoll.trainer.step import Learner
+from atoll.weights.transport.base import open_sender
+from atoll.wire import codec
+from atoll.wire.types import Written
+from atoll.wire.v1 import trainer_pb2 as pb
+from atoll.wire.v1 import trainer_pb2_grpc, types_pb2
 
 _log = logging.getLogger(__name__)
 

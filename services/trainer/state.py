@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from services.trainer.lora import adapter_state
-from services.trainer.step import Learner
+from atoll.trainer.megatron.lora import adapter_state
+from atoll.trainer.step import Learner
 
 Place = tuple[int, ...]
 BITS = {2: torch.int16, 4: torch.int32}  # by the bytes of an element

@@ -19,13 +19,13 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from services.config.schema import OptimizerConfig
-from services.runtime.errors import LostStateError, UserError
-from services.trainer.batch import check_batch
-from services.trainer.forward import Forward, reduce_over_replicas
-from services.trainer.hf import load_weights
-from services.trainer.objective import Objective, Terms
-from services.wire.types import Batch, StepKey
+from atoll.config.schema import OptimizerConfig
+from atoll.runtime.errors import LostStateError, UserError
+from atoll.trainer.batch import check_batch
+from atoll.trainer.megatron.forward import Forward, reduce_over_replicas
+from atoll.trainer.megatron.hf import load_weights
+from atoll.trainer.objective import Objective, Terms
+from atoll.wire.types import Batch, StepKey
 
 Metrics = dict[str, float]
 

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from services.wire.types import Catalog, UInt64
+from atoll.wire.types import Catalog, UInt64
 
 CHUNK_BYTES = 1 << 20  # copied and hashed at once: stays in a core's L2 cache in between
 NUM_FACTORS = 1 << 20  # words that a device sums at once: their factors, 8 MiB, stay in its L2 cache

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.wire.types import Int64, Plan
+from atoll.wire.types import Int64, Plan
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.wire.types import BOX, Catalog
+from atoll.wire.types import BOX, Catalog
 
 
 @dataclass(frozen=True, slots=True)

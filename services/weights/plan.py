@@ -18,9 +18,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from services.weights.rounds import rounds
-from services.weights.senders import stretches
-from services.wire.types import BOX, TRANSFER, Catalog, Int64, Plan
+from atoll.weights.rounds import rounds
+from atoll.weights.senders import stretches
+from atoll.wire.types import BOX, TRANSFER, Catalog, Int64, Plan
 
 Boxes = NDArray[np.void]
 MAX_SENDERS = 8

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.wire.types import Int64
+from atoll.wire.types import Int64
 
 
 def rounds(source_P: Sequence[int], target_P: Sequence[int]) -> Int64:

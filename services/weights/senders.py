@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from services.wire.types import Int64
+from atoll.wire.types import Int64
 
 # a set's elements by target [T], its ranks [K], what they send already [R, T] -> begins and senders [B]
 Cut = Callable[[Int64, Int64, NDArray[np.float64]], tuple[Int64, Int64]]

@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from services.wire.types import (
+from atoll.wire.types import (
     BOX,
     TRANSFER,
     Batch,
@@ -53,7 +53,7 @@ from services.wire.types import (
     Version,
     VersionSpan,
 )
-from services.wire.v1 import coordinator_pb2, journal_pb2, reward_pb2, trainer_pb2, types_pb2
+from atoll.wire.v1 import coordinator_pb2, journal_pb2, reward_pb2, trainer_pb2, types_pb2
 
 T = TypeVar("T")
 
@@ -721,7 +721,7 @@ def encode_server(server: ExternalServer) -> coordinator_pb2.ExternalServer:
 
 
 def decode_server(message: coordinator_pb2.ExternalServer) -> ExternalServer:
-    """Whether kind, protocol and options exist is for `services.external` to say."""
+    """Whether kind, protocol and options exist is for `atoll.external` to say."""
     return ExternalServer(
         kind=message.kind,  # type: ignore[arg-type]
         name=message.name,

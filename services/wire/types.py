@@ -185,6 +185,14 @@ class Sample(NamedTuple):
                     oldest = version.number
         return oldest
 
+    def staleness(self, current: Version) -> int:
+        """The version being trained minus the version of the oldest loss-masked token.
+
+        Numbers go on through the lineages of one run: the journal gives back only samples whose
+        versions lie on the path that led to `current`.
+        """
+        return 0 if self.oldest_number is None else current.number - self.oldest_number
+
     def with_rewards(self, rewards: tuple[TurnReward, ...]) -> "Sample":
         return Sample(
             self.id, self.attempt, self.nodes, self.finish_reason, self.text, self.provenance, rewards
@@ -530,7 +538,7 @@ class ServerHealth:
 
 @dataclass(frozen=True, slots=True)
 class JournalIndex:
-    """The coordinator's journal but for its payloads, in the form of coordinator/journal_scripts.py."""
+    """The coordinator's journal but for its payloads, in the form of coordinator/journal/scripts.py."""
 
     issued: bytes  # "sample number first last sample number ..."
     finished: bytes  # "sample number payload last attempt sample ..."

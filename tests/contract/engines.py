@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.rollout.engines.base import Completion, Engine
-from services.rollout.engines.local import LocalEngine
-from services.trainer.publish import Publisher
-from services.weights.plan import plan
-from services.weights.transport import shm
-from services.wire.types import (
+from atoll.rollout.engines.base import Completion, Engine
+from atoll.rollout.engines.local import LocalEngine
+from atoll.trainer.publish import Publisher
+from atoll.weights.plan import plan
+from atoll.weights.transport import shm
+from atoll.wire.types import (
     BOX,
     Catalog,
     GroupId,

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from services.rollout.engines.base import Completion
-from services.rollout.engines.local import LocalEngine
-from services.runtime.errors import UserError, WeightPushError
-from services.wire.types import FinishReason, GroupRequest, PauseMode, Sampling, Version, VersionSpan
+from atoll.rollout.engines.base import Completion
+from atoll.rollout.engines.local import LocalEngine
+from atoll.runtime.errors import UserError, WeightPushError
+from atoll.wire.types import FinishReason, GroupRequest, PauseMode, Sampling, Version, VersionSpan
 from tests.contract.engines import (
     ENDLESS,
     GREEDY,

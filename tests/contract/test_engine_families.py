@@ -8,8 +8,8 @@ import pytest_asyncio
 import xxhash
 from safetensors.torch import load_file
 
-from services.coordinator.groups import PendingGroup
-from services.wire.types import GroupId, Prompt, Sampling, VersionSpan
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.wire.types import GroupId, Prompt, Sampling, VersionSpan
 from tests.contract.engines import (
     KINDS,
     PROMPTS,

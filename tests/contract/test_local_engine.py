@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.rollout.engines.base import Engine
-from services.runtime.errors import EngineDiedError
-from services.wire.types import FinishReason, PauseMode, Sampling
+from atoll.rollout.engines.base import Engine
+from atoll.runtime.errors import EngineDiedError
+from atoll.wire.types import FinishReason, PauseMode, Sampling
 from tests.contract.engines import (
     ENDLESS,
     GREEDY,

@@ -14,8 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from services.runtime.clients import Caller, RolloutClient, TrainerClient
-from services.runtime.errors import (
+from atoll.runtime.clients import Caller, RolloutClient, TrainerClient
+from atoll.runtime.errors import (
     AtollError,
     BadAnswerError,
     ServiceUnavailableError,
@@ -24,10 +24,10 @@ from services.runtime.errors import (
     UserError,
     WeightPushError,
 )
-from services.runtime.server import Admitted, Fence, Server
-from services.wire import codec
-from services.wire.types import PauseMode, Segments
-from services.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
+from atoll.runtime.server import Admitted, Fence, Server
+from atoll.wire import codec
+from atoll.wire.types import PauseMode, Segments
+from atoll.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 from tests.builders import node, sample, sample_id
 from tests.tokens import CALLER, TOKEN
 

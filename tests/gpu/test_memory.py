@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from services.config.schema import ParallelConfig
-from services.trainer.logprobs import token_logprobs
-from services.trainer.model import ModelSettings, initialize_parallel
-from services.trainer.residency import Part, Residency
+from atoll.config.schema import ParallelConfig
+from atoll.trainer.losses.logprobs import token_logprobs
+from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
+from atoll.trainer.residency import Part, Residency
 from tests.integration.test_trainer_memory import ADAMW, BF16, batch, key
 from tests.learners import policy_forward, policy_learner
 from tests.ranks import run_ranks

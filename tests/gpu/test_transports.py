@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from services.rollout.refit import Refit
-from services.runtime.errors import WeightPushError
-from services.trainer.publish import DTYPES, Publisher
-from services.weights.boxes import checksum, copy_boxes, device_checksum
-from services.weights.delta import decode, encode
-from services.weights.plan import plan
-from services.weights.transport.base import open_receiver, open_sender
-from services.wire.types import Membership, Published, Version
+from atoll.rollout.refit import Refit
+from atoll.runtime.errors import WeightPushError
+from atoll.trainer.publish import DTYPES, Publisher
+from atoll.weights.boxes import checksum, copy_boxes, device_checksum
+from atoll.weights.delta import decode, encode
+from atoll.weights.plan import plan
+from atoll.weights.transport.base import open_receiver, open_sender
+from atoll.wire.types import Membership, Published, Version
 from tests.ranks import run_ranks
 from tests.unit.weight_layouts import Shard, random_model, shards
 
@@ -115,7 +115,7 @@ def test_pushes_between_gpus(delta):
 
 
 def check_nccl_alone() -> None:
-    nccl = importlib.import_module("services.weights.transport.nccl")
+    nccl = importlib.import_module("atoll.weights.transport.nccl")
     sender = nccl.open_sender(DEADLINE_S, [1 << 20] * 4)
     sender.begin(Membership(1, 0))
     for part in range(4):

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.config.schema import ParallelConfig
-from services.trainer.model import initialize_parallel
+from atoll.config.schema import ParallelConfig
+from atoll.trainer.megatron.model import initialize_parallel
 from tests.integration.test_trainer_memory import ADAMW, BF16, check_half_precision, plain_loop
 from tests.learners import policy_forward, policy_learner
 from tests.ranks import run_ranks

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.arithmetic import build_arithmetic
-from services.runtime.store import EmbeddedServer, Store, embedded
+from atoll.cli.arithmetic import build_arithmetic
+from atoll.runtime.store import EmbeddedServer, Store, embedded
 
 
 @pytest.fixture(scope="session")

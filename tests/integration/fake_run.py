@@ -7,10 +7,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-from services.cli.launcher import supervise
-from services.cli.processes import Service, ServiceDiedError, ServiceGroup
-from services.cli.tokens import Tokens
-from services.runtime.clients import CoordinatorClient
+from atoll.cli.launcher import supervise
+from atoll.cli.processes import Service, ServiceDiedError, ServiceGroup
+from atoll.cli.tokens import Tokens
+from atoll.runtime.clients import CoordinatorClient
 
 FAKE = Path(__file__).with_name("fake_service.py")
 

@@ -7,12 +7,12 @@ import signal
 import sys
 from functools import partial
 
-from services.config.load import access_token
-from services.runtime.clients import Caller, CoordinatorClient
-from services.runtime.process import announce
-from services.runtime.server import Server
-from services.wire.types import ServiceEntry
-from services.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+from atoll.config.load import access_token
+from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.process import announce
+from atoll.runtime.server import Server
+from atoll.wire.types import ServiceEntry
+from atoll.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 
 class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):

@@ -17,15 +17,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from services.cli.launcher import launch
-from services.config.load import load
-from services.rollout.engines.local import LocalEngine
-from services.rollout.service import AS_IN_FOLDER, RolloutService
-from services.runtime.clients import CoordinatorClient, RolloutClient
-from services.runtime.errors import AtollError, UserError
-from services.runtime.server import Server
-from services.weights.transport import shm
-from services.wire.types import GroupId, GroupRequest, Sample, Sampling
+from atoll.cli.launcher import launch
+from atoll.config.load import load
+from atoll.rollout.engines.local import LocalEngine
+from atoll.rollout.service import AS_IN_FOLDER, RolloutService
+from atoll.runtime.clients import CoordinatorClient, RolloutClient
+from atoll.runtime.errors import AtollError, UserError
+from atoll.runtime.server import Server
+from atoll.weights.transport import shm
+from atoll.wire.types import GroupId, GroupRequest, Sample, Sampling
 from tests.tokens import CALLER, TOKEN
 
 CONFIG = """

@@ -44,7 +44,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_needs_nothing_heavy() -> None:
     script = (
         "import sys\n"
-        "from services.cli.main import main\n"
+        "from atoll.cli.main import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'grpc', 'pydantic', 'numpy', 'rich'} & sys.modules.keys()))\n"

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.config.schema import GraderConfig
-from services.reward.graders import Panel
-from services.reward.sandbox.base import Sandbox
-from services.reward.sandbox.host import start_sandbox
-from services.reward.verifiers.code import code
-from services.runtime.errors import UserError
-from services.wire.types import (
+from atoll.config.schema import GraderConfig
+from atoll.reward.graders import Panel
+from atoll.reward.sandbox.base import Sandbox
+from atoll.reward.sandbox.host import start_sandbox
+from atoll.reward.verifiers.code import code
+from atoll.runtime.errors import UserError
+from atoll.wire.types import (
     FinishReason,
     Grade,
     Graded,

@@ -28,11 +28,11 @@ from mcp_types import (
     Tool,
 )
 
-from services.cli.main import main
-from services.external.conformance import Check, conformance
-from services.runtime.ports import reserved_port
-from services.wire.types import ExternalServer
-from services.wire.v1 import reward_pb2, reward_pb2_grpc
+from atoll.cli.main import main
+from atoll.external.conformance import Check, conformance
+from atoll.runtime.ports import reserved_port
+from atoll.wire.types import ExternalServer
+from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 from tests.http_servers import served
 from tests.openenv_server import openenv_server
 
@@ -88,7 +88,7 @@ def over_grpc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Built as its README says."""
     folder = tmp_path_factory.mktemp("grpc")
     shutil.copy(EXAMPLES / "grpc/server.py", folder)
-    options = [f"-I{ROOT / 'proto/services/wire/v1'}", "--python_out=.", "--grpc_python_out=."]
+    options = [f"-I{ROOT / 'proto/atoll/wire/v1'}", "--python_out=.", "--grpc_python_out=."]
     subprocess.run(
         [sys.executable, "-m", "grpc_tools.protoc", *options, "reward.proto"],
         cwd=folder,

@@ -3,8 +3,8 @@
 import asyncio
 from pathlib import Path
 
+from atoll.runtime.store import embedded
 from benchmarks.coordinator import Load, drive, prepared_run
-from services.runtime.store import embedded
 
 LOAD = Load(replicas=4, reward_workers=2, rate=200.0, in_flight=200, tokens=16, group_size=4)
 

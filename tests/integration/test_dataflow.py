@@ -14,22 +14,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.cli.audit import Fate, audit
-from services.config.schema import FilterConfig
-from services.coordinator import journal_scripts as scripts
-from services.coordinator.control import Control
-from services.coordinator.data import Cursor
-from services.coordinator.generation import Generation
-from services.coordinator.groups import DynamicSampling, PendingGroup, staleness
-from services.coordinator.journal import Checkpoint, InFlight, Journal
-from services.coordinator.ledger import LEDGER, Ledger
-from services.coordinator.replicas import Replica, Replicas, State
-from services.coordinator.source import GenerateSource
-from services.runtime.clients import Arrival, Caller
-from services.runtime.errors import AtollError, EngineDiedError, StoreError, UserError
-from services.runtime.store import Script, Store, embedded
-from services.wire import codec
-from services.wire.types import (
+from atoll.cli.audit import Fate, audit
+from atoll.config.schema import FilterConfig
+from atoll.coordinator.algorithm.filters import DynamicSampling
+from atoll.coordinator.control import Control
+from atoll.coordinator.data.datasets import Cursor
+from atoll.coordinator.fleet.replicas import Replica, Replicas, State
+from atoll.coordinator.journal import scripts
+from atoll.coordinator.journal.journal import Checkpoint, InFlight, Journal
+from atoll.coordinator.journal.ledger import LEDGER, Ledger
+from atoll.coordinator.rollouts.generation import Generation
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.rollouts.source import GenerateSource
+from atoll.runtime.clients import Arrival, Caller
+from atoll.runtime.errors import AtollError, EngineDiedError, StoreError, UserError
+from atoll.runtime.store import Script, Store, embedded
+from atoll.wire import codec
+from atoll.wire.types import (
     Graded,
     GradingError,
     Group,
@@ -262,7 +263,7 @@ async def test_no_consumed_token_is_older_than_the_bound(
             assert [s.id.index for s in group.samples] == list(range(8))
             assert [s.id.index for s in of_baseline(group)] == ([8] if greedy_baseline else [])
             samples = [*group.samples, *of_baseline(group)]
-            ages += [staleness(sample, flow.version) for sample in samples]
+            ages += [sample.staleness(flow.version) for sample in samples]
             consumed.update(sample.id for sample in samples)
         await asyncio.sleep(0.004)  # the update
         flow.version = Version(flow.version.lineage, step)

@@ -7,14 +7,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.cli.audit import audit
-from services.cli.launcher import launch
-from services.config.schema import RunConfig
-from services.coordinator.dump import read_dump
-from services.coordinator.run_data import read_data
-from services.runtime.clients import CoordinatorClient
-from services.runtime.errors import AtollError
-from services.wire.types import Group, GroupId
+from atoll.cli.audit import audit
+from atoll.cli.launcher import launch
+from atoll.config.schema import RunConfig
+from atoll.coordinator.journal.dump import read_dump
+from atoll.coordinator.run_data import read_data
+from atoll.runtime.clients import CoordinatorClient
+from atoll.runtime.errors import AtollError
+from atoll.wire.types import Group, GroupId
 from tests.builders import arithmetic_run, run_config
 
 pytestmark = pytest.mark.long
@@ -80,7 +80,7 @@ def test_killed_twice_with_a_checkpoint_between_every_prompt_is_trained_on_once(
 ) -> None:
     endless = make(assets, tmp_path, 1000)
     for resume, killer in (
-        (False, Killer("services.coordinator", before=1, after=LOST_STEPS)),
+        (False, Killer("atoll.coordinator", before=1, after=LOST_STEPS)),
         (True, Killer("actor-0", before=REPEATED_STEPS, after=1)),
     ):
         with pytest.raises(AtollError, match="SIGKILL"):

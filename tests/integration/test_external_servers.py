@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from services.cli.launcher import launch
-from services.config.schema import RunConfig
-from services.coordinator.dump import read_dump
-from services.runtime.clients import CoordinatorClient, RunStatus
-from services.runtime.errors import AtollError, UserError
-from services.wire.types import ExternalServer, Sample
+from atoll.cli.launcher import launch
+from atoll.config.schema import RunConfig
+from atoll.coordinator.journal.dump import read_dump
+from atoll.runtime.clients import CoordinatorClient, RunStatus
+from atoll.runtime.errors import AtollError, UserError
+from atoll.wire.types import ExternalServer, Sample
 from tests.builders import arithmetic_run, run_config
 
 pytestmark = pytest.mark.long
@@ -68,7 +68,7 @@ async def keep(lines: asyncio.StreamReader, path: Path) -> None:
 
 async def atoll(*words: str | Path) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.cli.main", *words), stdout=PIPE, stderr=STDOUT, cwd=ROOT
+        *(sys.executable, "-m", "atoll.cli.main", *words), stdout=PIPE, stderr=STDOUT, cwd=ROOT
     )
     output, _ = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode is not None

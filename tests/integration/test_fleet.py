@@ -17,18 +17,18 @@ from typing import Any
 import psutil
 import pytest
 
-from services.cli.launcher import launch
-from services.config.load import write_resolved
-from services.config.schema import RunConfig
-from services.coordinator.control import Control
-from services.coordinator.dump import dumps, read_dump
-from services.coordinator.registry import Joined, Left, Registry
-from services.coordinator.service import CoordinatorService
-from services.runtime.clients import Caller, CoordinatorClient, RunStatus, TrainerClient
-from services.runtime.errors import ServiceUnavailableError
-from services.runtime.ports import reserved_port
-from services.runtime.server import Server
-from services.runtime.store import Store
+from atoll.cli.launcher import launch
+from atoll.config.load import write_resolved
+from atoll.config.schema import RunConfig
+from atoll.coordinator.control import Control
+from atoll.coordinator.fleet.registry import Joined, Left, Registry
+from atoll.coordinator.journal.dump import dumps, read_dump
+from atoll.coordinator.service import CoordinatorService
+from atoll.runtime.clients import Caller, CoordinatorClient, RunStatus, TrainerClient
+from atoll.runtime.errors import ServiceUnavailableError
+from atoll.runtime.ports import reserved_port
+from atoll.runtime.server import Server
+from atoll.runtime.store import Store
 from tests.builders import arithmetic_run, run_config
 from tests.tokens import TOKEN
 
@@ -59,7 +59,7 @@ def processes() -> dict[str, psutil.Process]:
     for process in psutil.Process().children():
         words = process.cmdline()
         name = words[words.index("--name") + 1] if "--name" in words else Path(words[0]).name
-        named["coordinator" if "services.coordinator" in words else name] = process
+        named["coordinator" if "atoll.coordinator" in words else name] = process
     return named
 
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from services.coordinator import journal_scripts as scripts
-from services.coordinator.journal import Checkpoint, Journal, JournalError, Lineage, RestoredGroup
-from services.coordinator.ledger import LEDGER, Ledger
-from services.runtime.errors import StaleFenceError, UserError
-from services.runtime.store import EmbeddedServer, Script, Store, embedded
-from services.wire import codec
-from services.wire.types import (
+from atoll.coordinator.journal import scripts
+from atoll.coordinator.journal.journal import Checkpoint, Journal, JournalError, Lineage, RestoredGroup
+from atoll.coordinator.journal.ledger import LEDGER, Ledger
+from atoll.runtime.errors import StaleFenceError, UserError
+from atoll.runtime.store import EmbeddedServer, Script, Store, embedded
+from atoll.wire import codec
+from atoll.wire.types import (
     FinishReason,
     GroupId,
     Node,

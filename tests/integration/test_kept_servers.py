@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from services.coordinator.servers import Servers
-from services.runtime.errors import StaleFenceError
-from services.runtime.store import EmbeddedServer, Store
-from services.wire.types import ExternalServer, ServerHealth
+from atoll.coordinator.rewards.servers import Servers
+from atoll.runtime.errors import StaleFenceError
+from atoll.runtime.store import EmbeddedServer, Store
+from atoll.wire.types import ExternalServer, ServerHealth
 from tests.fake_servers import ADDRESS, Fake, World
 
 

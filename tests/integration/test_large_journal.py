@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.coordinator.journal import Checkpoint, Journal
-from services.coordinator.journal_snapshot import payloads_of
-from services.coordinator.ledger import LEDGER, Ledger
-from services.coordinator.registry import Registry
-from services.runtime.store import Store, embedded
-from services.wire.types import SampleId, ServiceEntry, Version
+from atoll.coordinator.fleet.registry import Registry
+from atoll.coordinator.journal.journal import Checkpoint, Journal
+from atoll.coordinator.journal.ledger import LEDGER, Ledger
+from atoll.coordinator.journal.snapshot import payloads_of
+from atoll.runtime.store import Store, embedded
+from atoll.wire.types import SampleId, ServiceEntry, Version
 from tests.builders import arrival, group_id, node, sample
 
 NUM_GROUPS = 40_000

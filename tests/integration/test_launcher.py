@@ -12,18 +12,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.cli import processes
-from services.cli.launcher import launch, supervise
-from services.cli.processes import Fleet, Service, ServiceDiedError, ServiceGroup
-from services.cli.running import Run
-from services.cli.running import of as folders_run
-from services.cli.tokens import Tokens
-from services.config.load import read_resolved, write_resolved
-from services.config.schema import RunConfig
-from services.runtime import store
-from services.runtime.clients import Caller, CoordinatorClient
-from services.runtime.errors import UnauthenticatedError, UserError
-from services.runtime.process import EXIT_GAVE_UP, EXIT_RANK_LOST
+from atoll.cli import processes
+from atoll.cli.launcher import launch, supervise
+from atoll.cli.processes import Fleet, Service, ServiceDiedError, ServiceGroup
+from atoll.cli.running import Run
+from atoll.cli.running import of as folders_run
+from atoll.cli.tokens import Tokens
+from atoll.config.load import read_resolved, write_resolved
+from atoll.config.schema import RunConfig
+from atoll.runtime import store
+from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.errors import UnauthenticatedError, UserError
+from atoll.runtime.process import EXIT_GAVE_UP, EXIT_RANK_LOST
 from tests.integration.fake_run import fake
 
 TIMEOUT_S = 30

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.config.schema import ParallelConfig
-from services.trainer.model import ModelSettings, initialize_parallel
+from atoll.config.schema import ParallelConfig
+from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
 from tests.conftest import write_model
 from tests.learners import policy_forward, policy_learner
 from tests.plain_loop import ADAMW, PPO, TEMPERATURE, Reference, check_updates, reference_loop

@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from services.config.schema import LoraConfig, ParallelConfig
-from services.rollout.engines.base import Completion
-from services.rollout.engines.local import LocalEngine
-from services.trainer.checkpoint import Checkpointer
-from services.trainer.hf import export_hf
-from services.trainer.lora import pushed
-from services.trainer.model import ModelSettings, initialize_parallel
-from services.trainer.publish import Publisher, merged
-from services.trainer.step import Learner
-from services.weights.plan import plan
-from services.weights.transport import shm
-from services.wire.types import (
+from atoll.config.schema import LoraConfig, ParallelConfig
+from atoll.rollout.engines.base import Completion
+from atoll.rollout.engines.local import LocalEngine
+from atoll.trainer.checkpoint import Checkpointer
+from atoll.trainer.megatron.hf import export_hf
+from atoll.trainer.megatron.lora import pushed
+from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
+from atoll.trainer.publish import Publisher, merged
+from atoll.trainer.step import Learner
+from atoll.weights.plan import plan
+from atoll.weights.transport import shm
+from atoll.wire.types import (
     Catalog,
     GroupId,
     GroupRequest,

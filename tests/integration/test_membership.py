@@ -11,21 +11,21 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.coordinator.assembly import Assembly
-from services.coordinator.control import Control
-from services.coordinator.membership import Membership, TrainerLostError
-from services.coordinator.registry import Registry
-from services.coordinator.replicas import Replica, Replicas, State
-from services.coordinator.rewards import Rewards
-from services.coordinator.servers import Servers
-from services.coordinator.terms import Terms
-from services.external.addresses import Addresses
-from services.external.protocols import connect
-from services.runtime.errors import ServiceUnavailableError, UserError
-from services.runtime.server import Server
-from services.runtime.store import Store
-from services.wire.types import ServiceEntry, Version
-from services.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from atoll.coordinator.assembly import Assembly
+from atoll.coordinator.control import Control
+from atoll.coordinator.fleet.membership import Membership, TrainerLostError
+from atoll.coordinator.fleet.registry import Registry
+from atoll.coordinator.fleet.replicas import Replica, Replicas, State
+from atoll.coordinator.rewards.rewards import Rewards
+from atoll.coordinator.rewards.servers import Servers
+from atoll.coordinator.rewards.terms import Terms
+from atoll.external.addresses import Addresses
+from atoll.external.protocols import connect
+from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.runtime.server import Server
+from atoll.runtime.store import Store
+from atoll.wire.types import ServiceEntry, Version
+from atoll.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tests.builders import run_config
 from tests.tokens import CALLER, TOKEN
 
@@ -78,7 +78,7 @@ async def serving(servicer: SlowToDescribe | OneOfEach) -> AsyncIterator[str]:
 async def log(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Log]:
     """What the membership logs."""
     records: Log = asyncio.Queue()
-    logger, handler = logging.getLogger("services.coordinator.membership"), QueueHandler(records)
+    logger, handler = logging.getLogger("atoll.coordinator.fleet.membership"), QueueHandler(records)
     caplog.set_level(logging.INFO, logger.name)
     logger.addHandler(handler)
     yield records
@@ -120,7 +120,7 @@ async def test_a_replica_that_is_too_busy_to_answer_is_asked_again(
     store: Store, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stays registered, so it never joins anew."""
-    monkeypatch.setattr("services.coordinator.membership.RETRY_S", 0.01)
+    monkeypatch.setattr("atoll.coordinator.fleet.membership.RETRY_S", 0.01)
     registry, replicas = Registry(store, lease_s=60), Replicas(CALLER, 60)
 
     async def admit(replica: Replica) -> None:
@@ -144,7 +144,7 @@ async def test_a_second_trainer_of_a_role_is_kept_out_until_the_first_leaves(
     store: Store, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its weights were never trained."""
-    monkeypatch.setattr("services.coordinator.membership.RETRY_S", 0.01)
+    monkeypatch.setattr("atoll.coordinator.fleet.membership.RETRY_S", 0.01)
     registry, rewards = Registry(store, lease_s=60), Rewards(0)
     membership = Membership(registry, Replicas(CALLER, 60), rewards, CALLER, 60, never, "actor")
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.config.schema import OptimizerConfig, ParallelConfig, TrainerSection
-from services.runtime.memory import Memory, rank_memory
-from services.runtime.model_spec import read_spec
-from services.trainer.model import ModelSettings, initialize_parallel
-from services.trainer.publish import DTYPES
-from services.wire.types import Segments, StepKey, SupervisedBatch
+from atoll.config.schema import OptimizerConfig, ParallelConfig, TrainerSection
+from atoll.runtime.memory import Memory, rank_memory
+from atoll.runtime.model_spec import read_spec
+from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
+from atoll.trainer.publish import DTYPES
+from atoll.wire.types import Segments, StepKey, SupervisedBatch
 from tests.allocations import Allocations, nbytes
 from tests.conftest import write_model
 from tests.learners import policy_forward, policy_learner

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from services.coordinator.registry import Joined, Left, Registry
-from services.runtime.errors import ReplacedError, StaleFenceError, UserError
-from services.runtime.store import EmbeddedServer, Store
-from services.wire.types import ServiceEntry
+from atoll.coordinator.fleet.registry import Joined, Left, Registry
+from atoll.runtime.errors import ReplacedError, StaleFenceError, UserError
+from atoll.runtime.store import EmbeddedServer, Store
+from atoll.wire.types import ServiceEntry
 
 OLD = ServiceEntry("rollout", "rollout-0", "0001-a", "127.0.0.1:1000")
 NEW = ServiceEntry("rollout", "rollout-0", "0002-b", "127.0.0.1:2000")

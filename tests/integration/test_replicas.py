@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.coordinator.generation import Generation
-from services.coordinator.groups import PendingGroup
-from services.coordinator.health import Health
-from services.coordinator.replicas import Replica, Replicas, State
-from services.coordinator.routing import AHEAD_S
-from services.runtime.clients import Arrival, Caller
-from services.runtime.errors import ServiceUnavailableError, UserError
-from services.wire.types import (
+from atoll.coordinator.fleet.health import Health
+from atoll.coordinator.fleet.replicas import Replica, Replicas, State
+from atoll.coordinator.fleet.routing import AHEAD_S
+from atoll.coordinator.rollouts.generation import Generation
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.runtime.clients import Arrival, Caller
+from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.wire.types import (
     Graded,
     GroupId,
     GroupRequest,

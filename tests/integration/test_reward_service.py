@@ -18,22 +18,22 @@ import grpc.aio
 import psutil
 import pytest
 
-from services.cli.main import main
-from services.config.schema import GraderConfig, RewardSection, SandboxConfig
-from services.coordinator.control import Control
-from services.coordinator.registry import Registry
-from services.coordinator.rewards import Rewards
-from services.coordinator.service import CoordinatorService
-from services.reward import graders
-from services.reward.graders import Panel
-from services.reward.sandbox.base import Dialogue
-from services.reward.service import RewardService
-from services.runtime.clients import Caller, RewardClient
-from services.runtime.errors import OverloadedError, ServiceUnavailableError, UserError
-from services.runtime.server import Server
-from services.runtime.store import Store
-from services.wire import codec
-from services.wire.types import (
+from atoll.cli.main import main
+from atoll.config.schema import GraderConfig, RewardSection, SandboxConfig
+from atoll.coordinator.control import Control
+from atoll.coordinator.fleet.registry import Registry
+from atoll.coordinator.rewards.rewards import Rewards
+from atoll.coordinator.service import CoordinatorService
+from atoll.reward import graders
+from atoll.reward.graders import Panel
+from atoll.reward.sandbox.base import Dialogue
+from atoll.reward.service import RewardService
+from atoll.runtime.clients import Caller, RewardClient
+from atoll.runtime.errors import OverloadedError, ServiceUnavailableError, UserError
+from atoll.runtime.server import Server
+from atoll.runtime.store import Store
+from atoll.wire import codec
+from atoll.wire.types import (
     Execution,
     FinishReason,
     Graded,
@@ -45,7 +45,7 @@ from services.wire.types import (
     ServiceEntry,
     Status,
 )
-from services.wire.v1 import reward_pb2, reward_pb2_grpc
+from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 from tests.fake_rewards import scored
 from tests.tokens import TOKEN
 
@@ -474,7 +474,7 @@ async def test_execute_stays_within_the_services_limits() -> None:
 
 
 def start(tmp_path: Path, grader: str) -> tuple[subprocess.Popen[bytes], str]:
-    """`python -m services.reward` as the launcher starts it; its address, or "" where it ended."""
+    """`python -m atoll.reward` as the launcher starts it; its address, or "" where it ended."""
     config = {
         "run": {"name": "toy", "steps": 1},
         "model": {"path": "unused"},
@@ -492,7 +492,7 @@ def start(tmp_path: Path, grader: str) -> tuple[subprocess.Popen[bytes], str]:
         str(write_end),
     ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "services.reward", *arguments, "--coordinator", "127.0.0.1:1"],
+        [sys.executable, "-m", "atoll.reward", *arguments, "--coordinator", "127.0.0.1:1"],
         pass_fds=(write_end,),
         stderr=subprocess.PIPE,
         start_new_session=True,

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from services.config.load import write_resolved
-from services.rollout.engines.local import LocalEngine
-from services.rollout.service import AS_IN_FOLDER, RolloutService
-from services.runtime import clients
-from services.runtime.clients import RolloutClient
-from services.runtime.errors import AtollError, EngineDiedError, ServiceUnavailableError, UserError
-from services.runtime.process import EXIT_GAVE_UP
-from services.runtime.server import Server
-from services.weights.transport import shm
-from services.wire import codec
-from services.wire.types import (
+from atoll.config.load import write_resolved
+from atoll.rollout.engines.local import LocalEngine
+from atoll.rollout.service import AS_IN_FOLDER, RolloutService
+from atoll.runtime import clients
+from atoll.runtime.clients import RolloutClient
+from atoll.runtime.errors import AtollError, EngineDiedError, ServiceUnavailableError, UserError
+from atoll.runtime.process import EXIT_GAVE_UP
+from atoll.runtime.server import Server
+from atoll.weights.transport import shm
+from atoll.wire import codec
+from atoll.wire.types import (
     FinishReason,
     GroupId,
     GroupRequest,
@@ -35,7 +35,7 @@ from services.wire.types import (
     Version,
     VersionSpan,
 )
-from services.wire.v1 import rollout_pb2 as pb
+from atoll.wire.v1 import rollout_pb2 as pb
 from tests.builders import run_config
 from tests.tokens import CALLER, TOKEN
 
@@ -198,7 +198,7 @@ async def test_requests_at_fault_are_the_callers_errors(client):
 
 @asynccontextmanager
 async def replica(model: Path, folder: Path, log: int | None = None) -> AsyncIterator[tuple[Process, str]]:
-    """`python -m services.rollout` as the launcher starts it, and its address."""
+    """`python -m atoll.rollout` as the launcher starts it, and its address."""
     config = run_config(
         run={"dir": folder},
         model={"path": model},
@@ -212,7 +212,7 @@ async def replica(model: Path, folder: Path, log: int | None = None) -> AsyncIte
     write_resolved(config, folder / "config.json")
     ready, ready_fd = os.pipe()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.rollout", "--config", folder / "config.json"),
+        *(sys.executable, "-m", "atoll.rollout", "--config", folder / "config.json"),
         *("--name", "rollout-3", "--ready-fd", str(ready_fd)),
         pass_fds=[ready_fd],
         stderr=log,

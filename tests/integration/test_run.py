@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from services.cli.launcher import launch
-from services.config.schema import RunConfig
-from services.coordinator.dump import dumps as dump_files
-from services.coordinator.dump import read_dump
-from services.runtime.clients import CoordinatorClient, RunStatus
-from services.runtime.errors import AtollError
-from services.wire.types import Group, Sample
+from atoll.cli.launcher import launch
+from atoll.config.schema import RunConfig
+from atoll.coordinator.journal.dump import dumps as dump_files
+from atoll.coordinator.journal.dump import read_dump
+from atoll.runtime.clients import CoordinatorClient, RunStatus
+from atoll.runtime.errors import AtollError
+from atoll.wire.types import Group, Sample
 from tests.builders import arithmetic_run, run_config
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
@@ -148,7 +148,8 @@ def test_a_killed_trainer_ends_the_run_and_resuming_gives_the_same_losses(
 UNFINISHED = """
 import threading
 
-from services.trainer import checkpoint, loss
+from atoll.trainer import checkpoint
+from atoll.trainer.losses import loss
 
 finish = checkpoint._Publication.finish
 
@@ -280,7 +281,7 @@ def test_a_killed_reward_service_is_started_again_and_costs_no_sample(make: Make
 # first step, whose groups go to both replicas alike.
 BREAKING = """#!{python}
 import runpy, sys
-from services.rollout.engines.local_decoder import Decoder
+from atoll.rollout.engines.local_decoder import Decoder
 
 step, broken = Decoder.step, []
 

@@ -21,10 +21,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from services.reward.sandbox.base import CHANNEL_FD, MAX_FRAME_BYTES, Sandbox
-from services.reward.sandbox.host import NOBODY, start_sandbox
-from services.runtime.errors import SandboxError, UserError
-from services.wire.types import Execution, Limits, Status
+from atoll.reward.sandbox.base import CHANNEL_FD, MAX_FRAME_BYTES, Sandbox
+from atoll.reward.sandbox.host import NOBODY, start_sandbox
+from atoll.runtime.errors import SandboxError, UserError
+from atoll.wire.types import Execution, Limits, Status
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
@@ -153,7 +153,7 @@ async def test_the_standard_library_is_there_and_nothing_else(sandbox: Sandbox) 
         threading.stack_size(1 << 27)
         thread = threading.Thread(target=lambda: print(hashlib.sha256(b"").hexdigest()[:8]))
         thread.start(); thread.join()
-        for name in "numpy", "pip", "services":
+        for name in "numpy", "pip", "atoll":
             try: print(__import__(name))
             except ImportError: pass
     """
@@ -384,8 +384,8 @@ async def test_a_dialogue_that_something_else_ends_is_an_error(sandbox: Sandbox)
 async def test_a_service_that_is_killed_takes_all_with_it(namespaces: bool, tmp_path: Path) -> None:
     script = f"""
 import asyncio
-from services.reward.sandbox.host import start_sandbox
-from services.wire.types import Limits
+from atoll.reward.sandbox.host import start_sandbox
+from atoll.wire.types import Limits
 
 async def main():
     async with start_sandbox(2, {namespaces}) as sandbox:

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from services.reward.sandbox import landlock, program
-from services.reward.sandbox.host import start_sandbox
-from services.runtime.errors import SandboxError
+from atoll.reward.sandbox import landlock, program
+from atoll.reward.sandbox.host import start_sandbox
+from atoll.runtime.errors import SandboxError
 from tests.sandbox.cases import CASES, FAMILIES
 from tests.sandbox.setups import SETUPS, USER
 from tests.sandbox.targets import MARKER, targets
@@ -124,8 +124,8 @@ async def test_a_sandbox_with_a_wall_missing_does_not_start(
 async def test_without_landlock_there_is_no_sandbox() -> None:
     source = """
 import asyncio, errno
-from services.reward.sandbox.host import start_sandbox
-from services.runtime.errors import SandboxError
+from atoll.reward.sandbox.host import start_sandbox
+from atoll.runtime.errors import SandboxError
 from tests.sandbox.setups import refuse
 refuse([444], errno.ENOSYS)
 async def start():

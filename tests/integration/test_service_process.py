@@ -13,15 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.coordinator.control import Control
-from services.coordinator.registry import Joined, Left, Registry
-from services.coordinator.service import OPERATORS_MAY, CoordinatorService
-from services.runtime.clients import Caller, CoordinatorClient, PauseMode, RewardClient, RolloutClient
-from services.runtime.errors import StaleFenceError, UnauthenticatedError, UserError
-from services.runtime.process import EXIT_GAVE_UP
-from services.runtime.server import Admitted, Server
-from services.runtime.store import EmbeddedServer, Store
-from services.wire.types import ServiceEntry
+from atoll.coordinator.control import Control
+from atoll.coordinator.fleet.registry import Joined, Left, Registry
+from atoll.coordinator.service import OPERATORS_MAY, CoordinatorService
+from atoll.runtime.clients import Caller, CoordinatorClient, PauseMode, RewardClient, RolloutClient
+from atoll.runtime.errors import StaleFenceError, UnauthenticatedError, UserError
+from atoll.runtime.process import EXIT_GAVE_UP
+from atoll.runtime.server import Admitted, Server
+from atoll.runtime.store import EmbeddedServer, Store
+from atoll.wire.types import ServiceEntry
 from tests.tokens import TOKEN
 
 # A reward service that answers Describe with its incarnation and can be paused; config's run.seed 13
@@ -31,9 +31,9 @@ NO_SERVERS = SimpleNamespace(health=tuple)
 
 PROGRAM = """
 import asyncio
-from services.runtime.errors import EngineDiedError, UserError
-from services.runtime.process import run_service
-from services.wire.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from atoll.runtime.errors import EngineDiedError, UserError
+from atoll.runtime.process import run_service
+from atoll.wire.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 class Obeys(rollout_pb2_grpc.RolloutServicer):
     async def Pause(self, request, context): return rollout_pb2.PauseReply()
@@ -146,7 +146,7 @@ async def test_a_service_announces_itself_serves_registers_and_leaves_in_order(
         assert await next_of(changes) == Left(expected)  # long before its lease ends
         stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
     assert (process.returncode, stdout) == (0, b"closed\n")
-    assert f"INFO reward-0 services.runtime.process: serves reward at {served_at}" in stderr.decode()
+    assert f"INFO reward-0 atoll.runtime.process: serves reward at {served_at}" in stderr.decode()
 
 
 async def test_a_service_outlives_its_coordinator_and_registers_with_the_next(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.store import EmbeddedServer, embedded
+from atoll.runtime.store import EmbeddedServer, embedded
 from tests.simulation.judge import faults
 from tests.simulation.mutations import MUTATIONS, Mutation
 from tests.simulation.runs import scene, simulate

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.coordinator.__main__ import run, run_id
-from services.runtime.errors import StaleFenceError, StoreError, UserError
-from services.runtime.store import EmbeddedServer, Script, Store, embedded
+from atoll.coordinator.__main__ import run, run_id
+from atoll.runtime.errors import StaleFenceError, StoreError, UserError
+from atoll.runtime.store import EmbeddedServer, Script, Store, embedded
 from tests.builders import run_config
 
 PUT = Script("return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])")
@@ -143,7 +143,7 @@ async def test_the_next_call_connects_again_and_brings_its_script(tmp_path: Path
 
 def test_the_server_dies_with_its_parent_and_frees_the_folder(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from services.runtime.store import embedded\n"
+        "import sys, time; from pathlib import Path; from atoll.runtime.store import embedded\n"
         f"with embedded(Path({str(tmp_path)!r})) as server:\n"
         "    print(server.process.pid, flush=True); time.sleep(60)\n"
     )
@@ -158,7 +158,7 @@ def test_the_server_dies_with_its_parent_and_frees_the_folder(tmp_path: Path) ->
 
 
 def test_two_servers_never_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.runtime.store.LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("atoll.runtime.store.LOCK_TIMEOUT_S", 0.1)
     with (
         embedded(tmp_path),
         pytest.raises(UserError, match=r"in use by another.*choose another run\.name"),
@@ -207,7 +207,7 @@ async def test_a_hung_server_fails_the_call_at_the_timeout(
         os.kill(server.process.pid, signal.SIGSTOP)
         try:
             with monkeypatch.context() as hurried:
-                hurried.setattr("services.runtime.store.TIMEOUT_S", 0.3)
+                hurried.setattr("atoll.runtime.store.TIMEOUT_S", 0.3)
                 with pytest.raises(StoreError, match=r"no answer within 0\.3 s"):
                     await store.read("HLEN", "h")
         finally:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
-from services.cli.launcher import launch
-from services.config.schema import RunConfig
-from services.runtime.clients import CoordinatorClient
+from atoll.cli.launcher import launch
+from atoll.config.schema import RunConfig
+from atoll.runtime.clients import CoordinatorClient
 
 pytestmark = [pytest.mark.long, pytest.mark.rerun_once]
 

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 
-from services.config.schema import LoraConfig, OptimizerConfig, ParallelConfig
-from services.runtime.errors import CheckpointError, UserError
-from services.runtime.ports import reserved_port
-from services.trainer.checkpoint import Checkpointer, Written
-from services.trainer.model import ModelSettings, initialize_parallel
-from services.trainer.step import Learner
-from services.wire.types import PolicyBatch, Segments, StepKey
+from atoll.config.schema import LoraConfig, OptimizerConfig, ParallelConfig
+from atoll.runtime.errors import CheckpointError, UserError
+from atoll.runtime.ports import reserved_port
+from atoll.trainer.checkpoint import Checkpointer, Written
+from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
+from atoll.trainer.step import Learner
+from atoll.wire.types import PolicyBatch, Segments, StepKey
 from tests.conftest import write_model
 from tests.learners import policy_forward, policy_learner
 from tests.ranks import run_ranks

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor
 
-from services.config.schema import OptimizerConfig, ParallelConfig
-from services.runtime.errors import UserError
-from services.trainer.checkpoint import Checkpointer
-from services.trainer.hf import export_hf
-from services.trainer.model import ModelSettings, initialize_parallel
-from services.trainer.roles import build_roles, join_ranks
-from services.trainer.shards import boxes_of
-from services.trainer.step import Learner
-from services.wire.types import StepKey, ValueBatch
+from atoll.config.schema import OptimizerConfig, ParallelConfig
+from atoll.runtime.errors import UserError
+from atoll.trainer.checkpoint import Checkpointer
+from atoll.trainer.megatron.hf import export_hf
+from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
+from atoll.trainer.megatron.shards import boxes_of
+from atoll.trainer.roles import build_roles, join_ranks
+from atoll.trainer.step import Learner
+from atoll.wire.types import StepKey, ValueBatch
 from tests.builders import run_config
 from tests.conftest import write_tokenizer
 from tests.learners import critic_learner, policy_forward, policy_learner

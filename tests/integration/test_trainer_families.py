@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from services.config.schema import ParallelConfig
-from services.runtime.errors import UserError
-from services.runtime.model_spec import read_spec
-from services.trainer import cpu_compat, hf
-from services.trainer.attention import BACKENDS
-from services.trainer.forward import Budget, Forward
-from services.trainer.model import Model, ModelSettings, initialize_parallel
-from services.trainer.shards import catalog
-from services.wire.types import Float32, Segments
+from atoll.config.schema import ParallelConfig
+from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import read_spec
+from atoll.trainer.megatron import cpu_compat, hf
+from atoll.trainer.megatron.attention import BACKENDS
+from atoll.trainer.megatron.forward import Budget, Forward
+from atoll.trainer.megatron.model import Model, ModelSettings, initialize_parallel
+from atoll.trainer.megatron.shards import catalog
+from atoll.wire.types import Float32, Segments
 from tests.conftest import write_model
 from tests.learners import policy_forward
 from tests.ranks import run_ranks

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.config.schema import OptimizerConfig, ParallelConfig
-from services.trainer.checkpoint import Checkpointer
-from services.trainer.model import ModelSettings, initialize_parallel
-from services.trainer.residency import Part, Residency
-from services.trainer.step import Learner
-from services.wire.types import StepKey, SupervisedBatch
+from atoll.config.schema import OptimizerConfig, ParallelConfig
+from atoll.trainer.checkpoint import Checkpointer
+from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
+from atoll.trainer.residency import Part, Residency
+from atoll.trainer.step import Learner
+from atoll.wire.types import StepKey, SupervisedBatch
 from tests.allocations import Allocations, nbytes
 from tests.learners import policy_forward, policy_learner
 from tests.ranks import run_ranks

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.runtime.errors import CheckpointError
-from services.runtime.model_spec import read_spec
-from services.wire.types import Segments
+from atoll.runtime.errors import CheckpointError
+from atoll.runtime.model_spec import read_spec
+from atoll.wire.types import Segments
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -51,13 +51,13 @@ def duplicated(segments: Segments) -> Segments:
 
 def on_megatron(check: Callable[..., Any], tensor: int, folder: Path, *args: Any) -> Any:
     """In a rank: `check(policy, ...)` on the model of `folder`."""
-    from services.trainer import cpu_compat
+    from atoll.trainer.megatron import cpu_compat
 
     torch.set_num_threads(1)
     with cpu_compat.apply():
-        from services.config.schema import ParallelConfig
-        from services.trainer.hf import load_model
-        from services.trainer.model import ModelSettings, initialize_parallel
+        from atoll.config.schema import ParallelConfig
+        from atoll.trainer.megatron.hf import load_model
+        from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
 
         if not torch.distributed.is_initialized():
             initialize_parallel(ParallelConfig(tensor=tensor))
@@ -65,8 +65,8 @@ def on_megatron(check: Callable[..., Any], tensor: int, folder: Path, *args: Any
 
 
 def hidden(policy: Any, segments: Segments) -> Tensor:
-    from services.trainer.attention import plan_rows
-    from services.trainer.context import ContextSplit
+    from atoll.trainer.megatron.attention import plan_rows
+    from atoll.trainer.megatron.context import ContextSplit
 
     tokens, positions = torch.from_numpy(segments.token_ids).long(), torch.from_numpy(segments.positions)
     return policy.output(tokens, positions, plan_rows(segments, CPU, ContextSplit())).squeeze(1)  # type: ignore[no-any-return]
@@ -74,7 +74,7 @@ def hidden(policy: Any, segments: Segments) -> Tensor:
 
 def logits(policy: Any, segments: Segments) -> Tensor:
     """[T, vocabulary], joined over the tensor-parallel ranks."""
-    from services.trainer.model import output_weight
+    from atoll.trainer.megatron.model import output_weight
 
     own = hidden(policy, segments) @ output_weight(policy).T
     parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
@@ -134,7 +134,7 @@ def agrees_with_transformers(policy: Any) -> None:
 
 def canonical_gradients(policy: Any) -> dict[str, Tensor]:
     """Hugging Face name -> whole gradient, put together from all ranks' boxes."""
-    from services.trainer.names import pieces, shapes, whole_model
+    from atoll.trainer.megatron.names import pieces, shapes, whole_model
 
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     whole = {name: torch.zeros(shape) for name, shape in shapes(policy.spec).items()}
@@ -160,8 +160,8 @@ def canonical_gradients(policy: Any) -> dict[str, Tensor]:
 
 def exports_bit_equal(policy: Any, target: Path) -> None:
     """Changed weights, several files, transformers reads back exactly what the ranks hold."""
-    from services.trainer import hf
-    from services.trainer.shards import boxes_of
+    from atoll.trainer.megatron import hf
+    from atoll.trainer.megatron.shards import boxes_of
 
     with torch.no_grad():
         for parameter in policy.output.parameters():
@@ -189,7 +189,7 @@ def exports_bit_equal(policy: Any, target: Path) -> None:
 
 def a_full_disk_leaves_the_ranks_in_step(policy: Any, target: Path) -> None:
     """The export begins with a file that may not be as large; afterwards all ranks meet, and it works."""
-    from services.trainer import hf
+    from atoll.trainer.megatron import hf
 
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     is_writer = torch.distributed.get_rank() == 0
@@ -205,8 +205,8 @@ def a_full_disk_leaves_the_ranks_in_step(policy: Any, target: Path) -> None:
 
 
 def reads_a_folder_of_several_files(policy: Any, whole: Path) -> None:
-    from services.trainer.hf import load_model
-    from services.trainer.model import ModelSettings
+    from atoll.trainer.megatron.hf import load_model
+    from atoll.trainer.megatron.model import ModelSettings
 
     again = load_model(whole, policy.spec, ModelSettings())
     for (name, got), expected in zip(
@@ -221,7 +221,7 @@ def fused_layers_agree(tensor: int, folder: Path) -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from torch.nn.functional import rms_norm
 
-    from services.trainer import model
+    from atoll.trainer.megatron import model
 
     class NormAndColumns(ColumnParallelLinear):  # type: ignore[misc]
         def __init__(self, input_size: int, output_size: int, **settings: Any) -> None:

@@ -13,10 +13,9 @@ import torch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor
 
-from services.config.schema import KLConfig, OptimizerConfig, ParallelConfig, RunConfig
-from services.runtime.errors import UserError
-from services.trainer.forward import Forward
-from services.trainer.loss import (
+from atoll.config.schema import KLConfig, OptimizerConfig, ParallelConfig, RunConfig
+from atoll.runtime.errors import UserError
+from atoll.trainer.losses.loss import (
     PolicyTokens,
     choose_clip_cov,
     choose_kl_cov,
@@ -25,13 +24,14 @@ from services.trainer.loss import (
     kl_cov,
     ppo_clip,
 )
-from services.trainer.model import initialize_parallel
-from services.trainer.names import pieces
-from services.trainer.objective import PolicySettings
-from services.trainer.roles import build_roles, join_ranks
-from services.trainer.shards import chunk_of
-from services.trainer.step import Learner
-from services.wire.types import PolicyBatch, StepKey
+from atoll.trainer.megatron.forward import Forward
+from atoll.trainer.megatron.model import initialize_parallel
+from atoll.trainer.megatron.names import pieces
+from atoll.trainer.megatron.shards import chunk_of
+from atoll.trainer.objective import PolicySettings
+from atoll.trainer.roles import build_roles, join_ranks
+from atoll.trainer.step import Learner
+from atoll.wire.types import PolicyBatch, StepKey
 from tests.builders import run_config
 from tests.learners import policy_forward, policy_learner
 from tests.ranks import run_ranks

@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from services.runtime.errors import ServiceUnavailableError, UserError
-from services.trainer import ranks
-from services.trainer.folders import Folders
-from services.trainer.ranks import CommandChannel, RankLostError, dismiss, follow, lead, watched
-from services.trainer.service import Rank, TrainerService
-from services.wire.v1 import trainer_pb2 as pb
+from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.trainer import ranks
+from atoll.trainer.folders import Folders
+from atoll.trainer.ranks import CommandChannel, RankLostError, dismiss, follow, lead, watched
+from atoll.trainer.service import Rank, TrainerService
+from atoll.wire.v1 import trainer_pb2 as pb
 from tests.ranks import run_ranks
 
 SIZE = 2

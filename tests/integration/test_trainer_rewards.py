@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from services.cli.launcher import ranks_of
-from services.cli.processes import Fleet
-from services.config.load import write_resolved
-from services.external.protocols import connect
-from services.runtime.clients import TrainerClient
-from services.runtime.errors import UserError
-from services.wire.types import (
+from atoll.cli.launcher import ranks_of
+from atoll.cli.processes import Fleet
+from atoll.config.load import write_resolved
+from atoll.external.protocols import connect
+from atoll.runtime.clients import TrainerClient
+from atoll.runtime.errors import UserError
+from atoll.wire.types import (
     ExternalServer,
     FinishReason,
     Float32,

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.config.schema import ParallelConfig
-from services.runtime.clients import TrainerClient
-from services.runtime.errors import LostStateError, ServiceUnavailableError, UserError
-from services.runtime.process import EXIT_RANK_LOST
-from services.wire.types import Segments, ValueBatch, Version
+from atoll.config.schema import ParallelConfig
+from atoll.runtime.clients import TrainerClient
+from atoll.runtime.errors import LostStateError, ServiceUnavailableError, UserError
+from atoll.runtime.process import EXIT_RANK_LOST
+from atoll.wire.types import Segments, ValueBatch, Version
 from tests.tokens import CALLER
 from tests.trainer_fleet import TEMPERATURE, batch, fleet, key, update
 

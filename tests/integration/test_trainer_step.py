@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.config.schema import ParallelConfig
-from services.runtime.errors import LostStateError
-from services.trainer.model import initialize_parallel
-from services.trainer.step import Learner
-from services.wire.types import Batch, PolicyBatch, SupervisedBatch
+from atoll.config.schema import ParallelConfig
+from atoll.runtime.errors import LostStateError
+from atoll.trainer.megatron.model import initialize_parallel
+from atoll.trainer.step import Learner
+from atoll.wire.types import Batch, PolicyBatch, SupervisedBatch
 from tests import flash
 from tests.learners import policy_forward, policy_learner
 from tests.plain_loop import ADAMW, PPO, TEMPERATURE, Reference, check_updates, key, reference_loop

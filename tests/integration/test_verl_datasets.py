@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.config.schema import GraderConfig
-from services.coordinator.rows import read_rows
-from services.wire.types import FinishReason, Graded, GradingError, GroupId, SampleId, ScoreItem
+from atoll.config.schema import GraderConfig
+from atoll.coordinator.data.rows import read_rows
+from atoll.wire.types import FinishReason, Graded, GradingError, GroupId, SampleId, ScoreItem
 from tests.integration.test_reward_service import grading
 
 CASES = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})

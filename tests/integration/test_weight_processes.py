@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.refit import Refit
-from services.runtime.errors import WeightPushError
-from services.trainer.publish import Publisher, merged
-from services.weights.plan import plan
-from services.weights.transport.base import open_receiver, open_sender
-from services.wire.types import BOX, Catalog, Membership, Plan, Published, StreamManifest, Version
+from atoll.rollout.refit import Refit
+from atoll.runtime.errors import WeightPushError
+from atoll.trainer.publish import Publisher, merged
+from atoll.weights.plan import plan
+from atoll.weights.transport.base import open_receiver, open_sender
+from atoll.wire.types import BOX, Catalog, Membership, Plan, Published, StreamManifest, Version
 
 pytestmark = pytest.mark.long
 
@@ -91,7 +91,7 @@ class Worker:
 
     def __init__(self, kind: type[TrainerRank] | type[ReplicaRank], rank: int) -> None:
         context = multiprocessing.get_context("forkserver")  # which imports torch once
-        context.set_forkserver_preload(["services.rollout.refit", "services.trainer.publish"])
+        context.set_forkserver_preload(["atoll.rollout.refit", "atoll.trainer.publish"])
         self._lock = Lock()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, kind, rank), daemon=True)

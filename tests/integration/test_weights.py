@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from services.config.schema import ParallelConfig
-from services.runtime.errors import ServiceUnavailableError
-from services.weights.transport import shm
-from services.wire.types import (
+from atoll.config.schema import ParallelConfig
+from atoll.runtime.errors import ServiceUnavailableError
+from atoll.weights.transport import shm
+from atoll.wire.types import (
     ServiceEntry,
 )
 from tests.pushes import (

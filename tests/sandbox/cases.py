@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-from services.wire.types import Execution, Limits, Status
+from atoll.wire.types import Execution, Limits, Status
 from tests.sandbox import files, floods, inside, kernel, network, others, preamble, processes
 
 FAMILIES = (processes, files, network, others, kernel, floods, inside)
@@ -60,7 +60,7 @@ def _imports(family: ModuleType) -> str:
     return "\n".join(
         line
         for line in lines
-        if line.startswith(("import ", "from ")) and " tests." not in line and " services." not in line
+        if line.startswith(("import ", "from ")) and " tests." not in line and " atoll." not in line
     )
 
 

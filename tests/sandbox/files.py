@@ -11,7 +11,7 @@ import socket
 import sys
 from pathlib import Path
 
-from services.wire.types import Status
+from atoll.wire.types import Status
 from tests.sandbox.preamble import attempts, call, libc, read, seen
 
 ENDS: dict[str, set[Status]] = {}

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from services.wire.types import Status
+from atoll.wire.types import Status
 from tests.sandbox.preamble import libc
 
 ENDS = {

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 
-from services.wire.types import Status
+from atoll.wire.types import Status
 from tests.sandbox.preamble import libc
 
 ENDS = {
@@ -142,7 +142,7 @@ def stack_of_the_start(host):
 
 
 def modules_of_the_service(host):
-    return [name for name in sys.modules if name.split(".")[0] in ("services", "grpc", "pydantic", "numpy")]
+    return [name for name in sys.modules if name.split(".")[0] in ("atoll", "grpc", "pydantic", "numpy")]
 
 
 def state_left_by_others(host):

@@ -5,7 +5,7 @@ import errno
 import os
 import signal
 
-from services.wire.types import Status
+from atoll.wire.types import Status
 from tests.sandbox.preamble import ARM, NUMBERS, attempts, call, libc, machine_code, seen
 
 ENDS: dict[str, set[Status]] = {}

@@ -4,7 +4,7 @@ import ctypes
 import os
 import socket
 
-from services.wire.types import Status
+from atoll.wire.types import Status
 from tests.sandbox.preamble import attempts, libc
 
 ENDS: dict[str, set[Status]] = {}

@@ -11,7 +11,7 @@ import signal
 import socket
 import struct
 
-from services.wire.types import Status
+from atoll.wire.types import Status
 from tests.sandbox.preamble import attempts, call, libc, seen
 
 ENDS: dict[str, set[Status]] = {}

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from services.wire.types import Status
+from atoll.wire.types import Status
 from tests.sandbox.preamble import ARM, attempts, call, libc, machine_code, seen
 
 ENDS = {  # of attacks that cannot be refused

@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 
-from services.reward.sandbox.base import Sandbox
-from services.reward.sandbox.host import start_sandbox
-from services.reward.score import checked
-from services.reward.verifiers.code import code
-from services.runtime.errors import AtollError
-from services.wire.types import Limits
+from atoll.reward.sandbox.base import Sandbox
+from atoll.reward.sandbox.host import start_sandbox
+from atoll.reward.score import checked
+from atoll.reward.verifiers.code import code
+from atoll.runtime.errors import AtollError
+from atoll.wire.types import Limits
 from tests.sandbox.cases import CASES, Case
 from tests.sandbox.setups import SETUPS
 from tests.sandbox.targets import targets

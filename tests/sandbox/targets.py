@@ -18,7 +18,7 @@ import numpy
 import psutil
 import pytest
 
-from services.reward.sandbox import attacks
+from atoll.reward.sandbox import attacks
 from tests.sandbox.cases import DISK_BYTES
 
 NAME = "atoll-attack"  # in every name that an attack gives to something outside

@@ -6,7 +6,7 @@ The task is to double a number, by the function `double` or from stdin to stdout
 import json
 from dataclasses import dataclass
 
-from services.wire.types import FinishReason, GroupId, SampleId, ScoreItem
+from atoll.wire.types import FinishReason, GroupId, SampleId, ScoreItem
 
 SOLUTION = "def double(n):\n    return n + n\n"
 PROGRAM = "print(2 * int(input()))\n"

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from services.wire.v1 import reward_pb2, reward_pb2_grpc
+from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 
 
 class Parity(reward_pb2_grpc.RewardServicer):

@@ -3,10 +3,10 @@
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from services.config.schema import SGLangConfig
-from services.rollout.engines.base import Engine
-from services.rollout.engines.sglang.engine import SGLangEngine
-from services.wire.types import Version
+from atoll.config.schema import SGLangConfig
+from atoll.rollout.engines.base import Engine
+from atoll.rollout.engines.sglang.engine import SGLangEngine
+from atoll.wire.types import Version
 
 V0 = Version("a3f0", 0)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.config.schema import ParallelConfig
-from services.wire.types import ServiceEntry
+from atoll.config.schema import ParallelConfig
+from atoll.wire.types import ServiceEntry
 from tests.pushes import LOCAL, Rollouts, assert_hold, check_kill, check_layout, connected, push, rollouts
 from tests.trainer_fleet import Fleet, fleet, update
 

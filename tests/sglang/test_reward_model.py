@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from services.external.protocols import connect
-from services.runtime.ports import reserved_port
-from services.wire.types import ExternalServer, FinishReason, Graded, GroupId, SampleId, ScoreItem
+from atoll.external.protocols import connect
+from atoll.runtime.ports import reserved_port
+from atoll.wire.types import ExternalServer, FinishReason, Graded, GroupId, SampleId, ScoreItem
 from tests.conftest import write_tokenizer
 
 pytestmark = [pytest.mark.long, pytest.mark.rerun_once]

@@ -14,14 +14,14 @@ import numpy as np
 import psutil
 import pytest
 
-from services.coordinator.control import Control
-from services.coordinator.registry import Joined, Left, Registry
-from services.coordinator.service import CoordinatorService
-from services.runtime.clients import Caller, RolloutClient
-from services.runtime.errors import ServiceUnavailableError
-from services.runtime.server import Server
-from services.runtime.store import Store, embedded
-from services.wire.types import FinishReason, GroupId, GroupRequest, Sample, Sampling, ServiceEntry
+from atoll.coordinator.control import Control
+from atoll.coordinator.fleet.registry import Joined, Left, Registry
+from atoll.coordinator.service import CoordinatorService
+from atoll.runtime.clients import Caller, RolloutClient
+from atoll.runtime.errors import ServiceUnavailableError
+from atoll.runtime.server import Server
+from atoll.runtime.store import Store, embedded
+from atoll.wire.types import FinishReason, GroupId, GroupRequest, Sample, Sampling, ServiceEntry
 from tests.contract.engines import ENDLESS, reference_logits
 from tests.tokens import TOKEN
 
@@ -108,7 +108,7 @@ async def test_an_engine_that_is_killed_comes_back_and_goes_with_its_service(
         setting="coordinator.port",
     )
     service = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.rollout", "--config", str(config_file(tmp_path, tiny_qwen3))),
+        *(sys.executable, "-m", "atoll.rollout", "--config", str(config_file(tmp_path, tiny_qwen3))),
         *("--name", "rollout-0", "--coordinator", coordinator.address),
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from services.rollout.engines.sglang.engine import Limits, SGLangEngine
-from services.rollout.engines.sglang.messages import SGLangError
-from services.rollout.engines.sglang.server import Server
-from services.runtime.errors import EngineDiedError
-from services.wire.types import PauseMode, Version
+from atoll.rollout.engines.sglang.engine import Limits, SGLangEngine
+from atoll.rollout.engines.sglang.messages import SGLangError
+from atoll.rollout.engines.sglang.server import Server
+from atoll.runtime.errors import EngineDiedError
+from atoll.wire.types import PauseMode, Version
 
 
 class PlayedServer:

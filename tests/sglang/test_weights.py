@@ -1,6 +1,6 @@
 """Pushes from trainer layouts into the parameters of real SGLang servers of two ranks.
 
-The trainer's ranks are in this process: their shards are cut by services/trainer/names.py, as in a fleet.
+The trainer's ranks are in this process: their shards are cut by trainer/megatron/names.py, as in a fleet.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from services.rollout.engines.base import Engine
-from services.runtime.errors import WeightPushError
-from services.runtime.model_spec import ModelSpec, read_spec
-from services.trainer.names import Chunk, pieces
-from services.trainer.publish import Publisher, merged
-from services.weights.plan import plan
-from services.weights.transport import shm
-from services.wire.types import BOX, Catalog, Published, Sampling, Version
+from atoll.rollout.engines.base import Engine
+from atoll.runtime.errors import WeightPushError
+from atoll.runtime.model_spec import ModelSpec, read_spec
+from atoll.trainer.megatron.names import Chunk, pieces
+from atoll.trainer.publish import Publisher, merged
+from atoll.weights.plan import plan
+from atoll.weights.transport import shm
+from atoll.wire.types import BOX, Catalog, Published, Sampling, Version
 from tests.conftest import write_model
 from tests.contract.engines import ALONE, ask, collect, logprobs_of
 from tests.sglang.engines import V0, started_with
@@ -208,7 +208,7 @@ def orphaned(parts: Sequence[Published]) -> list[Published]:
         [
             sys.executable,
             "-c",
-            "import sys; from services.weights.transport.shm import Segment; s = Segment(1 << 20); "
+            "import sys; from atoll.weights.transport.shm import Segment; s = Segment(1 << 20); "
             "print(s.location, flush=True); sys.stdin.read()",
         ],
         stdin=subprocess.PIPE,

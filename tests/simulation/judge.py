@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from services.coordinator.run_data import read_data
+from atoll.coordinator.run_data import read_data
 from tests.simulation.runs import Outcome, Scene
 
 

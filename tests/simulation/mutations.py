@@ -7,17 +7,17 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from services.coordinator import journal_scripts as scripts
-from services.coordinator.calls import Call
-from services.coordinator.checkpoints import Checkpoints
-from services.coordinator.data import PromptSource
-from services.coordinator.groups import PendingGroup
-from services.coordinator.journal import Checkpoint, InFlight, Journal, Restored
-from services.coordinator.journal_snapshot import Snapshot, read_parts
-from services.coordinator.ledger import Ledger
-from services.coordinator.source import GenerateSource
-from services.runtime.store import Script
-from services.wire.types import Group, JournalIndex, Prompt, Sample, SampleId, Version
+from atoll.coordinator.data.datasets import PromptSource
+from atoll.coordinator.journal import scripts
+from atoll.coordinator.journal.checkpoints import Checkpoints
+from atoll.coordinator.journal.journal import Checkpoint, InFlight, Journal, Restored
+from atoll.coordinator.journal.ledger import Ledger
+from atoll.coordinator.journal.snapshot import Snapshot, read_parts
+from atoll.coordinator.rollouts.calls import Call
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.rollouts.source import GenerateSource
+from atoll.runtime.store import Script
+from atoll.wire.types import Group, JournalIndex, Prompt, Sample, SampleId, Version
 
 Mutation = Callable[[], AbstractContextManager[object]]
 

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 import redis
 
-from services.coordinator import journal_scripts
-from services.runtime.store import Script
+from atoll.coordinator.journal import scripts
+from atoll.runtime.store import Script
 from tests.virtual_clock import VirtualClock
 
-SCRIPTS = {name: script for name, script in vars(journal_scripts).items() if isinstance(script, Script)}
+SCRIPTS = {name: script for name, script in vars(scripts).items() if isinstance(script, Script)}
 MAX_TURNS = 20_000  # of one life; most take a thousand
 NAMES = {script.sha: name for name, script in SCRIPTS.items()}
 

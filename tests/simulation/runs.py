@@ -17,20 +17,20 @@ from unittest.mock import patch
 
 import redis
 
-from services.cli.audit import Report, audit
-from services.config.schema import RunConfig
-from services.coordinator.assembly import Assembly
-from services.coordinator.beside import first_cause
-from services.coordinator.control import Control
-from services.coordinator.ledger import LEDGER
-from services.coordinator.membership import TrainerLostError
-from services.coordinator.push_report import PushReport
-from services.coordinator.replicas import Replica, Replicas, State, now
-from services.coordinator.rewards import Rewards
-from services.runtime.clients import Caller
-from services.runtime.store import Store
-from services.runtime.tokenizer import tokenizer_digest
-from services.wire.types import ServiceEntry, Version
+from atoll.cli.audit import Report, audit
+from atoll.config.schema import RunConfig
+from atoll.coordinator.assembly import Assembly
+from atoll.coordinator.beside import first_cause
+from atoll.coordinator.control import Control
+from atoll.coordinator.fleet.membership import TrainerLostError
+from atoll.coordinator.fleet.replicas import Replica, Replicas, State, now
+from atoll.coordinator.journal.ledger import LEDGER
+from atoll.coordinator.rewards.rewards import Rewards
+from atoll.coordinator.weight_sync.push_report import PushReport
+from atoll.runtime.clients import Caller
+from atoll.runtime.store import Store
+from atoll.runtime.tokenizer import tokenizer_digest
+from atoll.wire.types import ServiceEntry, Version
 from tests.conftest import write_tokenizer
 from tests.simulation.process import SCRIPTS, Killed, Line, NumberedTimeout, Process
 from tests.simulation.services import MAX_QUEUED, FakeGrader, FakeReplica, FakeTrainer, Fate, History
@@ -336,8 +336,8 @@ def faked(life: Life) -> Iterator[None]:
     with (
         patch("redis.asyncio.connection.UnixDomainSocketConnection", Line),
         patch("asyncio.timeouts.Timeout", NumberedTimeout),
-        patch("services.coordinator.assembly.Membership", functools.partial(FakeMembership, life)),
-        patch("services.coordinator.assembly.WeightSync", functools.partial(FakeSync, life)),
+        patch("atoll.coordinator.assembly.Membership", functools.partial(FakeMembership, life)),
+        patch("atoll.coordinator.assembly.WeightSync", functools.partial(FakeSync, life)),
     ):
         yield
 

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from services.runtime.clients import Arrival, RewardInfo
-from services.runtime.errors import ServiceUnavailableError, UserError
-from services.wire import codec
-from services.wire.types import (
+from atoll.runtime.clients import Arrival, RewardInfo
+from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.wire import codec
+from atoll.wire.types import (
     FinishReason,
     Float32,
     Graded,

@@ -4,8 +4,8 @@ what SGLang's loaders do. Independent of services/rollout/engines/sglang/paramet
 import numpy as np
 import torch
 
-from services.runtime.model_spec import ModelSpec
-from services.wire.types import BOX, Catalog
+from atoll.runtime.model_spec import ModelSpec
+from atoll.wire.types import BOX, Catalog
 
 State = dict[str, torch.Tensor]
 

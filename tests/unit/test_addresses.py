@@ -10,11 +10,11 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from services.external.addresses import Addresses, is_loopback
-from services.external.protocols import connect
-from services.runtime.errors import UserError
-from services.wire.types import ExternalServer
-from services.wire.v1 import reward_pb2, reward_pb2_grpc
+from atoll.external.addresses import Addresses, is_loopback
+from atoll.external.protocols import connect
+from atoll.runtime.errors import UserError
+from atoll.wire.types import ExternalServer
+from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 from tests.http_servers import Request, raw_http, reply
 from tests.openenv_server import openenv_server
 

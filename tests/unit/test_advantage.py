@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.coordinator.advantage import (
+from atoll.coordinator.algorithm.advantage import (
     ADVANTAGES,
     Float64,
     Trajectories,
@@ -25,7 +25,7 @@ from services.coordinator.advantage import (
     vapo,
     whitened,
 )
-from services.wire.types import Bool
+from atoll.wire.types import Bool
 
 
 def trajectories(group: list[int], lengths: list[int], scores: list[float]) -> Trajectories:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.coordinator.algorithm import Algorithm, AlgorithmState, Prepared
-from services.coordinator.experience import lay_out
-from services.runtime.errors import AtollError
-from services.runtime.telemetry import StepTimer
-from services.wire.types import (
+from atoll.coordinator.algorithm.algorithm import Algorithm, AlgorithmState, Prepared
+from atoll.coordinator.algorithm.experience import lay_out
+from atoll.runtime.errors import AtollError
+from atoll.runtime.telemetry import StepTimer
+from atoll.wire.types import (
     Float32,
     Group,
     PolicyBatch,
@@ -257,7 +257,7 @@ def test_corrections_weigh_advantages_or_leave_tokens_out(
 )
 def test_an_advantage_of_ones_own_that_fails_is_named(tmp_path: Path, body: str, cause: str) -> None:
     file = tmp_path / "own.py"
-    file.write_text(f"from services.coordinator.advantage import Estimate\ndef mine(t):\n    {body}\n")
+    file.write_text(f"from atoll.coordinator.algorithm.advantage import Estimate\ndef mine(t):\n    {body}\n")
     with pytest.raises(AtollError, match=rf"own.py:mine' failed: {cause}"):
         prepare({"actor": Model([])}, algorithm={"advantage": f"{file}:mine"})
 

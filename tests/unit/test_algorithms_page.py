@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.config.functions import ADVANTAGE, FILTER, GRADER, LOSS, REWEIGHT, Kind, built_in, check
-from services.config.schema import CorrectionConfig, KLConfig, RunConfig
+from atoll.config.functions import ADVANTAGE, FILTER, GRADER, LOSS, REWEIGHT, Kind, built_in, check
+from atoll.config.schema import CorrectionConfig, KLConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()

@@ -8,15 +8,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from services.cli.arithmetic import build_arithmetic
-from services.cli.data import SAMPLE
-from services.cli.gsm8k import build_gsm8k
-from services.cli.main import main
-from services.config.load import load
-from services.coordinator.data import read_pairs, read_prompts
-from services.coordinator.rendering import Renderer
-from services.coordinator.rows import read_rows, read_supervised_rows
-from services.runtime.errors import UserError
+from atoll.cli.arithmetic import build_arithmetic
+from atoll.cli.data import SAMPLE
+from atoll.cli.gsm8k import build_gsm8k
+from atoll.cli.main import main
+from atoll.config.load import load
+from atoll.coordinator.data.datasets import read_pairs, read_prompts
+from atoll.coordinator.data.rendering import Renderer
+from atoll.coordinator.data.rows import read_rows, read_supervised_rows
+from atoll.runtime.errors import UserError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.audit import Fate, Report, audit
-from services.cli.main import main
-from services.coordinator.dump import write_dump
-from services.coordinator.ledger import LEDGER, Ledger
-from services.runtime.errors import AtollError
-from services.wire.types import SampleId, Version
+from atoll.cli.audit import Fate, Report, audit
+from atoll.cli.main import main
+from atoll.coordinator.journal.dump import write_dump
+from atoll.coordinator.journal.ledger import LEDGER, Ledger
+from atoll.runtime.errors import AtollError
+from atoll.wire.types import SampleId, Version
 from tests.builders import V0, group, node, sample, sample_id
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from services.config.schema import Role
-from services.coordinator import checkpoints
-from services.coordinator.algorithm import AlgorithmState
-from services.coordinator.checkpoints import Best, Checkpoints, CoordinatorState
-from services.runtime.errors import AtollError, CheckpointError, ServiceUnavailableError, UserError
-from services.wire.types import Version, Written
+from atoll.config.schema import Role
+from atoll.coordinator.algorithm.algorithm import AlgorithmState
+from atoll.coordinator.journal import checkpoints
+from atoll.coordinator.journal.checkpoints import Best, Checkpoints, CoordinatorState
+from atoll.runtime.errors import AtollError, CheckpointError, ServiceUnavailableError, UserError
+from atoll.wire.types import Version, Written
 
 
 class Model:

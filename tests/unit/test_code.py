@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.verifiers.code_compare import equals, output_difference, read_json
-from services.reward.verifiers.code_harness import (
+from atoll.reward.verifiers.code_compare import equals, output_difference, read_json
+from atoll.reward.verifiers.code_harness import (
     MAX_FRAME_BYTES,
     _call,
     _load,
@@ -20,9 +20,9 @@ from services.reward.verifiers.code_harness import (
     encode,
     read_answer,
 )
-from services.reward.verifiers.code_program import extract_code, program
-from services.reward.verifiers.code_tests import AssertTests, CallTests, OutputTests, read_tests
-from services.runtime.errors import UserError
+from atoll.reward.verifiers.code_program import extract_code, program
+from atoll.reward.verifiers.code_tests import AssertTests, CallTests, OutputTests, read_tests
+from atoll.runtime.errors import UserError
 
 SCALARS = (
     st.none()

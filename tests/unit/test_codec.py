@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.wire import codec
-from services.wire.types import (
+from atoll.wire import codec
+from atoll.wire.types import (
     BOX,
     TRANSFER,
     Batch,
@@ -35,7 +35,7 @@ from services.wire.types import (
     Version,
     VersionSpan,
 )
-from services.wire.v1 import trainer_pb2, types_pb2
+from atoll.wire.v1 import trainer_pb2, types_pb2
 
 GROUP = GroupId("toy/run", 2, 7)
 

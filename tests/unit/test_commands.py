@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-from services.coordinator.service import CoordinatorService
-from services.runtime.clients import CoordinatorClient, RunStatus
-from services.runtime.server import Server
+from atoll.coordinator.service import CoordinatorService
+from atoll.runtime.clients import CoordinatorClient, RunStatus
+from atoll.runtime.server import Server
 from tests.fakes import FakeRun, ListSource, batch
 from tests.tokens import CALLER, TOKEN
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.config.errors import ConfigError
-from services.config.load import load, read_resolved, write_resolved
+from atoll.config.errors import ConfigError
+from atoll.config.load import load, read_resolved, write_resolved
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from services.coordinator.constraint import combined, updated
+from atoll.coordinator.algorithm.constraint import combined, updated
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.coordinator.control import Control
+from atoll.coordinator.control import Control
 
 
 async def test_who_asked_for_a_checkpoint_that_is_abandoned_gets_the_next_one() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.coordinator.correction import Correction, correct
+from atoll.coordinator.algorithm.correction import Correction, correct
 
 # Three samples of 2, 0 and 1 tokens; old - rollout = ln 2, -ln 4 | | ln 3, so the tokens weigh 2, 1/4, 3;
 # the first sample as a whole 2 / 4 = 1/2, its tokens' geometric mean sqrt(1/2).

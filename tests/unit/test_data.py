@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.config.schema import LocalEngineConfig, SourceConfig, TokenLimit
-from services.coordinator.data import (
+from atoll.config.schema import LocalEngineConfig, SourceConfig, TokenLimit
+from atoll.coordinator.data.datasets import (
     Cursor,
     Mixture,
     PromptSource,
@@ -19,12 +19,12 @@ from services.coordinator.data import (
     read_pairs,
     read_prompts,
 )
-from services.coordinator.dump import write_dump
-from services.coordinator.rendering import Renderer
-from services.coordinator.rows import read_rows, read_supervised_rows
-from services.coordinator.run_data import read_data
-from services.runtime.errors import UserError
-from services.wire.types import GroupId, Prompt
+from atoll.coordinator.data.rendering import Renderer
+from atoll.coordinator.data.rows import read_rows, read_supervised_rows
+from atoll.coordinator.journal.dump import write_dump
+from atoll.coordinator.run_data import read_data
+from atoll.runtime.errors import UserError
+from atoll.wire.types import GroupId, Prompt
 from tests.builders import V0, run_config
 from tests.conftest import write_tokenizer
 

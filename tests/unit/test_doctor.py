@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.cli import doctor
-from services.cli.doctor import GIB, State
-from services.reward.sandbox import host
-from services.runtime.errors import SandboxError
+from atoll.cli import doctor
+from atoll.cli.doctor import GIB, State
+from atoll.reward.sandbox import host
+from atoll.runtime.errors import SandboxError
 
 
 def test_one_core_is_a_warning() -> None:

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from services.coordinator.groups import PendingGroup
-from services.runtime.clients import Arrival
-from services.wire.types import (
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.runtime.clients import Arrival
+from atoll.wire.types import (
     FinishReason,
     Graded,
     GradingError,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from services.coordinator.dump import read_dump, set_aside, write_dump
+from atoll.coordinator.journal.dump import read_dump, set_aside, write_dump
 from tests.builders import V0, group, node, sample, sample_id
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from services.coordinator import experience
-from services.coordinator.metrics import critic_metrics, mean_of, step_metrics
-from services.coordinator.validation import set_metrics
-from services.wire.types import FinishReason, Group, Node, Sample, TurnReward, Version
+from atoll.coordinator.algorithm import experience
+from atoll.coordinator.algorithm.metrics import critic_metrics, mean_of, step_metrics
+from atoll.coordinator.validation import set_metrics
+from atoll.wire.types import FinishReason, Group, Node, Sample, TurnReward, Version
 from tests import builders
 from tests.builders import prompt, sample_id
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.export import newest_checkpoint
-from services.runtime.errors import UserError
+from atoll.cli.export import newest_checkpoint
+from atoll.runtime.errors import UserError
 
 
 def test_of_a_run_the_newest_by_number(tmp_path: Path) -> None:

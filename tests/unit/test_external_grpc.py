@@ -6,16 +6,16 @@ import grpc
 import grpc.aio
 import pytest
 
-from services.external.base import ToolResult
-from services.external.protocols import connect
-from services.runtime import clients
-from services.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
-from services.wire.types import (
+from atoll.external.base import ToolResult
+from atoll.external.protocols import connect
+from atoll.runtime import clients
+from atoll.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
+from atoll.wire.types import (
     ExternalServer,
     Graded,
     GradingError,
 )
-from services.wire.v1 import reward_pb2, reward_pb2_grpc
+from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 from tests.sums import item
 
 TOKEN = "s3cr3t-t0k3n"

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.external import channel
-from services.external.base import RewardServer
-from services.external.protocols import connect
-from services.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
-from services.wire.types import (
+from atoll.external import channel
+from atoll.external.base import RewardServer
+from atoll.external.protocols import connect
+from atoll.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
+from atoll.wire.types import (
     ExternalServer,
     Graded,
     GradingError,

@@ -8,10 +8,10 @@ import pytest
 from mcp.server.mcpserver import MCPServer
 from mcp_types import CallToolResult, TextContent
 
-from services.external.base import ToolResult
-from services.external.protocols import connect
-from services.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
-from services.wire.types import (
+from atoll.external.base import ToolResult
+from atoll.external.protocols import connect
+from atoll.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
+from atoll.wire.types import (
     ExternalServer,
     Graded,
     GradingError,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from services.external import openenv
-from services.external.base import Observation
-from services.external.protocols import connect
-from services.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
-from services.wire.types import (
+from atoll.external import openenv
+from atoll.external.base import Observation
+from atoll.external.protocols import connect
+from atoll.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
+from atoll.wire.types import (
     ExternalServer,
     Graded,
     GradingError,

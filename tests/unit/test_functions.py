@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from services.config import functions
-from services.config.errors import ConfigError
-from services.config.functions import ADVANTAGE, FILTER, GRADER, LOSS, REWEIGHT, Kind, built_in, check, load
-from services.config.schema import GraderConfig
+from atoll.config import functions
+from atoll.config.errors import ConfigError
+from atoll.config.functions import ADVANTAGE, FILTER, GRADER, LOSS, REWEIGHT, Kind, built_in, check, load
+from atoll.config.schema import GraderConfig
 
 KINDS = [ADVANTAGE, LOSS, FILTER, REWEIGHT, GRADER]
 
@@ -67,7 +67,7 @@ def test_the_source_says_what_the_imported_dict_holds(kind: Kind) -> None:
 def test_reading_imports_no_torch() -> None:
     script = (
         "import sys\n"
-        "from services.config.functions import LOSS, check\n"
+        "from atoll.config.functions import LOSS, check\n"
         "check(LOSS, 'ppo_clip', {'clip_high': 0.28})\n"
         "print('torch' in sys.modules)"
     )

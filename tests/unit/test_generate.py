@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.rollout import generate
-from services.rollout.engines.base import Completion
-from services.rollout.generate import Generator, linger_for
-from services.runtime.errors import UserError
-from services.wire.types import FinishReason, GroupId, GroupRequest, Sample, Sampling, Version, VersionSpan
+from atoll.rollout import generate
+from atoll.rollout.engines.base import Completion
+from atoll.rollout.generate import Generator, linger_for
+from atoll.runtime.errors import UserError
+from atoll.wire.types import FinishReason, GroupId, GroupRequest, Sample, Sampling, Version, VersionSpan
 from tests import virtual_clock
 
 GROUP = GroupId("toy", 0, 7)

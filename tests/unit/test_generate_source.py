@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.config.schema import FilterConfig
-from services.coordinator.groups import Counters, DynamicSampling, PendingGroup
-from services.coordinator.source import GenerateSource
-from services.runtime.errors import AtollError
-from services.wire.types import Graded, Prompt, SampleId
+from atoll.config.schema import FilterConfig
+from atoll.coordinator.algorithm.filters import Counters, DynamicSampling
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.rollouts.source import GenerateSource
+from atoll.runtime.errors import AtollError
+from atoll.wire.types import Graded, Prompt, SampleId
 from tests.builders import SAMPLING, V0, node, prompt, sample
 
 

@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.coordinator.grading import Grading
-from services.coordinator.groups import InFlight, PendingGroup, Sink
-from services.coordinator.rewards import Rewards
-from services.coordinator.score_parts import ServerGrader
-from services.runtime.errors import StoreError
-from services.wire.types import GradingError, Sample, SampleId
+from atoll.coordinator.rewards.rewards import Rewards
+from atoll.coordinator.rewards.score_parts import ServerGrader
+from atoll.coordinator.rollouts.grading import Grading
+from atoll.coordinator.rollouts.groups import InFlight, PendingGroup, Sink
+from atoll.runtime.errors import StoreError
+from atoll.wire.types import GradingError, Sample, SampleId
 from tests.builders import SAMPLING, node, prompt, sample, sample_id
 from tests.fake_rewards import FakeService, rewards_of
 from tests.fake_servers import Fake, World, now, reward_server, watched

@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.config.schema import FilterConfig
-from services.coordinator.dump import read_dump, write_dump
-from services.coordinator.groups import DynamicSampling, PendingGroup, scores_differ, staleness
-from services.runtime.errors import AtollError
-from services.wire.types import Graded, Group, Sample, Sampling, TurnReward, Version
+from atoll.config.schema import FilterConfig
+from atoll.coordinator.algorithm.filters import DynamicSampling, scores_differ
+from atoll.coordinator.journal.dump import read_dump, write_dump
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.runtime.errors import AtollError
+from atoll.wire.types import Graded, Group, Sample, Sampling, TurnReward, Version
 from tests import builders
 from tests.builders import group_id, node, prompt, sample_id
 
@@ -33,8 +34,8 @@ def scored(*values: tuple[float, float]) -> Group:
 
 
 def test_staleness_counts_from_the_oldest_token() -> None:
-    assert staleness(sample(0, (3, 4)), Version("l", 6)) == 3
-    assert staleness(sample(0, ()), Version("l", 6)) == 0  # no token, nothing stale
+    assert sample(0, (3, 4)).staleness(Version("l", 6)) == 3
+    assert sample(0, ()).staleness(Version("l", 6)) == 0  # no token, nothing stale
 
 
 def test_pending_group_first_attempt_wins_and_a_retry_starts_over() -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from services.coordinator.guards import Limits, trip
+from atoll.coordinator.algorithm.guards import Limits, trip
 
 HEALTHY = {"actor/ppo_kl": 0.01, "actor/entropy": 1.0, "rollout_corr/logprob_diff_mean": 0.02}
 WATCHED = Limits(

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.coordinator.groups import PendingGroup
-from services.coordinator.replicas import State
-from services.runtime.clients import Arrival
-from services.runtime.errors import (
+from atoll.coordinator.fleet.replicas import State
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.runtime.clients import Arrival
+from atoll.runtime.errors import (
     AtollError,
     BadAnswerError,
     ServiceUnavailableError,
@@ -21,8 +21,8 @@ from services.runtime.errors import (
     StoreError,
     UserError,
 )
-from services.wire import codec
-from services.wire.types import (
+from atoll.wire import codec
+from atoll.wire.types import (
     FinishReason,
     GroupId,
     GroupRequest,
@@ -31,7 +31,7 @@ from services.wire.types import (
     Version,
     VersionSpan,
 )
-from services.wire.v1 import types_pb2
+from atoll.wire.v1 import types_pb2
 from tests import virtual_clock
 from tests.builders import arrival, group_id, node, pending, sample, sample_id
 from tests.fake_replicas import V3, VOCAB_SIZE, Fleet

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.coordinator.journal_arrivals import GATHER, MAX_GATHER_S, Arrivals
-from services.runtime.errors import StoreError
+from atoll.coordinator.journal.arrivals import GATHER, MAX_GATHER_S, Arrivals
+from atoll.runtime.errors import StoreError
 from tests import virtual_clock
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.coordinator.kl import adapted, kl_penalty
+from atoll.coordinator.algorithm.kl import adapted, kl_penalty
 
 # x = logprob - reference logprob = 0.5, -1, 0, and two far beyond the clamps: e^1000 would overflow
 LOGPROBS = np.array([-1.0, -3.0, -0.25, 0.0, -1000.0], np.float32)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import running
-from services.cli.launcher import (
+from atoll.cli import running
+from atoll.cli.launcher import (
     ADDRESS_FILE,
     address_file,
     check_interpreter,
@@ -18,12 +18,12 @@ from services.cli.launcher import (
     launch,
     services_of,
 )
-from services.cli.tokens import Tokens
-from services.config.errors import ConfigError
-from services.config.load import write_resolved
-from services.runtime.clients import Caller, CoordinatorClient
-from services.runtime.errors import UserError
-from services.runtime.ports import reserved_port
+from atoll.cli.tokens import Tokens
+from atoll.config.errors import ConfigError
+from atoll.config.load import write_resolved
+from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.errors import UserError
+from atoll.runtime.ports import reserved_port
 from tests.builders import run_config
 
 TOKENS = Tokens(run="for-services", operators="for-people")
@@ -61,7 +61,7 @@ def test_a_training_run_has_every_rank_and_replica() -> None:
     by_name = {service.name: service for group in groups for service in group.services}
     last = by_name["actor-3"]
     assert last.command == (
-        *(sys.executable, "-m", "services.trainer", "--config", "runs/toy/config.json"),
+        *(sys.executable, "-m", "atoll.trainer", "--config", "runs/toy/config.json"),
         *("--role", "actor", "--name", "actor-3", "--coordinator", "127.0.0.1:9"),
     )
     for rank in range(4):

@@ -9,12 +9,12 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.config.schema import LoraConfig, LoraTarget
-from services.rollout.engines import local_model
-from services.rollout.engines.local_adapters import AdapterLayout
-from services.rollout.engines.local_model import KVCache, LocalModel
-from services.rollout.engines.local_weights import Layout
-from services.runtime.model_spec import read_spec
+from atoll.config.schema import LoraConfig, LoraTarget
+from atoll.rollout.engines import local_model
+from atoll.rollout.engines.local_adapters import AdapterLayout
+from atoll.rollout.engines.local_model import KVCache, LocalModel
+from atoll.rollout.engines.local_weights import Layout
+from atoll.runtime.model_spec import read_spec
 
 IDS = torch.arange(3, 43).view(2, 20)
 ALL = LoraConfig().targets

@@ -8,12 +8,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from services.rollout.engines.local_decoder import Decoder
-from services.rollout.engines.local_model import LocalModel
-from services.rollout.engines.local_weights import Layout
-from services.runtime.errors import UserError
-from services.runtime.model_spec import read_spec
-from services.wire.types import GroupId, GroupRequest, Sampling, Version
+from atoll.rollout.engines.local_decoder import Decoder
+from atoll.rollout.engines.local_model import LocalModel
+from atoll.rollout.engines.local_weights import Layout
+from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import read_spec
+from atoll.wire.types import GroupId, GroupRequest, Sampling, Version
 
 
 class CountingModel(LocalModel):
@@ -83,7 +83,7 @@ def test_the_batch_shrinks_with_what_runs(tiny_qwen2):
 
 
 def test_a_prefill_is_bounded(tiny_qwen2, monkeypatch):
-    monkeypatch.setattr("services.rollout.engines.local_decoder.PREFILL_TOKENS", 20)
+    monkeypatch.setattr("atoll.rollout.engines.local_decoder.PREFILL_TOKENS", 20)
     model, finished = run(tiny_qwen2, 8, [request(row, 1, 2, length=9) for row in range(5)])
     assert finished == 5
     assert model.prefills == [2, 2, 1]

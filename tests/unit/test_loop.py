@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.coordinator.assembly import rows_before
-from services.coordinator.checkpoints import Best
-from services.coordinator.control import State
-from services.coordinator.data import SupervisedSource
-from services.coordinator.dump import dumps, last_dump, read_dump, write_dump
-from services.coordinator.source import ReplaySource
-from services.coordinator.supervised import HeldOutSet, SupervisedSteps
-from services.runtime.errors import AtollError, ServiceUnavailableError, UserError
-from services.runtime.telemetry import MetricsFile
-from services.wire.types import Group, StepKey, Version
+from atoll.coordinator.assembly import rows_before
+from atoll.coordinator.control import State
+from atoll.coordinator.data.datasets import SupervisedSource
+from atoll.coordinator.journal.checkpoints import Best
+from atoll.coordinator.journal.dump import dumps, last_dump, read_dump, write_dump
+from atoll.coordinator.rollouts.source import ReplaySource
+from atoll.coordinator.supervised import HeldOutSet, SupervisedSteps
+from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
+from atoll.runtime.telemetry import MetricsFile
+from atoll.wire.types import Group, StepKey, Version
 from tests.fakes import ACTOR_METRICS, FakeRun, ListSource, batch
 
 SUMS = {"sets": [{"name": "sums", "path": "sums.parquet"}], "best": "sums/avg@1"}
@@ -207,7 +207,7 @@ async def test_an_error_that_is_not_a_trainers_leaves_a_checkpoint_of_the_last_s
 
 
 FAILS_LATER = """
-from services.coordinator.advantage import Estimate
+from atoll.coordinator.algorithm.advantage import Estimate
 
 calls = []
 
@@ -462,7 +462,7 @@ async def test_a_dump_is_written_beside_the_event_loop(
         writers.append(threading.current_thread())
         return write_dump(folder, step, version, groups)
 
-    monkeypatch.setattr("services.coordinator.steps.write_dump", write)
+    monkeypatch.setattr("atoll.coordinator.steps.write_dump", write)
     run = FakeRun(tmp_path, {"run": {"steps": 1}, "coordinator": {"dump": True}})
     await run.run()
     assert len(writers) == 1

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.config.errors import ConfigError
-from services.config.functions import GRADER, check
-from services.reward.verifiers.gsm8k import extract_answer, gsm8k
-from services.reward.verifiers.maths import Place, maths, quick
-from services.reward.verifiers.maths_latex import canonical
-from services.reward.verifiers.maths_numbers import TooLargeError, rational
-from services.wire.types import FinishReason, GroupId, SampleId, ScoreItem
+from atoll.config.errors import ConfigError
+from atoll.config.functions import GRADER, check
+from atoll.reward.verifiers.gsm8k import extract_answer, gsm8k
+from atoll.reward.verifiers.maths import Place, maths, quick
+from atoll.reward.verifiers.maths_latex import canonical
+from atoll.reward.verifiers.maths_numbers import TooLargeError, rational
+from atoll.wire.types import FinishReason, GroupId, SampleId, ScoreItem
 
 DATA = Path(__file__).parents[1] / "data"
 KINDS = {"equal", "different", "no answer", "unbalanced box", "too long", "not a value", "unreadable"}

@@ -1,7 +1,7 @@
 """Shares of reasons, counted by hand."""
 
-from services.coordinator.metrics import MAX_KINDS, Reasons
-from services.wire.types import Group, TurnReward
+from atoll.coordinator.algorithm.metrics import MAX_KINDS, Reasons
+from atoll.wire.types import Group, TurnReward
 from tests import builders
 from tests.builders import node, sample, sample_id
 

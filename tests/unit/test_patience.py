@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from services.runtime.errors import ServiceUnavailableError, WeightPushError
-from services.runtime.patience import while_it_progresses
+from atoll.runtime.errors import ServiceUnavailableError, WeightPushError
+from atoll.runtime.patience import while_it_progresses
 from tests import virtual_clock
 
 

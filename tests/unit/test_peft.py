@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.config.schema import LoraConfig
-from services.runtime.errors import UserError
-from services.runtime.model_spec import Experts, ModelSpec, read_spec
-from services.trainer.lora import check_targets
-from services.trainer.model import Model
-from services.trainer.peft import load_adapter
+from atoll.config.schema import LoraConfig
+from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import Experts, ModelSpec, read_spec
+from atoll.trainer.megatron.lora import check_targets
+from atoll.trainer.megatron.model import Model
+from atoll.trainer.megatron.peft import load_adapter
 
 LORA = LoraConfig(rank=4, alpha=8, targets=("q_proj", "v_proj"))
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.main import main
-from services.config.schema import ParallelConfig, TrainerSection
-from services.runtime.memory import rank_memory
-from services.runtime.model_spec import read_spec
+from atoll.cli.main import main
+from atoll.config.schema import ParallelConfig, TrainerSection
+from atoll.runtime.memory import rank_memory
+from atoll.runtime.model_spec import read_spec
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

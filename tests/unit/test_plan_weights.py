@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from megatron.core.parallel_state import RankGenerator
 
-from services.cli.main import main
-from services.cli.plan_weights import CASES, LINKS, replica_catalogs, row, trainer_catalogs
-from services.config.schema import ParallelConfig, TrainerSection
-from services.runtime.memory import rank_memory
-from services.runtime.model_spec import Experts
-from services.wire.types import Catalog
+from atoll.cli.main import main
+from atoll.cli.plan_weights import CASES, LINKS, replica_catalogs, row, trainer_catalogs
+from atoll.config.schema import ParallelConfig, TrainerSection
+from atoll.runtime.memory import rank_memory
+from atoll.runtime.model_spec import Experts
+from atoll.wire.types import Catalog
 from tests.builders import model_spec
 
 SPEC = model_spec(

@@ -4,11 +4,11 @@ from typing import ClassVar
 
 import pytest
 
-from services.cli.progress import follow, line
-from services.cli.status import describe
-from services.runtime.clients import RunStatus
-from services.runtime.errors import AtollError, ServiceUnavailableError
-from services.wire.types import ExternalServer, ServerHealth
+from atoll.cli.progress import follow, line
+from atoll.cli.status import describe
+from atoll.runtime.clients import RunStatus
+from atoll.runtime.errors import AtollError, ServiceUnavailableError
+from atoll.wire.types import ExternalServer, ServerHealth
 
 
 def test_a_line_has_what_matters_in_the_order_that_matters() -> None:

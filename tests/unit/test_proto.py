@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GENERATED = Path("services/wire/v1")
+GENERATED = Path("atoll/wire/v1")
 
 
 def test_regenerating_changes_nothing(tmp_path: Path) -> None:

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from services.cli.launcher import services_of
-from services.cli.main import main
-from services.config import functions
-from services.config.load import load
-from services.config.schema import RunConfig
-from services.coordinator.algorithm import Algorithm
-from services.coordinator.groups import DynamicSampling
-from services.reward.score import GRADERS, combine, judge
-from services.runtime.telemetry import StepTimer
-from services.trainer.loss import LOSSES, PolicyTokens
-from services.wire.types import FinishReason, Group, PolicyBatch, ScoreItem, TurnReward, ValueBatch
+from atoll.cli.launcher import services_of
+from atoll.cli.main import main
+from atoll.config import functions
+from atoll.config.load import load
+from atoll.config.schema import RunConfig
+from atoll.coordinator.algorithm.algorithm import Algorithm
+from atoll.coordinator.algorithm.filters import DynamicSampling
+from atoll.reward.score import GRADERS, combine, judge
+from atoll.runtime.telemetry import StepTimer
+from atoll.trainer.losses.loss import LOSSES, PolicyTokens
+from atoll.wire.types import FinishReason, Group, PolicyBatch, ScoreItem, TurnReward, ValueBatch
 from tests.builders import group, node, sample, sample_id
 from tests.fakes import FakeTrainer
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from services.config.reference import document
+from atoll.config.reference import document
 
 
 def test_the_committed_reference_is_current() -> None:

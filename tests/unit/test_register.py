@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.main import main
+from atoll.cli.main import main
 
 JUDGE = ("reward", "judge", "http://127.0.0.1:1")
 

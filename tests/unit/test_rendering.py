@@ -6,8 +6,8 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from services.coordinator.rendering import Renderer
-from services.runtime.errors import UserError
+from atoll.coordinator.data.rendering import Renderer
+from atoll.runtime.errors import UserError
 from tests.conftest import write_tokenizer
 
 CHATML = (

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.coordinator.rewards import Rewards, merged
-from services.coordinator.score_parts import OwnServices, ServerGrader
-from services.runtime.clients import MAX_MESSAGE_BYTES
-from services.runtime.errors import (
+from atoll.coordinator.rewards.rewards import Rewards, merged
+from atoll.coordinator.rewards.score_parts import OwnServices, ServerGrader
+from atoll.runtime.clients import MAX_MESSAGE_BYTES
+from atoll.runtime.errors import (
     AtollError,
     BadAnswerError,
     OverloadedError,
@@ -18,8 +18,8 @@ from services.runtime.errors import (
     StaleFenceError,
     UserError,
 )
-from services.wire import codec
-from services.wire.types import Graded, GradingError, ScoreItem, Verdict
+from atoll.wire import codec
+from atoll.wire.types import Graded, GradingError, ScoreItem, Verdict
 from tests import virtual_clock
 from tests.fake_rewards import FakeService, graded, rewards_of, scored
 from tests.fake_servers import Fake, World, item, now, reward_server, watched

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.coordinator.reweight import REWEIGHTS, by_power, max_min, max_random
+from atoll.coordinator.algorithm.reweight import REWEIGHTS, by_power, max_min, max_random
 
 
 def test_power_by_hand() -> None:

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from services.coordinator import routing
-from services.coordinator.routing import Router, Seat, Work
-from services.wire.types import GroupId
+from atoll.coordinator.fleet import routing
+from atoll.coordinator.fleet.routing import Router, Seat, Work
+from atoll.wire.types import GroupId
 
 LONGEST = 512  # tokens of a response, which count as the mean before one has finished
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.sampling import draw, stream_key, uniforms
+from atoll.rollout.engines.sampling import draw, stream_key, uniforms
 
 
 def test_stream_is_splitmix64():

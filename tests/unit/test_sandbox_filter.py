@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
-from services.reward.sandbox import seccomp
-from services.runtime.errors import SandboxError
+from atoll.reward.sandbox import seccomp
+from atoll.runtime.errors import SandboxError
 from tests.sandbox import bpf
 from tests.sandbox.preamble import NUMBERS
 

@@ -6,8 +6,8 @@ include/uapi/asm-generic/unistd.h), not of the code under test.
 
 import pytest
 
-from services.reward.sandbox import seccomp
-from services.runtime.errors import SandboxError
+from atoll.reward.sandbox import seccomp
+from atoll.runtime.errors import SandboxError
 from tests.sandbox import bpf
 
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026

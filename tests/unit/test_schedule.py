@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup, get_wsd_schedule
 
-from services.config.schema import OptimizerConfig
-from services.coordinator.schedule import learning_rate
+from atoll.config.schema import OptimizerConfig
+from atoll.coordinator.algorithm.schedule import learning_rate
 
 
 def rates(num_steps: int, **settings: object) -> list[float]:

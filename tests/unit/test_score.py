@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.config.errors import ConfigError
-from services.config.functions import load
-from services.config.schema import GraderConfig
-from services.reward.graders import Panel
-from services.reward.score import (
+from atoll.config.errors import ConfigError
+from atoll.config.functions import load
+from atoll.config.schema import GraderConfig
+from atoll.reward.graders import Panel
+from atoll.reward.score import (
     GRADERS,
     ISOLATED,
     ROUTED,
@@ -24,10 +24,10 @@ from services.reward.score import (
     failure,
     judge,
 )
-from services.reward.verifiers.exact_match import exact_match
-from services.reward.verifiers.gsm8k import extract_answer, gsm8k, gsm8k_format
-from services.runtime.errors import SandboxError, UserError
-from services.wire.types import (
+from atoll.reward.verifiers.exact_match import exact_match
+from atoll.reward.verifiers.gsm8k import extract_answer, gsm8k, gsm8k_format
+from atoll.runtime.errors import SandboxError, UserError
+from atoll.wire.types import (
     FinishReason,
     Grade,
     Graded,

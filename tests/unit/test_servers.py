@@ -7,20 +7,20 @@ from itertools import pairwise
 
 import pytest
 
-from services.config.schema import ServerConfig
-from services.coordinator.rewards import Rewards
-from services.coordinator.score_parts import ServerGrader
-from services.coordinator.servers import LEASE_S
-from services.external.protocols import connect
-from services.runtime.errors import (
+from atoll.config.schema import ServerConfig
+from atoll.coordinator.rewards.rewards import Rewards
+from atoll.coordinator.rewards.score_parts import ServerGrader
+from atoll.coordinator.rewards.servers import LEASE_S
+from atoll.external.protocols import connect
+from atoll.runtime.errors import (
     AtollError,
     BadAnswerError,
     OverloadedError,
     ServiceUnavailableError,
     UserError,
 )
-from services.wire import codec
-from services.wire.types import ExternalServer, Graded, GradingError, ServerHealth, Verdict
+from atoll.wire import codec
+from atoll.wire.types import ExternalServer, Graded, GradingError, ServerHealth, Verdict
 from tests import virtual_clock
 from tests.fake_rewards import scored
 from tests.fake_servers import ADDRESS, Fake, World, item, now, reward_server, watched

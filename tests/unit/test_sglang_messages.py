@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from services.rollout.engines.sglang.arguments import arguments_of, environment_of
-from services.rollout.engines.sglang.messages import (
+from atoll.rollout.engines.sglang.arguments import arguments_of, environment_of
+from atoll.rollout.engines.sglang.messages import (
     SGLangError,
     check_sampling,
     generate_body,
@@ -14,8 +14,8 @@ from services.rollout.engines.sglang.messages import (
     parse_scores,
     score_body,
 )
-from services.runtime.errors import UserError
-from services.wire.types import FinishReason, GroupId, GroupRequest, Sampling, Version, VersionSpan
+from atoll.runtime.errors import UserError
+from atoll.wire.types import FinishReason, GroupId, GroupRequest, Sampling, Version, VersionSpan
 
 V3, V4 = Version("a3f0", 3), Version("a3f0", 4)
 

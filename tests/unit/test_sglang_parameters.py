@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.sglang.parameters import catalog
-from services.runtime.errors import UserError
-from services.runtime.model_spec import ModelSpec, read_spec
-from services.weights.plan import plan
-from services.wire.types import Catalog
+from atoll.rollout.engines.sglang.parameters import catalog
+from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import ModelSpec, read_spec
+from atoll.weights.plan import plan
+from atoll.wire.types import Catalog
 from tests.unit.sglang_shards import random_state, shard, whole
 
 FAMILIES = ("tiny_qwen2", "tiny_qwen2_tied", "tiny_qwen3", "tiny_llama", "tiny_qwen3_moe")

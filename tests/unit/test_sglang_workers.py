@@ -11,17 +11,17 @@ import pytest
 import torch
 import xxhash
 
-from services.config.schema import LoraConfig
-from services.rollout.engines.sglang.worker import Worker, outcome_path, refit, socket_path
-from services.rollout.engines.sglang.workers import Workers
-from services.rollout.refit import Refit
-from services.runtime.errors import EngineDiedError, UserError, WeightPushError
-from services.runtime.model_spec import read_spec
-from services.runtime.server import Server
-from services.trainer.publish import Publisher
-from services.weights.plan import plan
-from services.weights.transport import shm
-from services.wire.types import Membership, Published, Version
+from atoll.config.schema import LoraConfig
+from atoll.rollout.engines.sglang.worker import Worker, outcome_path, refit, socket_path
+from atoll.rollout.engines.sglang.workers import Workers
+from atoll.rollout.refit import Refit
+from atoll.runtime.errors import EngineDiedError, UserError, WeightPushError
+from atoll.runtime.model_spec import read_spec
+from atoll.runtime.server import Server
+from atoll.trainer.publish import Publisher
+from atoll.weights.plan import plan
+from atoll.weights.transport import shm
+from atoll.wire.types import Membership, Published, Version
 from tests.unit.sglang_shards import State, random_state, shard, whole
 
 V0, V1, V2 = (Version("a3f0", number) for number in range(3))
@@ -148,7 +148,7 @@ async def test_checksums_are_those_of_the_whole_tensors(attached: Replica, monke
     """Whether a tensor is cut by rows, by columns or not at all, and read in one piece or in several."""
     expected = {name: xxhash.xxh3_64_intdigest(t.numpy().tobytes()) for name, t in attached.state.items()}
     assert await attached.workers.checksums() == expected
-    monkeypatch.setattr("services.rollout.engines.sglang.workers.READ_BYTES", 3 * 64 * 4)  # 3 rows
+    monkeypatch.setattr("atoll.rollout.engines.sglang.workers.READ_BYTES", 3 * 64 * 4)  # 3 rows
     assert await attached.workers.checksums() == expected
 
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from services.config.schema import GraderConfig
-from services.reward.sources import ROUTES, Route, data_source
-from services.reward.verifiers.gsm8k import gsm8k
-from services.reward.verifiers.text_match import search_r1
+from atoll.config.schema import GraderConfig
+from atoll.reward.sources import ROUTES, Route, data_source
+from atoll.reward.verifiers.gsm8k import gsm8k
+from atoll.reward.verifiers.text_match import search_r1
 from tests.unit.verifier_items import graded, item
 
 BOXED = Route("maths", {"answer": "boxed"})

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from services.coordinator.membership import Membership
-from services.coordinator.replicas import Replica, Replicas
-from services.coordinator.rewards import Rewards
-from services.runtime.errors import ServiceUnavailableError
+from atoll.coordinator.fleet.membership import Membership
+from atoll.coordinator.fleet.replicas import Replica, Replicas
+from atoll.coordinator.rewards.rewards import Rewards
+from atoll.runtime.errors import ServiceUnavailableError
 from tests import virtual_clock
 from tests.builders import run_config
 from tests.tokens import CALLER

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.cli.launcher import stop_run
-from services.runtime.errors import ServiceUnavailableError
+from atoll.cli.launcher import stop_run
+from atoll.runtime.errors import ServiceUnavailableError
 from tests import virtual_clock
 
 SILENT = ServiceUnavailableError("Coordinator.Status at host:1: no answer within 10 s")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.telemetry import MetricsFile, StepTimer
+from atoll.runtime.telemetry import MetricsFile, StepTimer
 
 
 def rows(path: Path) -> list[dict[str, float | None]]:
@@ -86,11 +86,11 @@ def test_phases_add_up_and_may_nest() -> None:
 
 def test_a_log_line_has_time_level_service_and_module() -> None:
     program = (
-        "import logging; from services.runtime.telemetry import configure_logging\n"
-        "configure_logging('rollout-1'); logging.getLogger('services.x').info('sample %s', 'toy/0/7/1')\n"
+        "import logging; from atoll.runtime.telemetry import configure_logging\n"
+        "configure_logging('rollout-1'); logging.getLogger('atoll.x').info('sample %s', 'toy/0/7/1')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == ""
     when, rest = done.stderr.split(" ", 1)
     assert time.strptime(when[:19], "%Y-%m-%dT%H:%M:%S")
-    assert rest == "INFO rollout-1 services.x: sample toy/0/7/1\n"
+    assert rest == "INFO rollout-1 atoll.x: sample toy/0/7/1\n"

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from services.runtime.errors import UserError
-from services.trainer import attention
-from services.trainer.attention import backend, plan_rows
-from services.trainer.context import ContextSplit
-from services.wire.types import Segments
+from atoll.runtime.errors import UserError
+from atoll.trainer.megatron import attention
+from atoll.trainer.megatron.attention import backend, plan_rows
+from atoll.trainer.megatron.context import ContextSplit
+from atoll.wire.types import Segments
 from tests import flash
 from tests.forests import CASES, check_dense, forest
 

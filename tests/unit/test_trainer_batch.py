@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.runtime.errors import UserError
-from services.trainer.batch import (
+from atoll.runtime.errors import UserError
+from atoll.trainer.batch import (
     check_batch,
     check_segments,
     flatten_trees,
@@ -16,7 +16,7 @@ from services.trainer.batch import (
     select,
     take,
 )
-from services.wire.types import Batch, PolicyBatch, Segments, SupervisedBatch, ValueBatch
+from atoll.wire.types import Batch, PolicyBatch, Segments, SupervisedBatch, ValueBatch
 
 
 def make_segments(token_ids: list[list[int]], parents: list[int], groups: list[int]) -> Segments:

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher as megatron_dispatcher
 
-from services.trainer import cpu_compat
+from atoll.trainer.megatron import cpu_compat
 from tests.ranks import run_ranks
 
 
@@ -50,7 +50,7 @@ def test_megatron_dispatcher_takes_what_its_replacement_takes(name: str) -> None
 
 def test_a_trainer_starts_without_the_compiler() -> None:
     """Which it never calls on a CPU, and which would be a third of its start."""
-    loaded = "import sys, services.trainer.__main__; print('torch._dynamo' in sys.modules)"
+    loaded = "import sys, atoll.trainer.__main__; print('torch._dynamo' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=120)
     assert answer.stdout == "False\n"
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from services.config.schema import OptimizerConfig, ParallelConfig, ReferenceSection, TrainerSection
-from services.runtime.errors import AtollError, MemoryExhaustedError
-from services.trainer.exhausted import explained
+from atoll.config.schema import OptimizerConfig, ParallelConfig, ReferenceSection, TrainerSection
+from atoll.runtime.errors import AtollError, MemoryExhaustedError
+from atoll.trainer.exhausted import explained
 
 TRAINER = TrainerSection(max_tokens_per_microbatch=4096, parallel=ParallelConfig(data=2))
 

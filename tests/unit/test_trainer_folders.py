@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.errors import UserError
-from services.trainer.folders import Folders
+from atoll.runtime.errors import UserError
+from atoll.trainer.folders import Folders
 
 
 def test_only_what_is_below_the_runs_folder_is_touched(

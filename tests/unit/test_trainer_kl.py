@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from services.trainer.kl import full_kl, kl_penalty
+from atoll.trainer.losses.kl import full_kl, kl_penalty
 
 
 @pytest.fixture

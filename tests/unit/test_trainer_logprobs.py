@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from services.trainer.kl import full_kl
-from services.trainer.logprobs import token_logprobs
+from atoll.trainer.losses.kl import full_kl
+from atoll.trainer.losses.logprobs import token_logprobs
 from tests.ranks import run_ranks
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from services.trainer.loss import LOSSES, SELECTIONS, PolicyTokens, value_loss
+from atoll.trainer.losses.loss import LOSSES, SELECTIONS, PolicyTokens, value_loss
 
 NAMES = sorted(LOSSES)
 # such that some tokens of the random cases below are clipped and some are not

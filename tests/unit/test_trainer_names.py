@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from services.runtime.model_spec import Experts, ModelSpec, read_spec, with_value_head
-from services.trainer.names import Flavour, pieces, shapes, whole_model
-from services.weights.pieces import Piece
+from atoll.runtime.model_spec import Experts, ModelSpec, read_spec, with_value_head
+from atoll.trainer.megatron.names import Flavour, pieces, shapes, whole_model
+from atoll.weights.pieces import Piece
 from tests.builders import model_spec
 
 SPEC = model_spec(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.config.schema import LoraConfig, OptimizerConfig, ParallelConfig, TrainerSection
-from services.runtime.memory import rank_memory
-from services.runtime.model_spec import ModelSpec, read_spec
+from atoll.config.schema import LoraConfig, OptimizerConfig, ParallelConfig, TrainerSection
+from atoll.runtime.memory import rank_memory
+from atoll.runtime.model_spec import ModelSpec, read_spec
 
 PAGE = Path("docs/trainer.md")
 GIB = 1 << 30

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.runtime.errors import UserError
-from services.trainer.roles import section_of
+from atoll.runtime.errors import UserError
+from atoll.trainer.roles import section_of
 from tests.builders import run_config
 
 

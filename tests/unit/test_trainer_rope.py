@@ -2,7 +2,7 @@
 
 import torch
 
-from services.trainer.rope import rotate, rotation
+from atoll.trainer.megatron.rope import rotate, rotation
 
 
 def test_rotates_pairs_by_position() -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.config.schema import ParallelConfig
-from services.runtime.errors import UserError
-from services.runtime.model_spec import Experts, RopeScaling, check_layout, read_spec
-from services.trainer.hf import open_tensors
-from services.trainer.names import shapes
+from atoll.config.schema import ParallelConfig
+from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import Experts, RopeScaling, check_layout, read_spec
+from atoll.trainer.megatron.hf import open_tensors
+from atoll.trainer.megatron.names import shapes
 
 
 @pytest.fixture

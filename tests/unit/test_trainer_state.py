@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.state import boxes_of_range
+from atoll.trainer.state import boxes_of_range
 
 
 @pytest.mark.parametrize(

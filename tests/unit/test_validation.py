@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.coordinator.groups import PendingGroup, Sink
-from services.coordinator.validation import ValidationSet, evaluate
-from services.runtime.errors import AtollError
-from services.wire.types import Graded
+from atoll.coordinator.rollouts.groups import PendingGroup, Sink
+from atoll.coordinator.validation import ValidationSet, evaluate
+from atoll.runtime.errors import AtollError
+from atoll.wire.types import Graded
 from tests.builders import SAMPLING, node, prompt, sample
 
 SUMS = ValidationSet("sums", (prompt(0), prompt(1), prompt(2)), 2, SAMPLING)

@@ -13,24 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from referencing.exceptions import Unresolvable
 
-from services.config.errors import ConfigError
-from services.config.functions import load
-from services.config.schema import GraderConfig
-from services.reward.score import GRADERS, SANDBOXED
-from services.reward.verifiers.answers import right_answers, stated_answer, tagged
-from services.reward.verifiers.exact_match import exact_match
-from services.reward.verifiers.formats import regex, think_format
-from services.reward.verifiers.json_schema import json_schema, last_json
-from services.reward.verifiers.length import length_target
-from services.reward.verifiers.repetition import repetition
-from services.reward.verifiers.text_match import (
+from atoll.config.errors import ConfigError
+from atoll.config.functions import load
+from atoll.config.schema import GraderConfig
+from atoll.reward.score import GRADERS, SANDBOXED
+from atoll.reward.verifiers.answers import right_answers, stated_answer, tagged
+from atoll.reward.verifiers.exact_match import exact_match
+from atoll.reward.verifiers.formats import regex, think_format
+from atoll.reward.verifiers.json_schema import json_schema, last_json
+from atoll.reward.verifiers.length import length_target
+from atoll.reward.verifiers.repetition import repetition
+from atoll.reward.verifiers.text_match import (
     edit_similarity,
     normalized,
     normalized_match,
     search_r1,
     token_f1,
 )
-from services.wire.types import Grade
+from atoll.wire.types import Grade
 from tests.unit.verifier_items import graded, item
 
 CAPITAL = '{"target": ["Paris", "the City of Light"]}'

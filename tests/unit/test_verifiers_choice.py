@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from services.reward.verifiers.choice import multiple_choice
+from atoll.reward.verifiers.choice import multiple_choice
 from tests.unit.verifier_items import graded, item
 
 TEXTS = json.dumps(["London", "Paris", "Rome", "Vitamin C"])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.config.functions import GRADER, built_in
-from services.reward.verifiers.language import SCRIPTS, language_consistency
+from atoll.config.functions import GRADER, built_in
+from atoll.reward.verifiers.language import SCRIPTS, language_consistency
 from tests.unit.verifier_items import graded, item
 
 SAMPLE = Path(__file__).parents[2] / "examples" / "data" / "gsm8k" / "test.jsonl"

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.config.schema import WarmupSection
-from services.coordinator.data import SupervisedSource
-from services.coordinator.loop import WARM
-from services.coordinator.warmup import SupervisedWarmUp
-from services.wire.types import Version
+from atoll.config.schema import WarmupSection
+from atoll.coordinator.data.datasets import SupervisedSource
+from atoll.coordinator.loop import WARM
+from atoll.coordinator.warmup import SupervisedWarmUp
+from atoll.wire.types import Version
 from tests.fakes import FakeRun
 
 PAIR = (np.array([1, 2], np.int32), np.array([3], np.int32))

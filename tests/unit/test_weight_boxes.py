@@ -5,8 +5,8 @@ import pytest
 import torch
 import xxhash
 
-from services.weights import boxes
-from services.weights.boxes import box_view, checksum, copy_boxes, device_checksum
+from atoll.weights import boxes
+from atoll.weights.boxes import box_view, checksum, copy_boxes, device_checksum
 
 
 def splitmix64(number: int) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from services.weights.delta import MAX_SHARE, decode, encode
+from atoll.weights.delta import MAX_SHARE, decode, encode
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8]
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -9,12 +9,12 @@ from itertools import count
 import pytest
 import torch
 
-from services.rollout.refit import Refit
-from services.runtime.errors import WeightPushError
-from services.trainer.publish import DTYPES, Publisher, merged
-from services.weights.plan import plan
-from services.weights.transport.base import open_receiver, open_sender
-from services.wire.types import Membership, Published, Version
+from atoll.rollout.refit import Refit
+from atoll.runtime.errors import WeightPushError
+from atoll.trainer.publish import DTYPES, Publisher, merged
+from atoll.weights.plan import plan
+from atoll.weights.transport.base import open_receiver, open_sender
+from atoll.wire.types import Membership, Published, Version
 from tests.unit.weight_layouts import Shard, catalogs, random_model, shards
 
 V0, V1, V2, V3 = (Version("a3f0", number) for number in range(4))

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.runtime.errors import WeightPushError
-from services.weights.transport.collective import Receiver, Sender
-from services.wire.types import Membership, StreamManifest
+from atoll.runtime.errors import WeightPushError
+from atoll.weights.transport.collective import Receiver, Sender
+from atoll.wire.types import Membership, StreamManifest
 
 
 class NcclError(RuntimeError):
@@ -83,7 +83,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-    name = "services.weights.transport.nccl"
+    name = "atoll.weights.transport.nccl"
     monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module(name)
     sys.modules.pop(name)

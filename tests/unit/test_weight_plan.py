@@ -7,13 +7,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from services.runtime.model_spec import ModelSpec
-from services.trainer import names
-from services.trainer.names import Chunk
-from services.weights.estimate import estimate
-from services.weights.plan import plan as weight_plan
-from services.weights.rounds import rounds
-from services.wire.types import BOX, Catalog, Plan
+from atoll.runtime.model_spec import ModelSpec
+from atoll.trainer.megatron import names
+from atoll.trainer.megatron.names import Chunk
+from atoll.weights.estimate import estimate
+from atoll.weights.plan import plan as weight_plan
+from atoll.weights.rounds import rounds
+from atoll.wire.types import BOX, Catalog, Plan
 from tests.unit.test_trainer_names import MOE, SPEC
 
 Shapes = Sequence[tuple[int, int]]

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.weights.plan import plan
-from services.wire.types import BOX, Catalog, Plan
+from atoll.weights.plan import plan
+from atoll.wire.types import BOX, Catalog, Plan
 from tests.unit.test_weight_plan import Shapes, check_every_element, columns_of
 
 T = TypeVar("T")

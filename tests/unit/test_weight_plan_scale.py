@@ -2,8 +2,8 @@
 
 import pytest
 
+from atoll.runtime.clients import MAX_MESSAGE_BYTES
 from benchmarks import plan_scale
-from services.runtime.clients import MAX_MESSAGE_BYTES
 
 pytestmark = pytest.mark.long
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 import xxhash
 
-from services.rollout.refit import Refit
-from services.runtime.errors import WeightPushError
-from services.trainer import publish
-from services.trainer.publish import Publisher
-from services.weights.boxes import tensor_checksums
-from services.weights.plan import plan
-from services.weights.transport import shm
-from services.wire.types import Membership, Published, StreamManifest, Version
+from atoll.rollout.refit import Refit
+from atoll.runtime.errors import WeightPushError
+from atoll.trainer import publish
+from atoll.trainer.publish import Publisher
+from atoll.weights.boxes import tensor_checksums
+from atoll.weights.plan import plan
+from atoll.weights.transport import shm
+from atoll.wire.types import Membership, Published, StreamManifest, Version
 from tests.unit.weight_layouts import Shard, catalogs, random_model, shards
 
 V0, V1, V2, V3 = (Version("a3f0", number) for number in range(4))
@@ -287,7 +287,7 @@ def test_writer_is_gone():
 @pytest.mark.long
 def test_killed_writer_leaves_nothing():
     script = (
-        "from services.weights.transport.shm import Segment\n"
+        "from atoll.weights.transport.shm import Segment\n"
         "segment = Segment(1 << 20)\n"
         "segment.memory.fill_(7)\n"
         "print(segment.location, flush=True)\n"

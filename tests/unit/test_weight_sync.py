@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from services.config.schema import WeightsSection
-from services.coordinator import plans, sync
-from services.coordinator.canary import Canary
-from services.coordinator.replicas import Replica, Replicas
-from services.coordinator.sync import WeightSync
-from services.rollout.refit import Refit
-from services.runtime.clients import Caller, RolloutInfo, TrainerInfo
-from services.runtime.errors import AtollError, ServiceUnavailableError, UserError, WeightPushError
-from services.trainer import publish
-from services.weights.transport.base import open_receiver, open_sender
-from services.wire.types import (
+from atoll.config.schema import WeightsSection
+from atoll.coordinator.fleet.replicas import Replica, Replicas
+from atoll.coordinator.weight_sync import plans, sync
+from atoll.coordinator.weight_sync.canary import Canary
+from atoll.coordinator.weight_sync.sync import WeightSync
+from atoll.rollout.refit import Refit
+from atoll.runtime.clients import Caller, RolloutInfo, TrainerInfo
+from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError, WeightPushError
+from atoll.trainer import publish
+from atoll.weights.transport.base import open_receiver, open_sender
+from atoll.wire.types import (
     Float32,
     Int32,
     Membership,

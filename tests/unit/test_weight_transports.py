@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.runtime.errors import WeightPushError
-from services.weights.transport import tcp
-from services.weights.transport.collective import Receiver, Sender
-from services.wire.types import Membership, StreamManifest
+from atoll.runtime.errors import WeightPushError
+from atoll.weights.transport import tcp
+from atoll.weights.transport.collective import Receiver, Sender
+from atoll.wire.types import Membership, StreamManifest
 
 LONG_S, SHORT_S = 20.0, 0.2  # a deadline that no test waits for, and one that it does
 PAIR = Membership(epoch=1, num_members=2)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.plan_weights import CASES, LINKS, Case, cells, row
-from services.config.schema import TrainerSection
-from services.runtime.memory import rank_memory
+from atoll.cli.plan_weights import CASES, LINKS, Case, cells, row
+from atoll.config.schema import TrainerSection
+from atoll.runtime.memory import rank_memory
 
 PAGE = Path("docs/weights.md")
 GIB = 1 << 30

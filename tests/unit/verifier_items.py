@@ -1,6 +1,6 @@
 """Responses to grade, for the tests of graders."""
 
-from services.wire.types import FinishReason, Grade, GroupId, SampleId, ScoreItem
+from atoll.wire.types import FinishReason, Grade, GroupId, SampleId, ScoreItem
 
 
 def item(

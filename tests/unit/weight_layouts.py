@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.wire.types import BOX, Catalog
+from atoll.wire.types import BOX, Catalog
 
 SHAPES = {"embed": (40, 12), "qkv": (24, 12), "out": (12, 8), "norm": (12, 1), "down": (12, 16)}
 AXES = {"embed": 0, "qkv": 0, "out": 1, "norm": None, "down": 1}  # cut by tensor parallelism

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from socket import create_server
 
-from services.reward.sandbox.base import Sandbox
-from services.runtime.errors import SandboxError
-from services.wire.types import Execution, Limits, Status
+from atoll.reward.sandbox.base import Sandbox
+from atoll.runtime.errors import SandboxError
+from atoll.wire.types import Execution, Limits, Status
 
 _LIMITS = Limits(timeout_s=10.0, memory_bytes=512 << 20, output_bytes=1 << 16, disk_bytes=1 << 20)
 

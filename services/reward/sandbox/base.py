@@ -8,7 +8,7 @@ directory that is its working directory, and is gone with all its children when 
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from services.wire.types import Execution, Limits
+from atoll.wire.types import Execution, Limits
 
 
 class Dialogue(Protocol):

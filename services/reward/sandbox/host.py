@@ -12,13 +12,13 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from services.reward.sandbox import seccomp
-from services.reward.sandbox.attacks import run_attacks
-from services.reward.sandbox.base import Dialogue, Sandbox
-from services.reward.sandbox.places import Places
-from services.reward.sandbox.running import RunningProgram, RunningZygote, ZygoteSettings
-from services.runtime.errors import SandboxError, UserError
-from services.wire.types import Execution, Limits
+from atoll.reward.sandbox import seccomp
+from atoll.reward.sandbox.attacks import run_attacks
+from atoll.reward.sandbox.base import Dialogue, Sandbox
+from atoll.reward.sandbox.places import Places
+from atoll.reward.sandbox.running import RunningProgram, RunningZygote, ZygoteSettings
+from atoll.runtime.errors import SandboxError, UserError
+from atoll.wire.types import Execution, Limits
 
 log = logging.getLogger(__name__)
 

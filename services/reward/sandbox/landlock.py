@@ -6,7 +6,7 @@ See the kernel's Documentation/userspace-api/landlock.rst.
 import ctypes
 import os
 
-from services.reward.sandbox.kernel import system_call
+from atoll.reward.sandbox.kernel import system_call
 
 # the same numbers on every architecture
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446

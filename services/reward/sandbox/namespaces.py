@@ -9,7 +9,7 @@ working directory where no other program sees it.
 import os
 from collections.abc import Sequence
 
-from services.reward.sandbox.kernel import libc, system_call
+from atoll.reward.sandbox.kernel import libc, system_call
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18

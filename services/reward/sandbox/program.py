@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
-from services.reward.sandbox import kernel, namespaces
-from services.reward.sandbox.landlock import Ruleset
+from atoll.reward.sandbox import kernel, namespaces
+from atoll.reward.sandbox.landlock import Ruleset
 
 # as the program has them; an order names them in this order, and may leave out the channel
 STREAMS = REPORT, STDIN, STDOUT, STDERR, CHANNEL = 4, 0, 1, 2, 3

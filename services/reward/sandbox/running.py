@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_WRITE, fcntl
 from typing import Self
 
-from services.reward.sandbox import kernel, landlock, namespaces, program, zygote
-from services.reward.sandbox.base import MAX_FRAME_BYTES
-from services.runtime.errors import SandboxError
-from services.wire.types import Execution, Limits, Status
+from atoll.reward.sandbox import kernel, landlock, namespaces, program, zygote
+from atoll.reward.sandbox.base import MAX_FRAME_BYTES
+from atoll.runtime.errors import SandboxError
+from atoll.wire.types import Execution, Limits, Status
 
 START_S = 30.0  # for a zygote
 SET_UP_S = 20.0  # for what stands between an order and its program

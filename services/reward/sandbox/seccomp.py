@@ -9,7 +9,7 @@ import errno
 import struct
 from collections.abc import Sequence
 
-from services.runtime.errors import SandboxError
+from atoll.runtime.errors import SandboxError
 
 # linux/filter.h: (operation, jump if true, jump if false, operand)
 _LOAD, _JUMP, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x54, 0x06

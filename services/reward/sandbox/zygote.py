@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from services.reward.sandbox import kernel, landlock, namespaces, program
+from atoll.reward.sandbox import kernel, landlock, namespaces, program
 
 # Run, whether to kill it, memory and disk in bytes, seconds of CPU time; with descriptors of the source and
 # of what program.STREAMS names
@@ -60,7 +60,7 @@ def main(descriptor: int, with_namespaces: bool, filter: bytes) -> None:
         walls = program.Walls(
             _ruleset(readable, with_namespaces), filter, with_namespaces, os.pidfd_open(os.getpid())
         )
-        for name in [name for name in sys.modules if name.startswith("services.")]:
+        for name in [name for name in sys.modules if name.startswith("atoll.")]:
             del sys.modules[name]
         gc.collect()
         gc.freeze()  # a fork's collector does not touch, and so copy, the memory of what is here

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Literal
 
-from services.wire.types import ScoreItem
+from atoll.wire.types import ScoreItem
 
 Place = Literal["response", "tag", "line"]
 

@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 from string import ascii_uppercase
 
-from services.reward.verifiers.text_match import normalized
-from services.wire.types import Grade, ScoreItem
+from atoll.reward.verifiers.text_match import normalized
+from atoll.wire.types import Grade, ScoreItem
 
 TAIL_CHARACTERS = 4000  # where a statement is looked for
 

@@ -15,14 +15,14 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from services.reward.sandbox.base import Dialogue, Sandbox
-from services.reward.verifiers import code_harness
-from services.reward.verifiers.code_compare import equals, output_difference, read_json, shown
-from services.reward.verifiers.code_harness import ANSWER, CALL, FAILURE, Verdict, decode, encode, read_answer
-from services.reward.verifiers.code_program import program
-from services.reward.verifiers.code_tests import AssertTests, CallTests, OutputTests, read_tests
-from services.runtime.errors import UserError
-from services.wire.types import Execution, Grade, Limits, ScoreItem, Status
+from atoll.reward.sandbox.base import Dialogue, Sandbox
+from atoll.reward.verifiers import code_harness
+from atoll.reward.verifiers.code_compare import equals, output_difference, read_json, shown
+from atoll.reward.verifiers.code_harness import ANSWER, CALL, FAILURE, Verdict, decode, encode, read_answer
+from atoll.reward.verifiers.code_program import program
+from atoll.reward.verifiers.code_tests import AssertTests, CallTests, OutputTests, read_tests
+from atoll.runtime.errors import UserError
+from atoll.wire.types import Execution, Grade, Limits, ScoreItem, Status
 
 RUNS_AHEAD = 4  # programs of one response at once
 

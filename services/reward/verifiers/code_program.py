@@ -2,7 +2,7 @@
 
 import re
 
-from services.reward.verifiers.code_tests import AssertTests, CallTests, OutputTests, Tests, is_python
+from atoll.reward.verifiers.code_tests import AssertTests, CallTests, OutputTests, Tests, is_python
 
 # Solutions in the APPS family of data sets are written for a judge that has imported all this; so it is in
 # APPS, LiveCodeBench and verl's prime_code.

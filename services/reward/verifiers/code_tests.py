@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Json, ValidationError
 
-from services.runtime.errors import UserError
+from atoll.runtime.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

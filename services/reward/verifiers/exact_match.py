@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from services.reward.verifiers.answers import stated_answer
-from services.wire.types import Grade, ScoreItem
+from atoll.reward.verifiers.answers import stated_answer
+from atoll.wire.types import Grade, ScoreItem
 
 
 def exact_match(item: ScoreItem, *, answer: Literal["response", "tag", "line"] = "response") -> float | Grade:

@@ -3,7 +3,7 @@
 import re
 from typing import Literal
 
-from services.wire.types import Grade, ScoreItem
+from atoll.wire.types import Grade, ScoreItem
 
 
 def regex(item: ScoreItem, *, pattern: str, match: Literal["search", "fullmatch"] = "search") -> float:

@@ -6,7 +6,7 @@ The rule is the field's (verl `gsm8k.py`, strict): within the last 300 character
 
 import re
 
-from services.wire.types import ScoreItem
+from atoll.wire.types import ScoreItem
 
 TAIL_CHARACTERS = 300
 

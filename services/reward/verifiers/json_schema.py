@@ -12,7 +12,7 @@ from jsonschema.protocols import Validator
 from jsonschema.validators import Draft202012Validator, validator_for
 from referencing import Registry
 
-from services.wire.types import Grade, ScoreItem
+from atoll.wire.types import Grade, ScoreItem
 
 MAX_BROKEN = 1000  # values in one response: each takes a time linear in what stands before it
 

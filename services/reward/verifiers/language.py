@@ -7,7 +7,7 @@ from typing import Literal
 import regex
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-from services.wire.types import Grade, ScoreItem
+from atoll.wire.types import Grade, ScoreItem
 
 UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}"  # scripts whose words no space divides
 MIN_WORDS = 4  # that a language is told by

@@ -1,6 +1,6 @@
 """What a response's length takes from its score, or costs."""
 
-from services.wire.types import ScoreItem
+from atoll.wire.types import ScoreItem
 
 
 def overlong(item: ScoreItem, *, max_tokens: int, buffer: int, penalty: float = 1.0) -> float:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal
 
-from services.reward.verifiers.maths_latex import canonical
-from services.reward.verifiers.maths_numbers import TooLargeError
-from services.reward.verifiers.maths_values import (
+from atoll.reward.verifiers.maths_latex import canonical
+from atoll.reward.verifiers.maths_numbers import TooLargeError
+from atoll.reward.verifiers.maths_values import (
     NotAValueError,
     Symbolic,
     UnreadableError,
@@ -23,7 +23,7 @@ from services.reward.verifiers.maths_values import (
     without_choice,
     words,
 )
-from services.wire.types import Grade, ScoreItem
+from atoll.wire.types import Grade, ScoreItem
 
 MAX_ANSWER_CHARACTERS = 1000
 MAX_BARE_CHARACTERS = 100  # of a response that is nothing but its answer
@@ -140,7 +140,7 @@ def _quick_verdict(found: str, gold: str) -> Verdict:
 
 def _ask_math_verify(answer: str, gold: str) -> bool:
     # imported here: it takes a second, and who asks only for `quick` has no need of SymPy
-    from services.reward.verifiers.maths_symbolic import symbolically_equal
+    from atoll.reward.verifiers.maths_symbolic import symbolically_equal
 
     return symbolically_equal(answer, gold)
 

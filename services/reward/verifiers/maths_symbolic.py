@@ -14,9 +14,9 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Eq, Expr, I, Rational
 
-from services.reward.verifiers.maths_numbers import MAX_FACTORIAL, TooLargeError, rational
-from services.reward.verifiers.maths_units import TRIGONOMETRY
-from services.reward.verifiers.maths_values import UnreadableError
+from atoll.reward.verifiers.maths_numbers import MAX_FACTORIAL, TooLargeError, rational
+from atoll.reward.verifiers.maths_units import TRIGONOMETRY
+from atoll.reward.verifiers.maths_values import UnreadableError
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
 

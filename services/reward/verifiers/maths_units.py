@@ -3,7 +3,7 @@
 import re
 from fractions import Fraction
 
-from services.reward.verifiers.maths_numbers import rational
+from atoll.reward.verifiers.maths_numbers import rational
 
 PERCENT = "%"
 _FACTORS = {

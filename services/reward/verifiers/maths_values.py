@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from services.reward.verifiers.maths_latex import bracketed, nesting, separators, split
-from services.reward.verifiers.maths_numbers import MAX_DEPTH, TooLargeError, rational
-from services.reward.verifiers.maths_units import PERCENT, measured
+from atoll.reward.verifiers.maths_latex import bracketed, nesting, separators, split
+from atoll.reward.verifiers.maths_numbers import MAX_DEPTH, TooLargeError, rational
+from atoll.reward.verifiers.maths_units import PERCENT, measured
 
 Symbolic = Callable[[str, str], bool]  # (answer, gold) in canonical LaTeX: are they equal?
 

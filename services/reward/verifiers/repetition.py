@@ -2,8 +2,8 @@
 
 import regex
 
-from services.reward.verifiers.language import UNSPACED
-from services.wire.types import ScoreItem
+from atoll.reward.verifiers.language import UNSPACED
+from atoll.wire.types import ScoreItem
 
 _UNSPACED = regex.compile(f"[{UNSPACED}]")
 

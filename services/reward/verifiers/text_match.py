@@ -11,8 +11,8 @@ from typing import Literal
 
 from rapidfuzz.distance import Levenshtein
 
-from services.reward.verifiers.answers import right_answers, stated_answer, tagged
-from services.wire.types import Grade, ScoreItem
+from atoll.reward.verifiers.answers import right_answers, stated_answer, tagged
+from atoll.wire.types import Grade, ScoreItem
 
 MAX_CHARACTERS = 10_000  # of an answer whose edits are counted: the time grows with the square
 MAX_TAGS = 10

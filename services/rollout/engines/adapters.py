@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from services.config.schema import LoraConfig
-from services.weights.adapters import adapter_names, is_target
-from services.wire.types import BOX, Catalog
+from atoll.config.schema import LoraConfig
+from atoll.weights.adapters import adapter_names, is_target
+from atoll.wire.types import BOX, Catalog
 
 
 class Adapters:

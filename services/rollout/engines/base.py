@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.wire.types import (
+from atoll.wire.types import (
     Catalog,
     FinishReason,
     Float32,

@@ -3,8 +3,8 @@ and with it every other request."""
 
 import numpy as np
 
-from services.runtime.errors import UserError
-from services.wire.types import GroupRequest, Int32
+from atoll.runtime.errors import UserError
+from atoll.wire.types import GroupRequest, Int32
 
 MIN_TEMPERATURE = 1e-6  # but for 0: what logits are divided by must leave them finite
 

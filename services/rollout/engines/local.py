@@ -19,19 +19,19 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from services.config.schema import LoraConfig
-from services.rollout.engines.base import Completion, EngineInfo
-from services.rollout.engines.checks import check_request, check_sequence
-from services.rollout.engines.local_adapters import AdapterLayout
-from services.rollout.engines.local_decoder import Decoder
-from services.rollout.engines.local_model import LocalModel
-from services.rollout.engines.local_weights import Layout
-from services.rollout.refit import Refit
-from services.runtime.errors import AtollError, EngineDiedError, UserError
-from services.runtime.model_spec import read_spec
-from services.weights.boxes import tensor_checksums
-from services.weights.transport.base import Receiver
-from services.wire.types import (
+from atoll.config.schema import LoraConfig
+from atoll.rollout.engines.base import Completion, EngineInfo
+from atoll.rollout.engines.checks import check_request, check_sequence
+from atoll.rollout.engines.local_adapters import AdapterLayout
+from atoll.rollout.engines.local_decoder import Decoder
+from atoll.rollout.engines.local_model import LocalModel
+from atoll.rollout.engines.local_weights import Layout
+from atoll.rollout.refit import Refit
+from atoll.runtime.errors import AtollError, EngineDiedError, UserError
+from atoll.runtime.model_spec import read_spec
+from atoll.weights.boxes import tensor_checksums
+from atoll.weights.transport.base import Receiver
+from atoll.wire.types import (
     Catalog,
     Float32,
     GroupRequest,

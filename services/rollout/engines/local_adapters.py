@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from services.config.schema import LoraConfig
-from services.rollout.engines.adapters import Adapters
-from services.rollout.engines.local_weights import Layout, LowRank, Piece, Weights
-from services.wire.types import Catalog
+from atoll.config.schema import LoraConfig
+from atoll.rollout.engines.adapters import Adapters
+from atoll.rollout.engines.local_weights import Layout, LowRank, Piece, Weights
+from atoll.wire.types import Catalog
 
 
 class AdapterLayout:

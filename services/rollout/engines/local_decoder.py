@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from services.rollout.engines.base import Completion, request_id
-from services.rollout.engines.local_model import KVCache, LocalModel, Prefix
-from services.rollout.engines.sampling import draw, stream_key, uniforms
-from services.wire.types import FinishReason, Float32, GroupRequest, Int32, Version, VersionSpan
+from atoll.rollout.engines.base import Completion, request_id
+from atoll.rollout.engines.local_model import KVCache, LocalModel, Prefix
+from atoll.rollout.engines.sampling import draw, stream_key, uniforms
+from atoll.wire.types import FinishReason, Float32, GroupRequest, Int32, Version, VersionSpan
 
 Call = TypeVar("Call")  # whoever asked; only handed back
 

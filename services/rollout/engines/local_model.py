@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from services.rollout.engines.local_weights import Layer, Weights
-from services.runtime.model_spec import Experts, ModelSpec
+from atoll.rollout.engines.local_weights import Layer, Weights
+from atoll.runtime.model_spec import Experts, ModelSpec
 
 SCORE_TOKENS = 512  # whose logits exist at a time
 SPAN = 16  # cached positions are attended to in multiples of this: a ragged softmax is 6 times slower

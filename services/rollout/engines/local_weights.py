@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.runtime.errors import UserError
-from services.runtime.model_spec import ModelSpec
-from services.wire.types import BOX, Catalog
+from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import ModelSpec
+from atoll.wire.types import BOX, Catalog
 
 ALIGNMENT = 32  # elements: a fused parameter starts on a cache line in both dtypes
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.wire.types import Float32, Int64, UInt64
+from atoll.wire.types import Float32, Int64, UInt64
 
 Float64 = NDArray[np.float64]
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from services.runtime.errors import UserError
-from services.wire.types import Membership, StreamManifest
+from atoll.runtime.errors import UserError
+from atoll.wire.types import Membership, StreamManifest
 
 
 class Sender(Protocol):
@@ -62,21 +62,21 @@ def open_sender(transport: str, deadline_s: float, host: str, part_bytes: Sequen
     UserError where the transport cannot run here."""
     match transport:
         case "shm":
-            from services.weights.transport import shm
+            from atoll.weights.transport import shm
 
             return shm.Sender(part_bytes)
         case "cuda_ipc":
             _check_device(transport)
-            from services.weights.transport import cuda_ipc
+            from atoll.weights.transport import cuda_ipc
 
             return cuda_ipc.Sender(part_bytes)
         case "tcp":
-            from services.weights.transport import tcp
+            from atoll.weights.transport import tcp
 
             return tcp.open_sender(deadline_s, host, part_bytes)
         case "nccl":
             _check_device(transport)
-            from services.weights.transport import nccl
+            from atoll.weights.transport import nccl
 
             return nccl.open_sender(deadline_s, part_bytes)
         case name:
@@ -87,21 +87,21 @@ def open_receiver(transport: str, deadline_s: float) -> Receiver:
     """Raises UserError where the transport cannot run here."""
     match transport:
         case "shm":
-            from services.weights.transport import shm
+            from atoll.weights.transport import shm
 
             return shm.Receiver()
         case "cuda_ipc":
             _check_device(transport)
-            from services.weights.transport import cuda_ipc
+            from atoll.weights.transport import cuda_ipc
 
             return cuda_ipc.Receiver()
         case "tcp":
-            from services.weights.transport import tcp
+            from atoll.weights.transport import tcp
 
             return tcp.open_receiver(deadline_s)
         case "nccl":
             _check_device(transport)
-            from services.weights.transport import nccl
+            from atoll.weights.transport import nccl
 
             return nccl.open_receiver(deadline_s)
         case name:

@@ -15,8 +15,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from services.runtime.errors import WeightPushError
-from services.wire.types import Membership, StreamManifest
+from atoll.runtime.errors import WeightPushError
+from atoll.wire.types import Membership, StreamManifest
 
 
 class Communicator(Protocol):

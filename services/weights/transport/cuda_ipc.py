@@ -10,9 +10,9 @@ import cupy
 import torch
 from cupy.cuda import runtime
 
-from services.runtime.errors import WeightPushError
-from services.weights.transport.halves import Halves
-from services.wire.types import Membership, StreamManifest
+from atoll.runtime.errors import WeightPushError
+from atoll.weights.transport.halves import Halves
+from atoll.wire.types import Membership, StreamManifest
 
 
 class Sender:

@@ -14,9 +14,9 @@ import cupy
 import torch
 from cupy.cuda import nccl
 
-from services.runtime.errors import UserError, WeightPushError
-from services.weights.transport import collective
-from services.wire.types import Membership
+from atoll.runtime.errors import UserError, WeightPushError
+from atoll.weights.transport import collective
+from atoll.wire.types import Membership
 
 POLL_S = 1e-4  # CUDA cannot wait for an event and a deadline at once
 

@@ -16,9 +16,9 @@ from functools import partial
 
 import torch
 
-from services.runtime.errors import UserError, WeightPushError
-from services.weights.transport import collective
-from services.wire.types import Membership
+from atoll.runtime.errors import UserError, WeightPushError
+from atoll.weights.transport import collective
+from atoll.wire.types import Membership
 
 HELLO = struct.Struct("<16sqi")  # secret, epoch, member
 HELLO_S = 2.0  # a stranger that connects and says nothing holds up the others for as long

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from services.wire.v1 import coordinator_pb2 as services_dot_wire_dot_v1_dot_coordinator__pb2
+from atoll.wire.v1 import coordinator_pb2 as atoll_dot_wire_dot_v1_dot_coordinator__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in services/wire/v1/coordinator_pb2_grpc.py depends on'
+        + f' but the generated code in atoll/wire/v1/coordinator_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,53 +36,53 @@ class CoordinatorStub(object):
         """
         self.Register = channel.unary_unary(
                 '/atoll.v1.Coordinator/Register',
-                request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.RegisterRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.RegisterReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.RegisterRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.RegisterReply.FromString,
                 _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/atoll.v1.Coordinator/Heartbeat',
-                request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.HeartbeatReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
         self.Deregister = channel.unary_unary(
                 '/atoll.v1.Coordinator/Deregister',
-                request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterReply.FromString,
                 _registered_method=True)
         self.AddServer = channel.unary_unary(
                 '/atoll.v1.Coordinator/AddServer',
-                request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.AddServerRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.AddServerReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.AddServerRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.AddServerReply.FromString,
                 _registered_method=True)
         self.RemoveServer = channel.unary_unary(
                 '/atoll.v1.Coordinator/RemoveServer',
-                request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerReply.FromString,
                 _registered_method=True)
         self.Status = channel.unary_unary(
                 '/atoll.v1.Coordinator/Status',
-                request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.StatusReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.StatusReply.FromString,
                 _registered_method=True)
         self.PauseRun = channel.unary_unary(
                 '/atoll.v1.Coordinator/PauseRun',
-                request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.PauseRunRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.PauseRunReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.PauseRunRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.PauseRunReply.FromString,
                 _registered_method=True)
         self.ResumeRun = channel.unary_unary(
                 '/atoll.v1.Coordinator/ResumeRun',
-                request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRunReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRunReply.FromString,
                 _registered_method=True)
         self.StopRun = channel.unary_unary(
                 '/atoll.v1.Coordinator/StopRun',
-                request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.StopRunReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.StopRunReply.FromString,
                 _registered_method=True)
         self.Checkpoint = channel.unary_unary(
                 '/atoll.v1.Coordinator/Checkpoint',
-                request_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.CheckpointRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.CheckpointReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.CheckpointReply.FromString,
                 _registered_method=True)
 
 
@@ -157,53 +157,53 @@ def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Register': grpc.unary_unary_rpc_method_handler(
                     servicer.Register,
-                    request_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.RegisterRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.RegisterReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.RegisterRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.RegisterReply.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
-                    request_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.HeartbeatRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.HeartbeatReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.HeartbeatRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.HeartbeatReply.SerializeToString,
             ),
             'Deregister': grpc.unary_unary_rpc_method_handler(
                     servicer.Deregister,
-                    request_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterReply.SerializeToString,
             ),
             'AddServer': grpc.unary_unary_rpc_method_handler(
                     servicer.AddServer,
-                    request_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.AddServerRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.AddServerReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.AddServerRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.AddServerReply.SerializeToString,
             ),
             'RemoveServer': grpc.unary_unary_rpc_method_handler(
                     servicer.RemoveServer,
-                    request_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
-                    request_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.StatusReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.StatusReply.SerializeToString,
             ),
             'PauseRun': grpc.unary_unary_rpc_method_handler(
                     servicer.PauseRun,
-                    request_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.PauseRunRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.PauseRunReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.PauseRunRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.PauseRunReply.SerializeToString,
             ),
             'ResumeRun': grpc.unary_unary_rpc_method_handler(
                     servicer.ResumeRun,
-                    request_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRunRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRunReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRunRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRunReply.SerializeToString,
             ),
             'StopRun': grpc.unary_unary_rpc_method_handler(
                     servicer.StopRun,
-                    request_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.StopRunRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.StopRunReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.StopRunRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.StopRunReply.SerializeToString,
             ),
             'Checkpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.Checkpoint,
-                    request_deserializer=services_dot_wire_dot_v1_dot_coordinator__pb2.CheckpointRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_coordinator__pb2.CheckpointReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.CheckpointRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.CheckpointReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -231,8 +231,8 @@ class Coordinator(object):
             request,
             target,
             '/atoll.v1.Coordinator/Register',
-            services_dot_wire_dot_v1_dot_coordinator__pb2.RegisterRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_coordinator__pb2.RegisterReply.FromString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.RegisterRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.RegisterReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -258,8 +258,8 @@ class Coordinator(object):
             request,
             target,
             '/atoll.v1.Coordinator/Heartbeat',
-            services_dot_wire_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_coordinator__pb2.HeartbeatReply.FromString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.HeartbeatReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -285,8 +285,8 @@ class Coordinator(object):
             request,
             target,
             '/atoll.v1.Coordinator/Deregister',
-            services_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterReply.FromString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -312,8 +312,8 @@ class Coordinator(object):
             request,
             target,
             '/atoll.v1.Coordinator/AddServer',
-            services_dot_wire_dot_v1_dot_coordinator__pb2.AddServerRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_coordinator__pb2.AddServerReply.FromString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.AddServerRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.AddServerReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -339,8 +339,8 @@ class Coordinator(object):
             request,
             target,
             '/atoll.v1.Coordinator/RemoveServer',
-            services_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerReply.FromString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.RemoveServerReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -366,8 +366,8 @@ class Coordinator(object):
             request,
             target,
             '/atoll.v1.Coordinator/Status',
-            services_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_coordinator__pb2.StatusReply.FromString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.StatusReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -393,8 +393,8 @@ class Coordinator(object):
             request,
             target,
             '/atoll.v1.Coordinator/PauseRun',
-            services_dot_wire_dot_v1_dot_coordinator__pb2.PauseRunRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_coordinator__pb2.PauseRunReply.FromString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.PauseRunRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.PauseRunReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -420,8 +420,8 @@ class Coordinator(object):
             request,
             target,
             '/atoll.v1.Coordinator/ResumeRun',
-            services_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRunReply.FromString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRunReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -447,8 +447,8 @@ class Coordinator(object):
             request,
             target,
             '/atoll.v1.Coordinator/StopRun',
-            services_dot_wire_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_coordinator__pb2.StopRunReply.FromString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.StopRunReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -474,8 +474,8 @@ class Coordinator(object):
             request,
             target,
             '/atoll.v1.Coordinator/Checkpoint',
-            services_dot_wire_dot_v1_dot_coordinator__pb2.CheckpointRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_coordinator__pb2.CheckpointReply.FromString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.CheckpointRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.CheckpointReply.FromString,
             options,
             channel_credentials,
             insecure,

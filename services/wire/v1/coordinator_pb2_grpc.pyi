@@ -3,9 +3,9 @@
 isort:skip_file
 """
 
+from atoll.wire.v1 import coordinator_pb2 as _coordinator_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
-from services.wire.v1 import coordinator_pb2 as _coordinator_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

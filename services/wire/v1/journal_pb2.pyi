@@ -73,7 +73,7 @@ Global___JournalPayload: _TypeAlias = JournalPayload  # noqa: Y015
 
 @_typing.final
 class JournalIndex(_message.Message):
-    """The tables in the store's own form (services/coordinator/journal_scripts.py): name and entry of each
+    """The tables in the store's own form (services/coordinator/journal/scripts.py): name and entry of each
     sample, in words.
     """
 

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from services.wire.v1 import reward_pb2 as services_dot_wire_dot_v1_dot_reward__pb2
+from atoll.wire.v1 import reward_pb2 as atoll_dot_wire_dot_v1_dot_reward__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in services/wire/v1/reward_pb2_grpc.py depends on'
+        + f' but the generated code in atoll/wire/v1/reward_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -38,23 +38,23 @@ class RewardStub(object):
         """
         self.Score = channel.unary_stream(
                 '/atoll.v1.Reward/Score',
-                request_serializer=services_dot_wire_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.ScoreReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_reward__pb2.ScoreReply.FromString,
                 _registered_method=True)
         self.Execute = channel.unary_unary(
                 '/atoll.v1.Reward/Execute',
-                request_serializer=services_dot_wire_dot_v1_dot_reward__pb2.ExecuteRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.ExecuteReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_reward__pb2.ExecuteRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_reward__pb2.ExecuteReply.FromString,
                 _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/atoll.v1.Reward/Describe',
-                request_serializer=services_dot_wire_dot_v1_dot_reward__pb2.DescribeRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.DescribeReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_reward__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_reward__pb2.DescribeReply.FromString,
                 _registered_method=True)
         self.Reload = channel.unary_unary(
                 '/atoll.v1.Reward/Reload',
-                request_serializer=services_dot_wire_dot_v1_dot_reward__pb2.ReloadRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.ReloadReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_reward__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_reward__pb2.ReloadReply.FromString,
                 _registered_method=True)
 
 
@@ -95,23 +95,23 @@ def add_RewardServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Score': grpc.unary_stream_rpc_method_handler(
                     servicer.Score,
-                    request_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.ScoreRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_reward__pb2.ScoreReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_reward__pb2.ScoreRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_reward__pb2.ScoreReply.SerializeToString,
             ),
             'Execute': grpc.unary_unary_rpc_method_handler(
                     servicer.Execute,
-                    request_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.ExecuteRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_reward__pb2.ExecuteReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_reward__pb2.ExecuteRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_reward__pb2.ExecuteReply.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
-                    request_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.DescribeRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_reward__pb2.DescribeReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_reward__pb2.DescribeRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_reward__pb2.DescribeReply.SerializeToString,
             ),
             'Reload': grpc.unary_unary_rpc_method_handler(
                     servicer.Reload,
-                    request_deserializer=services_dot_wire_dot_v1_dot_reward__pb2.ReloadRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_reward__pb2.ReloadReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_reward__pb2.ReloadRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_reward__pb2.ReloadReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -141,8 +141,8 @@ class Reward(object):
             request,
             target,
             '/atoll.v1.Reward/Score',
-            services_dot_wire_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_reward__pb2.ScoreReply.FromString,
+            atoll_dot_wire_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_reward__pb2.ScoreReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -168,8 +168,8 @@ class Reward(object):
             request,
             target,
             '/atoll.v1.Reward/Execute',
-            services_dot_wire_dot_v1_dot_reward__pb2.ExecuteRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_reward__pb2.ExecuteReply.FromString,
+            atoll_dot_wire_dot_v1_dot_reward__pb2.ExecuteRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_reward__pb2.ExecuteReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -195,8 +195,8 @@ class Reward(object):
             request,
             target,
             '/atoll.v1.Reward/Describe',
-            services_dot_wire_dot_v1_dot_reward__pb2.DescribeRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_reward__pb2.DescribeReply.FromString,
+            atoll_dot_wire_dot_v1_dot_reward__pb2.DescribeRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_reward__pb2.DescribeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -222,8 +222,8 @@ class Reward(object):
             request,
             target,
             '/atoll.v1.Reward/Reload',
-            services_dot_wire_dot_v1_dot_reward__pb2.ReloadRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_reward__pb2.ReloadReply.FromString,
+            atoll_dot_wire_dot_v1_dot_reward__pb2.ReloadRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_reward__pb2.ReloadReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,8 +3,8 @@
 import grpc
 import warnings
 
-from services.wire.v1 import rollout_pb2 as services_dot_wire_dot_v1_dot_rollout__pb2
-from services.wire.v1 import types_pb2 as services_dot_wire_dot_v1_dot_types__pb2
+from atoll.wire.v1 import rollout_pb2 as atoll_dot_wire_dot_v1_dot_rollout__pb2
+from atoll.wire.v1 import types_pb2 as atoll_dot_wire_dot_v1_dot_types__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -19,7 +19,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in services/wire/v1/rollout_pb2_grpc.py depends on'
+        + f' but the generated code in atoll/wire/v1/rollout_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,58 +37,58 @@ class RolloutStub(object):
         """
         self.Generate = channel.unary_stream(
                 '/atoll.v1.Rollout/Generate',
-                request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.GenerateReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.GenerateReply.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/atoll.v1.Rollout/Abort',
-                request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.AbortRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.AbortReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.AbortRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.AbortReply.FromString,
                 _registered_method=True)
         self.Pause = channel.unary_unary(
                 '/atoll.v1.Rollout/Pause',
-                request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.PauseRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.PauseReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.PauseRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.PauseReply.FromString,
                 _registered_method=True)
         self.Resume = channel.unary_unary(
                 '/atoll.v1.Rollout/Resume',
-                request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.ResumeRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.ResumeReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ResumeReply.FromString,
                 _registered_method=True)
         self.ReceiveWeights = channel.unary_unary(
                 '/atoll.v1.Rollout/ReceiveWeights',
-                request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsReply.FromString,
                 _registered_method=True)
         self.CommitWeights = channel.unary_unary(
                 '/atoll.v1.Rollout/CommitWeights',
-                request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.CommitWeightsRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.CommitWeightsReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.CommitWeightsRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.CommitWeightsReply.FromString,
                 _registered_method=True)
         self.RollbackWeights = channel.unary_unary(
                 '/atoll.v1.Rollout/RollbackWeights',
-                request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
                 _registered_method=True)
         self.ScoreTokens = channel.unary_unary(
                 '/atoll.v1.Rollout/ScoreTokens',
-                request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensReply.FromString,
                 _registered_method=True)
         self.Checksums = channel.unary_unary(
                 '/atoll.v1.Rollout/Checksums',
-                request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.ChecksumsRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.ChecksumsReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ChecksumsRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ChecksumsReply.FromString,
                 _registered_method=True)
         self.Info = channel.unary_unary(
                 '/atoll.v1.Rollout/Info',
-                request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoReply.FromString,
                 _registered_method=True)
         self.Progress = channel.unary_unary(
                 '/atoll.v1.Rollout/Progress',
-                request_serializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_types__pb2.ProgressReply.FromString,
                 _registered_method=True)
 
 
@@ -174,58 +174,58 @@ def add_RolloutServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.GenerateReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.GenerateReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.AbortRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.AbortReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.AbortRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.AbortReply.SerializeToString,
             ),
             'Pause': grpc.unary_unary_rpc_method_handler(
                     servicer.Pause,
-                    request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.PauseRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.PauseReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.PauseRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.PauseReply.SerializeToString,
             ),
             'Resume': grpc.unary_unary_rpc_method_handler(
                     servicer.Resume,
-                    request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.ResumeRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.ResumeReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ResumeRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ResumeReply.SerializeToString,
             ),
             'ReceiveWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.ReceiveWeights,
-                    request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsReply.SerializeToString,
             ),
             'CommitWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitWeights,
-                    request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.CommitWeightsRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.CommitWeightsReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.CommitWeightsRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.CommitWeightsReply.SerializeToString,
             ),
             'RollbackWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.RollbackWeights,
-                    request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.SerializeToString,
             ),
             'ScoreTokens': grpc.unary_unary_rpc_method_handler(
                     servicer.ScoreTokens,
-                    request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensReply.SerializeToString,
             ),
             'Checksums': grpc.unary_unary_rpc_method_handler(
                     servicer.Checksums,
-                    request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.ChecksumsRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.ChecksumsReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ChecksumsRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ChecksumsReply.SerializeToString,
             ),
             'Info': grpc.unary_unary_rpc_method_handler(
                     servicer.Info,
-                    request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoReply.SerializeToString,
             ),
             'Progress': grpc.unary_unary_rpc_method_handler(
                     servicer.Progress,
-                    request_deserializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_types__pb2.ProgressReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -253,8 +253,8 @@ class Rollout(object):
             request,
             target,
             '/atoll.v1.Rollout/Generate',
-            services_dot_wire_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_rollout__pb2.GenerateReply.FromString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.GenerateReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -280,8 +280,8 @@ class Rollout(object):
             request,
             target,
             '/atoll.v1.Rollout/Abort',
-            services_dot_wire_dot_v1_dot_rollout__pb2.AbortRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_rollout__pb2.AbortReply.FromString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.AbortRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.AbortReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -307,8 +307,8 @@ class Rollout(object):
             request,
             target,
             '/atoll.v1.Rollout/Pause',
-            services_dot_wire_dot_v1_dot_rollout__pb2.PauseRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_rollout__pb2.PauseReply.FromString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.PauseRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.PauseReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -334,8 +334,8 @@ class Rollout(object):
             request,
             target,
             '/atoll.v1.Rollout/Resume',
-            services_dot_wire_dot_v1_dot_rollout__pb2.ResumeRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_rollout__pb2.ResumeReply.FromString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ResumeRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ResumeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -361,8 +361,8 @@ class Rollout(object):
             request,
             target,
             '/atoll.v1.Rollout/ReceiveWeights',
-            services_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsReply.FromString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -388,8 +388,8 @@ class Rollout(object):
             request,
             target,
             '/atoll.v1.Rollout/CommitWeights',
-            services_dot_wire_dot_v1_dot_rollout__pb2.CommitWeightsRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_rollout__pb2.CommitWeightsReply.FromString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.CommitWeightsRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.CommitWeightsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -415,8 +415,8 @@ class Rollout(object):
             request,
             target,
             '/atoll.v1.Rollout/RollbackWeights',
-            services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -442,8 +442,8 @@ class Rollout(object):
             request,
             target,
             '/atoll.v1.Rollout/ScoreTokens',
-            services_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensReply.FromString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -469,8 +469,8 @@ class Rollout(object):
             request,
             target,
             '/atoll.v1.Rollout/Checksums',
-            services_dot_wire_dot_v1_dot_rollout__pb2.ChecksumsRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_rollout__pb2.ChecksumsReply.FromString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ChecksumsRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ChecksumsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -496,8 +496,8 @@ class Rollout(object):
             request,
             target,
             '/atoll.v1.Rollout/Info',
-            services_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoReply.FromString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.RolloutInfoReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -523,8 +523,8 @@ class Rollout(object):
             request,
             target,
             '/atoll.v1.Rollout/Progress',
-            services_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_types__pb2.ProgressReply.FromString,
+            atoll_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_types__pb2.ProgressReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,8 +3,8 @@
 import grpc
 import warnings
 
-from services.wire.v1 import trainer_pb2 as services_dot_wire_dot_v1_dot_trainer__pb2
-from services.wire.v1 import types_pb2 as services_dot_wire_dot_v1_dot_types__pb2
+from atoll.wire.v1 import trainer_pb2 as atoll_dot_wire_dot_v1_dot_trainer__pb2
+from atoll.wire.v1 import types_pb2 as atoll_dot_wire_dot_v1_dot_types__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -19,7 +19,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in services/wire/v1/trainer_pb2_grpc.py depends on'
+        + f' but the generated code in atoll/wire/v1/trainer_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,68 +37,68 @@ class TrainerStub(object):
         """
         self.Info = channel.unary_unary(
                 '/atoll.v1.Trainer/Info',
-                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoReply.FromString,
                 _registered_method=True)
         self.Progress = channel.unary_unary(
                 '/atoll.v1.Trainer/Progress',
-                request_serializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_types__pb2.ProgressReply.FromString,
                 _registered_method=True)
         self.ComputeLogprobs = channel.stream_stream(
                 '/atoll.v1.Trainer/ComputeLogprobs',
-                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsReply.FromString,
                 _registered_method=True)
         self.ComputeValues = channel.stream_stream(
                 '/atoll.v1.Trainer/ComputeValues',
-                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesReply.FromString,
                 _registered_method=True)
         self.ForwardBackward = channel.stream_unary(
                 '/atoll.v1.Trainer/ForwardBackward',
-                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ForwardBackwardReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ForwardBackwardReply.FromString,
                 _registered_method=True)
         self.OptimStep = channel.unary_unary(
                 '/atoll.v1.Trainer/OptimStep',
-                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.OptimStepRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.OptimStepReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.OptimStepRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.OptimStepReply.FromString,
                 _registered_method=True)
         self.PublishWeights = channel.unary_unary(
                 '/atoll.v1.Trainer/PublishWeights',
-                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.PublishWeightsRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.PublishWeightsReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.PublishWeightsRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.PublishWeightsReply.FromString,
                 _registered_method=True)
         self.SaveCheckpoint = channel.unary_unary(
                 '/atoll.v1.Trainer/SaveCheckpoint',
-                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointReply.FromString,
                 _registered_method=True)
         self.WaitCheckpoint = channel.unary_unary(
                 '/atoll.v1.Trainer/WaitCheckpoint',
-                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointReply.FromString,
                 _registered_method=True)
         self.LoadCheckpoint = channel.unary_unary(
                 '/atoll.v1.Trainer/LoadCheckpoint',
-                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointReply.FromString,
                 _registered_method=True)
         self.ExportHF = channel.unary_unary(
                 '/atoll.v1.Trainer/ExportHF',
-                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ExportHFRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ExportHFReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ExportHFRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ExportHFReply.FromString,
                 _registered_method=True)
         self.LoadHF = channel.unary_unary(
                 '/atoll.v1.Trainer/LoadHF',
-                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.LoadHFRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.LoadHFReply.FromString,
                 _registered_method=True)
         self.Offload = channel.unary_unary(
                 '/atoll.v1.Trainer/Offload',
-                request_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.OffloadRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.OffloadReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.OffloadRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.OffloadReply.FromString,
                 _registered_method=True)
 
 
@@ -198,68 +198,68 @@ def add_TrainerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Info': grpc.unary_unary_rpc_method_handler(
                     servicer.Info,
-                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoReply.SerializeToString,
             ),
             'Progress': grpc.unary_unary_rpc_method_handler(
                     servicer.Progress,
-                    request_deserializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_types__pb2.ProgressReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_types__pb2.ProgressReply.SerializeToString,
             ),
             'ComputeLogprobs': grpc.stream_stream_rpc_method_handler(
                     servicer.ComputeLogprobs,
-                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsReply.SerializeToString,
             ),
             'ComputeValues': grpc.stream_stream_rpc_method_handler(
                     servicer.ComputeValues,
-                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesReply.SerializeToString,
             ),
             'ForwardBackward': grpc.stream_unary_rpc_method_handler(
                     servicer.ForwardBackward,
-                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ForwardBackwardReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ForwardBackwardReply.SerializeToString,
             ),
             'OptimStep': grpc.unary_unary_rpc_method_handler(
                     servicer.OptimStep,
-                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.OptimStepRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.OptimStepReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.OptimStepRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.OptimStepReply.SerializeToString,
             ),
             'PublishWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.PublishWeights,
-                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.PublishWeightsRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.PublishWeightsReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.PublishWeightsRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.PublishWeightsReply.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
-                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointReply.SerializeToString,
             ),
             'WaitCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.WaitCheckpoint,
-                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointReply.SerializeToString,
             ),
             'LoadCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadCheckpoint,
-                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointReply.SerializeToString,
             ),
             'ExportHF': grpc.unary_unary_rpc_method_handler(
                     servicer.ExportHF,
-                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.ExportHFRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.ExportHFReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ExportHFRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.ExportHFReply.SerializeToString,
             ),
             'LoadHF': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadHF,
-                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.LoadHFRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.LoadHFReply.SerializeToString,
             ),
             'Offload': grpc.unary_unary_rpc_method_handler(
                     servicer.Offload,
-                    request_deserializer=services_dot_wire_dot_v1_dot_trainer__pb2.OffloadRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_trainer__pb2.OffloadReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.OffloadRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_trainer__pb2.OffloadReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -287,8 +287,8 @@ class Trainer(object):
             request,
             target,
             '/atoll.v1.Trainer/Info',
-            services_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoReply.FromString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.TrainerInfoReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -314,8 +314,8 @@ class Trainer(object):
             request,
             target,
             '/atoll.v1.Trainer/Progress',
-            services_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_types__pb2.ProgressReply.FromString,
+            atoll_dot_wire_dot_v1_dot_types__pb2.ProgressRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_types__pb2.ProgressReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -341,8 +341,8 @@ class Trainer(object):
             request_iterator,
             target,
             '/atoll.v1.Trainer/ComputeLogprobs',
-            services_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsReply.FromString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.ComputeLogprobsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -368,8 +368,8 @@ class Trainer(object):
             request_iterator,
             target,
             '/atoll.v1.Trainer/ComputeValues',
-            services_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesReply.FromString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.ComputeValuesReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -395,8 +395,8 @@ class Trainer(object):
             request_iterator,
             target,
             '/atoll.v1.Trainer/ForwardBackward',
-            services_dot_wire_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_trainer__pb2.ForwardBackwardReply.FromString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.ForwardBackwardReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -422,8 +422,8 @@ class Trainer(object):
             request,
             target,
             '/atoll.v1.Trainer/OptimStep',
-            services_dot_wire_dot_v1_dot_trainer__pb2.OptimStepRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_trainer__pb2.OptimStepReply.FromString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.OptimStepRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.OptimStepReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -449,8 +449,8 @@ class Trainer(object):
             request,
             target,
             '/atoll.v1.Trainer/PublishWeights',
-            services_dot_wire_dot_v1_dot_trainer__pb2.PublishWeightsRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_trainer__pb2.PublishWeightsReply.FromString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.PublishWeightsRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.PublishWeightsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -476,8 +476,8 @@ class Trainer(object):
             request,
             target,
             '/atoll.v1.Trainer/SaveCheckpoint',
-            services_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointReply.FromString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.SaveCheckpointReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -503,8 +503,8 @@ class Trainer(object):
             request,
             target,
             '/atoll.v1.Trainer/WaitCheckpoint',
-            services_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointReply.FromString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.WaitCheckpointReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -530,8 +530,8 @@ class Trainer(object):
             request,
             target,
             '/atoll.v1.Trainer/LoadCheckpoint',
-            services_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointReply.FromString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.LoadCheckpointReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -557,8 +557,8 @@ class Trainer(object):
             request,
             target,
             '/atoll.v1.Trainer/ExportHF',
-            services_dot_wire_dot_v1_dot_trainer__pb2.ExportHFRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_trainer__pb2.ExportHFReply.FromString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.ExportHFRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.ExportHFReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -584,8 +584,8 @@ class Trainer(object):
             request,
             target,
             '/atoll.v1.Trainer/LoadHF',
-            services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_trainer__pb2.LoadHFReply.FromString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.LoadHFRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.LoadHFReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -611,8 +611,8 @@ class Trainer(object):
             request,
             target,
             '/atoll.v1.Trainer/Offload',
-            services_dot_wire_dot_v1_dot_trainer__pb2.OffloadRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_trainer__pb2.OffloadReply.FromString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.OffloadRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_trainer__pb2.OffloadReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,10 +3,10 @@
 isort:skip_file
 """
 
+from atoll.wire.v1 import trainer_pb2 as _trainer_pb2
+from atoll.wire.v1 import types_pb2 as _types_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
-from services.wire.v1 import trainer_pb2 as _trainer_pb2
-from services.wire.v1 import types_pb2 as _types_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -3,9 +3,9 @@
 isort:skip_file
 """
 
+from atoll.wire.v1 import types_pb2 as _types_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from services.wire.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
 import typing as _typing

@@ -3,8 +3,8 @@
 import grpc
 import warnings
 
-from services.wire.v1 import rollout_pb2 as services_dot_wire_dot_v1_dot_rollout__pb2
-from services.wire.v1 import worker_pb2 as services_dot_wire_dot_v1_dot_worker__pb2
+from atoll.wire.v1 import rollout_pb2 as atoll_dot_wire_dot_v1_dot_rollout__pb2
+from atoll.wire.v1 import worker_pb2 as atoll_dot_wire_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -19,7 +19,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in services/wire/v1/worker_pb2_grpc.py depends on'
+        + f' but the generated code in atoll/wire/v1/worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -38,28 +38,28 @@ class WorkerStub(object):
         """
         self.Attach = channel.unary_unary(
                 '/atoll.v1.Worker/Attach',
-                request_serializer=services_dot_wire_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_worker__pb2.AttachReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_worker__pb2.AttachReply.FromString,
                 _registered_method=True)
         self.Receive = channel.unary_unary(
                 '/atoll.v1.Worker/Receive',
-                request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsReply.FromString,
                 _registered_method=True)
         self.Rollback = channel.unary_unary(
                 '/atoll.v1.Worker/Rollback',
-                request_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
                 _registered_method=True)
         self.Prepare = channel.unary_unary(
                 '/atoll.v1.Worker/Prepare',
-                request_serializer=services_dot_wire_dot_v1_dot_worker__pb2.PrepareRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_worker__pb2.PrepareReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_worker__pb2.PrepareRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_worker__pb2.PrepareReply.FromString,
                 _registered_method=True)
         self.Read = channel.unary_unary(
                 '/atoll.v1.Worker/Read',
-                request_serializer=services_dot_wire_dot_v1_dot_worker__pb2.ReadRequest.SerializeToString,
-                response_deserializer=services_dot_wire_dot_v1_dot_worker__pb2.ReadReply.FromString,
+                request_serializer=atoll_dot_wire_dot_v1_dot_worker__pb2.ReadRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_worker__pb2.ReadReply.FromString,
                 _registered_method=True)
 
 
@@ -106,28 +106,28 @@ def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Attach': grpc.unary_unary_rpc_method_handler(
                     servicer.Attach,
-                    request_deserializer=services_dot_wire_dot_v1_dot_worker__pb2.AttachRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_worker__pb2.AttachReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_worker__pb2.AttachRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_worker__pb2.AttachReply.SerializeToString,
             ),
             'Receive': grpc.unary_unary_rpc_method_handler(
                     servicer.Receive,
-                    request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsReply.SerializeToString,
             ),
             'Rollback': grpc.unary_unary_rpc_method_handler(
                     servicer.Rollback,
-                    request_deserializer=services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.SerializeToString,
             ),
             'Prepare': grpc.unary_unary_rpc_method_handler(
                     servicer.Prepare,
-                    request_deserializer=services_dot_wire_dot_v1_dot_worker__pb2.PrepareRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_worker__pb2.PrepareReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_worker__pb2.PrepareRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_worker__pb2.PrepareReply.SerializeToString,
             ),
             'Read': grpc.unary_unary_rpc_method_handler(
                     servicer.Read,
-                    request_deserializer=services_dot_wire_dot_v1_dot_worker__pb2.ReadRequest.FromString,
-                    response_serializer=services_dot_wire_dot_v1_dot_worker__pb2.ReadReply.SerializeToString,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_worker__pb2.ReadRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_worker__pb2.ReadReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -156,8 +156,8 @@ class Worker(object):
             request,
             target,
             '/atoll.v1.Worker/Attach',
-            services_dot_wire_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_worker__pb2.AttachReply.FromString,
+            atoll_dot_wire_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_worker__pb2.AttachReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -183,8 +183,8 @@ class Worker(object):
             request,
             target,
             '/atoll.v1.Worker/Receive',
-            services_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsReply.FromString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ReceiveWeightsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -210,8 +210,8 @@ class Worker(object):
             request,
             target,
             '/atoll.v1.Worker/Rollback',
-            services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -237,8 +237,8 @@ class Worker(object):
             request,
             target,
             '/atoll.v1.Worker/Prepare',
-            services_dot_wire_dot_v1_dot_worker__pb2.PrepareRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_worker__pb2.PrepareReply.FromString,
+            atoll_dot_wire_dot_v1_dot_worker__pb2.PrepareRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_worker__pb2.PrepareReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -264,8 +264,8 @@ class Worker(object):
             request,
             target,
             '/atoll.v1.Worker/Read',
-            services_dot_wire_dot_v1_dot_worker__pb2.ReadRequest.SerializeToString,
-            services_dot_wire_dot_v1_dot_worker__pb2.ReadReply.FromString,
+            atoll_dot_wire_dot_v1_dot_worker__pb2.ReadRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_worker__pb2.ReadReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from services.runtime.errors import UserError
+from atoll.runtime.errors import UserError
 
 # What the engine decides itself, and why.
 OURS: Final = {

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from services.config.schema import LoraConfig, SGLangConfig
-from services.rollout.engines.base import Completion, EngineInfo, request_id
-from services.rollout.engines.checks import check_request, check_sequence
-from services.rollout.engines.sglang import messages
-from services.rollout.engines.sglang.arguments import arguments_of, environment_of
-from services.rollout.engines.sglang.messages import SGLangError
-from services.rollout.engines.sglang.server import Server
-from services.rollout.engines.sglang.workers import Workers
-from services.runtime.errors import EngineDiedError, UserError
-from services.runtime.model_spec import read_spec
-from services.wire.types import (
+from atoll.config.schema import LoraConfig, SGLangConfig
+from atoll.rollout.engines.base import Completion, EngineInfo, request_id
+from atoll.rollout.engines.checks import check_request, check_sequence
+from atoll.rollout.engines.sglang import messages
+from atoll.rollout.engines.sglang.arguments import arguments_of, environment_of
+from atoll.rollout.engines.sglang.messages import SGLangError
+from atoll.rollout.engines.sglang.server import Server
+from atoll.rollout.engines.sglang.workers import Workers
+from atoll.runtime.errors import EngineDiedError, UserError
+from atoll.runtime.model_spec import read_spec
+from atoll.wire.types import (
     Catalog,
     FinishReason,
     Float32,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from services.rollout.engines.adapters import Adapters
-from services.weights.boxes import box_view
-from services.wire.types import Catalog
+from atoll.rollout.engines.adapters import Adapters
+from atoll.weights.boxes import box_view
+from atoll.wire.types import Catalog
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engines.base import Completion
-from services.runtime.errors import AtollError, UserError
-from services.wire.types import (
+from atoll.rollout.engines.base import Completion
+from atoll.runtime.errors import AtollError, UserError
+from atoll.wire.types import (
     FinishReason,
     Float32,
     GroupRequest,

@@ -8,10 +8,10 @@ ranks lie on several of them. The vocabulary is padded. Tied models have one par
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.runtime.errors import UserError
-from services.runtime.model_spec import ModelSpec
-from services.weights.pieces import Piece, catalog_of
-from services.wire.types import Catalog
+from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import ModelSpec
+from atoll.weights.pieces import Piece, catalog_of
+from atoll.wire.types import Catalog
 
 VOCABULARY_MULTIPLE = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
 

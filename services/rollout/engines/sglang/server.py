@@ -12,10 +12,10 @@ from typing import Any, Final, Self
 
 import aiohttp
 
-from services.rollout.engines.sglang.messages import Json, SGLangError
-from services.runtime.errors import EngineDiedError, UserError
-from services.runtime.ports import reserved_port
-from services.runtime.tether import tethered
+from atoll.rollout.engines.sglang.messages import Json, SGLangError
+from atoll.runtime.errors import EngineDiedError, UserError
+from atoll.runtime.ports import reserved_port
+from atoll.runtime.tether import tethered
 
 _log = logging.getLogger(__name__)
 

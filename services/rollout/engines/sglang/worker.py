@@ -21,21 +21,21 @@ from typing import Any
 import grpc.aio
 import torch
 
-from services.config.load import worker_sockets
-from services.config.schema import LoraConfig
-from services.rollout.engines.adapters import Adapters
-from services.rollout.engines.local_weights import Layout
-from services.rollout.engines.sglang.merged import MergedAdapters
-from services.rollout.engines.sglang.parameters import catalog
-from services.rollout.refit import Refit
-from services.runtime.errors import UserError, WeightPushError
-from services.runtime.model_spec import read_spec
-from services.runtime.server import Server
-from services.weights.boxes import box_view
-from services.weights.transport.base import open_receiver
-from services.wire import codec
-from services.wire.types import Catalog, Version
-from services.wire.v1 import rollout_pb2, worker_pb2, worker_pb2_grpc
+from atoll.config.load import worker_sockets
+from atoll.config.schema import LoraConfig
+from atoll.rollout.engines.adapters import Adapters
+from atoll.rollout.engines.local_weights import Layout
+from atoll.rollout.engines.sglang.merged import MergedAdapters
+from atoll.rollout.engines.sglang.parameters import catalog
+from atoll.rollout.refit import Refit
+from atoll.runtime.errors import UserError, WeightPushError
+from atoll.runtime.model_spec import read_spec
+from atoll.runtime.server import Server
+from atoll.weights.boxes import box_view
+from atoll.weights.transport.base import open_receiver
+from atoll.wire import codec
+from atoll.wire.types import Catalog, Version
+from atoll.wire.v1 import rollout_pb2, worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from services.config.load import WORKER_SOCKETS
-from services.config.schema import LoraConfig
-from services.rollout.engines.sglang.messages import version_text
-from services.rollout.engines.sglang.worker import committed, outcome_path, refit, socket_path
-from services.runtime.clients import WorkerClient
-from services.runtime.errors import EngineDiedError, WeightPushError
-from services.runtime.memory import BYTES
-from services.wire.types import BOX, Catalog, Membership, Plan, StreamManifest, Version
+from atoll.config.load import WORKER_SOCKETS
+from atoll.config.schema import LoraConfig
+from atoll.rollout.engines.sglang.messages import version_text
+from atoll.rollout.engines.sglang.worker import committed, outcome_path, refit, socket_path
+from atoll.runtime.clients import WorkerClient
+from atoll.runtime.errors import EngineDiedError, WeightPushError
+from atoll.runtime.memory import BYTES
+from atoll.wire.types import BOX, Catalog, Membership, Plan, StreamManifest, Version
 
 Post = Callable[[str, Mapping[str, Any]], Awaitable[object]]  # a call of the server's HTTP; raises unless 200
 

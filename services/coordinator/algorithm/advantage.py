@@ -1,0 +1,291 @@
+"""Advantage estimators. Pure numpy.
+
+Letters in shapes: N samples, G groups, K graders, T loss-masked tokens of all samples, one sample after
+the other, each sample's in the order in which they were produced. Prompt, tool and template tokens are
+not among them, so what an estimator carries from token to token crosses them unchanged.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.wire.types import Int64
+
+Float64 = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]  # of any precision
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectories:
+    """A batch as estimators see it."""
+
+    group_N: Int64  # ascending from 0
+    lengths_N: Int64  # tokens of each sample; 0 for an empty response
+    scores_N: Float64  # sum of a sample's rewards, a KL penalty in the reward included
+    rewards_T: Float64  # at the token that earned it; an empty response has none, though it has a score
+    components_NK: Float64  # what each grader gave, before its weight
+    weights_K: Float64  # of the graders
+    values_T: Float64 | None = None  # the critic's, of the state before each token
+    baselines_N: Float64 | None = None  # score of the greedy sample of the same prompt
+
+    def spread(self, per_sample_N: Float64) -> Float64:
+        """[T] each sample's number on all of its tokens."""
+        return np.repeat(per_sample_N, self.lengths_N)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Estimate:
+    advantages_T: Float64
+    returns_T: Float64  # what a critic learns
+
+
+Estimator = Callable[..., Estimate]  # (trajectories, *, parameters of its own)
+
+
+# Over time: every token has an advantage of its own.
+
+
+def gae(trajectories: Trajectories, *, gamma: float = 1.0, lam: float = 1.0) -> Estimate:
+    """Generalized advantage estimation, whitened over the batch; returns are A + V before whitening.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}; V and A are 0 past the end.
+
+    Source: https://arxiv.org/abs/1506.02438. Raises ValueError without a critic's values.
+    """
+    values_T = _values(trajectories, "gae")
+    errors_T = _temporal_differences(trajectories, values_T, gamma)
+    lengths_N = trajectories.lengths_N
+    advantages_T = discounted_sums(errors_T, lengths_N, np.full(len(lengths_N), gamma * lam))
+    return Estimate(whitened(advantages_T), advantages_T + values_T)
+
+
+def vapo(
+    trajectories: Trajectories, *, gamma: float = 1.0, value_lam: float = 1.0, length_alpha: float = 0.05
+) -> Estimate:
+    """Decoupled, length-adaptive GAE: one lambda for the policy, `value_lam` for what the critic learns.
+
+    A sample of l tokens has the policy lambda 1 - 1 / (length_alpha l), at least 0: the longer it is, the
+    further an error is carried back. Whitened over the batch as in gae.
+
+    Source: VAPO, https://arxiv.org/abs/2504.05118. Raises ValueError without a critic's values.
+    """
+    values_T = _values(trajectories, "vapo")
+    errors_T = _temporal_differences(trajectories, values_T, gamma)
+    lengths_N = trajectories.lengths_N
+    policy_lam_N = np.clip(1 - 1 / (length_alpha * np.maximum(lengths_N, 1)), 0, 1)
+    advantages_T = discounted_sums(errors_T, lengths_N, gamma * policy_lam_N)
+    targets_T = discounted_sums(errors_T, lengths_N, np.full(len(lengths_N), gamma * value_lam)) + values_T
+    return Estimate(whitened(advantages_T), targets_T)
+
+
+def reinforce_pp(trajectories: Trajectories, *, gamma: float = 1.0) -> Estimate:
+    """REINFORCE++: discounted return from each token on, whitened over the batch.
+
+    Source: https://arxiv.org/abs/2501.03262.
+    """
+    lengths_N = trajectories.lengths_N
+    returns_T = discounted_sums(trajectories.rewards_T, lengths_N, np.full(len(lengths_N), gamma))
+    return Estimate(whitened(returns_T), returns_T)
+
+
+def remax(trajectories: Trajectories) -> Estimate:
+    """Return from each token on, minus the score of the greedy sample of the same prompt.
+
+    Source: https://arxiv.org/abs/2310.10505. Raises ValueError without greedy samples.
+    """
+    if trajectories.baselines_N is None:
+        raise ValueError(
+            "remax subtracts the score of a greedy sample and there is none: "
+            "set coordinator.greedy_baseline = true"
+        )
+    lengths_N = trajectories.lengths_N
+    returns_T = discounted_sums(trajectories.rewards_T, lengths_N, np.ones(len(lengths_N)))
+    return Estimate(returns_T - trajectories.spread(trajectories.baselines_N), returns_T)
+
+
+# Over groups: all tokens of a sample share one advantage. A group of one sample keeps its score. An empty
+# response takes part in the statistics of its group, although it has no token to train on.
+
+
+def grpo(trajectories: Trajectories) -> Estimate:
+    """Group-relative: (s - mean_g) / (std_g + 1e-6), std unbiased.
+
+    Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3.
+    """
+    return _on_all_tokens(trajectories, _standardised(trajectories.scores_N, trajectories.group_N))
+
+
+def dr_grpo(trajectories: Trajectories) -> Estimate:
+    """GRPO without the division, which favours prompts that are nearly solved or nearly hopeless: s - mean_g.
+
+    Its loss goes with aggregation "seq_mean_token_sum_norm". Source: https://arxiv.org/abs/2503.20783.
+    """
+    return _on_all_tokens(trajectories, _centred(trajectories.scores_N, trajectories.group_N))
+
+
+def rloo(trajectories: Trajectories) -> Estimate:
+    """Leave-one-out: s minus the mean of the group's other samples, which is n / (n - 1) (s - mean_g).
+
+    Source: https://arxiv.org/abs/2402.14740.
+    """
+    count_N = np.bincount(trajectories.group_N)[trajectories.group_N]
+    factor_N = np.where(count_N == 1, 1.0, count_N / np.maximum(count_N - 1, 1))
+    return _on_all_tokens(trajectories, factor_N * _centred(trajectories.scores_N, trajectories.group_N))
+
+
+def reinforce_pp_baseline(trajectories: Trajectories) -> Estimate:
+    """REINFORCE++-baseline: s - mean_g on each token, then whitened over the batch's tokens.
+
+    Source: https://arxiv.org/abs/2501.03262.
+    """
+    centred_T = trajectories.spread(_centred(trajectories.scores_N, trajectories.group_N))
+    advantages_T = whitened(centred_T)
+    return Estimate(advantages_T, advantages_T)
+
+
+def opo(trajectories: Trajectories) -> Estimate:
+    """Optimal baseline: s minus the group's mean score weighted by length, sum(l s) / sum(l).
+
+    A group of empty responses only has no token, and no baseline. Source: https://arxiv.org/abs/2505.23585.
+    """
+    group_N, scores_N, lengths_N = trajectories.group_N, trajectories.scores_N, trajectories.lengths_N
+    tokens_G = np.maximum(np.bincount(group_N, lengths_N), 1)
+    baseline_G = np.bincount(group_N, lengths_N * scores_N) / tokens_G
+    is_alone_N = np.bincount(group_N)[group_N] == 1
+    return _on_all_tokens(trajectories, scores_N - np.where(is_alone_N, 0.0, baseline_G[group_N]))
+
+
+def gpg(trajectories: Trajectories) -> Estimate:
+    """alpha (s - mean_g), alpha = number of samples / max(1, number of scores that are not 0).
+
+    Source: https://arxiv.org/abs/2504.02546.
+    """
+    scores_N = trajectories.scores_N
+    alpha = len(scores_N) / max(1, int((scores_N != 0).sum()))
+    return _on_all_tokens(trajectories, alpha * _centred(scores_N, trajectories.group_N))
+
+
+def pass_at_k(trajectories: Trajectories) -> Estimate:
+    """The group's best sample has (best - second best) / (std_g + 1e-6), all others 0; so have equal bests.
+
+    Source: https://arxiv.org/abs/2503.19595. Raises ValueError for a group of one sample.
+    """
+    group_N, scores_N = trajectories.group_N, trajectories.scores_N
+    count_G = np.bincount(group_N)
+    if 1 in count_G:
+        raise ValueError(
+            f"pass_at_k compares a group's two best samples and group {np.argmin(count_G)} has one: "
+            "set coordinator.samples_per_prompt to 2 or more"
+        )
+    ascending_N = np.lexsort((scores_N, group_N))  # by group, then score
+    best_G = ascending_N[np.cumsum(count_G) - 1]
+    second_G = ascending_N[np.cumsum(count_G) - 2]
+    advantages_N = np.zeros(len(scores_N))
+    lead_G = scores_N[best_G] - scores_N[second_G]
+    advantages_N[best_G] = lead_G / (_deviations(scores_N, group_N)[best_G] + 1e-6)
+    return _on_all_tokens(trajectories, advantages_N)
+
+
+def gdpo(trajectories: Trajectories) -> Estimate:
+    """Several rewards: weighted sum of each grader's GRPO advantages, whitened over the batch's tokens.
+
+    Reads the graders' components, so what else is in the score (a KL penalty, shaping) has no part.
+
+    Source: https://arxiv.org/abs/2601.05242.
+    """
+    components_NK, weights_K = trajectories.components_NK, trajectories.weights_K
+    advantages_N = np.zeros(len(components_NK))
+    for k, weight in enumerate(weights_K):
+        advantages_N += weight * _standardised(components_NK[:, k], trajectories.group_N)
+    advantages_T = whitened(trajectories.spread(advantages_N))
+    return Estimate(advantages_T, advantages_T)
+
+
+ADVANTAGES: Mapping[str, Estimator] = {
+    "gae": gae,
+    "vapo": vapo,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "remax": remax,
+    "opo": opo,
+    "gpg": gpg,
+    "pass_at_k": pass_at_k,
+    "gdpo": gdpo,
+}
+
+
+def discounted_sums(terms_T: Float64, lengths_N: Int64, discount_N: Float64) -> Float64:
+    """[T] y_t = x_t + discount y_{t+1} within each sample, 0 after its last token.
+
+    Walks back from all samples' ends at once: as many vector operations as the longest sample has tokens.
+    """
+    sums_T = np.zeros(len(terms_T))
+    longest_first_N = np.argsort(-lengths_N)
+    last_N = (np.cumsum(lengths_N) - 1)[longest_first_N]
+    lengths_N, discount_N = lengths_N[longest_first_N], discount_N[longest_first_N]
+    running_N = np.zeros(len(lengths_N))
+    for k in range(lengths_N.max(initial=0)):
+        reaching = np.searchsorted(-lengths_N, -k)  # number of samples with more than k tokens
+        at = last_N[:reaching] - k
+        running_N[:reaching] = terms_T[at] + discount_N[:reaching] * running_N[:reaching]
+        sums_T[at] = running_N[:reaching]
+    return sums_T
+
+
+def whitened(values_T: Float64) -> Float64:
+    """[T] (x - mean) / sqrt(var + 1e-8), var unbiased, over the batch's tokens.
+
+    A single token has nothing to be compared with and becomes 0; a batch without tokens stays empty. Both
+    happen (every response empty, every sample rejected) and a run should go on to its next batch.
+    """
+    if len(values_T) == 0:
+        return values_T
+    centred_T = values_T - values_T.mean()
+    variance = (centred_T**2).sum() / max(len(values_T) - 1, 1)
+    return np.asarray(centred_T / np.sqrt(variance + 1e-8))
+
+
+def _values(trajectories: Trajectories, name: str) -> Float64:
+    if trajectories.values_T is None:
+        raise ValueError(f"{name} needs a critic's values and there are none: add a [critic] table")
+    return trajectories.values_T
+
+
+def _temporal_differences(trajectories: Trajectories, values_T: Float64, gamma: float) -> Float64:
+    """[T] r_t + gamma V_{t+1} - V_t; the value after a sample's last token is 0."""
+    next_values_T = np.zeros(len(values_T))
+    next_values_T[:-1] = values_T[1:]
+    lengths_N = trajectories.lengths_N
+    next_values_T[(np.cumsum(lengths_N) - 1)[lengths_N > 0]] = 0
+    return trajectories.rewards_T + gamma * next_values_T - values_T
+
+
+def _on_all_tokens(trajectories: Trajectories, advantages_N: Float64) -> Estimate:
+    advantages_T = trajectories.spread(advantages_N)
+    return Estimate(advantages_T, advantages_T)
+
+
+def _centred(scores_N: Float64, group_N: Int64) -> Float64:
+    """[N] s - mean_g; the only sample of its group keeps s."""
+    count_G = np.bincount(group_N)
+    baseline_G = np.where(count_G == 1, 0.0, np.bincount(group_N, scores_N) / count_G)
+    return scores_N - baseline_G[group_N]
+
+
+def _deviations(scores_N: Float64, group_N: Int64) -> Float64:
+    """[N] unbiased standard deviation of the sample's group; meaningless for the only sample of its group."""
+    squares_G = np.bincount(group_N, _centred(scores_N, group_N) ** 2)
+    return np.sqrt(squares_G / np.maximum(np.bincount(group_N) - 1, 1))[group_N]
+
+
+def _standardised(scores_N: Float64, group_N: Int64) -> Float64:
+    """[N] (s - mean_g) / (std_g + 1e-6); the only sample of its group keeps s."""
+    centred_N = _centred(scores_N, group_N)
+    is_alone_N = np.bincount(group_N)[group_N] == 1
+    return np.where(is_alone_N, scores_N, centred_N / (_deviations(scores_N, group_N) + 1e-6))

@@ -1,0 +1,377 @@
+"""The algorithm that the config composes: from a batch of scored groups to what each model trains on.
+
+As in HybridFlow (https://arxiv.org/abs/2409.19256) every model is asked about the whole batch, all of
+them at once; then advantages are estimated here, and each model that trains gets its minibatches.
+
+Letters in shapes: N samples, K graders, T tokens of the batch, R its loss-masked tokens, which an
+estimator counts as its T (coordinator/experience.py).
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from atoll.config.functions import load
+from atoll.config.schema import Role, RunConfig
+from atoll.coordinator.algorithm.advantage import ADVANTAGES, Estimate, Estimator, Float64, Trajectories
+from atoll.coordinator.algorithm.constraint import combined, updated
+from atoll.coordinator.algorithm.correction import correct
+from atoll.coordinator.algorithm.experience import Layout, lay_out, loss_weights, split
+from atoll.coordinator.algorithm.filters import component_of
+from atoll.coordinator.algorithm.kl import adapted, kl_penalty
+from atoll.coordinator.algorithm.metrics import critic_metrics, extent
+from atoll.coordinator.algorithm.models import BatchRefusedError, Model, Models
+from atoll.coordinator.algorithm.reweight import REWEIGHTS
+from atoll.runtime.errors import AtollError, UserError
+from atoll.runtime.telemetry import StepTimer
+from atoll.wire.types import Batch, Bool, Float32, Group, PolicyBatch, SampleId, Segments, ValueBatch
+
+Question = Callable[[Model], Awaitable[Float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmState:
+    """What an algorithm carries from step to step; part of every checkpoint."""
+
+    kl_coef: float = 0.0  # of an adaptive penalty in the reward
+    log_multiplier: float = 0.0  # of the constraint on the cost
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    batches: Mapping[Role, Sequence[Batch]]  # one per minibatch, for each model that trains
+    metrics: Mapping[str, float]
+    samples: Sequence[Sequence[SampleId]] = ()  # of each minibatch
+    refusal: str = ""  # why there is no batch: a model did not take it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Answers:
+    """What the models say of a batch, each [T]; None: the recipe does not ask."""
+
+    actor: Float32 | None
+    reference: Float32 | None
+    values: Float32 | None
+    cost_values: Float32 | None
+    rewards: Float32 | None
+    costs: Float32 | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Learned:
+    """What a critic learns from: the values that it gave, and the returns that they should have been."""
+
+    role: Role
+    values_R: Float64
+    returns_R: Float64
+
+
+class Algorithm:
+    def __init__(self, config: RunConfig, models: Models, state: AlgorithmState | None) -> None:
+        algorithm = config.algorithm
+        self._config = algorithm
+        self._models = models
+        # what it does not train, it asks once a step
+        self._rests = {r for r, s in config.roles.items() if s.offload and r not in config.trained}
+        self._graders = config.reward.graders
+        self._reward_weight = config.reward_model.weight if config.reward_model else 0.0
+        self._max_length = config.rollout.sampling.max_new_tokens
+        self._advantage: Estimator = load(algorithm.advantage, ADVANTAGES)
+        self._reweight: Callable[[Float64], Float64] = (
+            load(algorithm.reweight, REWEIGHTS) if algorithm.reweight else np.ones_like
+        )
+        self.state = state or AlgorithmState(
+            kl_coef=algorithm.kl.coef if algorithm.kl else 0.0,
+            log_multiplier=math.log(algorithm.constraint.initial) if algorithm.constraint else 0.0,
+        )
+
+    async def prepare(self, groups: Sequence[Group], timer: StepTimer) -> Prepared:
+        """Asks the models, then estimates; what is carried to the next step changes here, unless it fails.
+
+        Raises BatchRefusedError if a model does not take the batch, AtollError if the estimator fails.
+        """
+        before = self.state
+        try:
+            return await self._prepare(groups, timer)
+        except Exception:
+            self.state = before
+            raise
+
+    async def _prepare(self, groups: Sequence[Group], timer: StepTimer) -> Prepared:
+        layout = lay_out(groups)
+        answers = await self._ask(layout.segments, timer)
+        with timer.phase("adv"):
+            metrics: dict[str, float] = {}
+            old_R = self._old(layout, answers)
+            scores_N, rewards_R = self._scores(groups, layout, answers)
+            metrics |= extent("critic/score", scores_N)
+            rewards = self._rewards(groups, layout, scores_N, rewards_R, old_R, answers, metrics)
+            estimate = self._estimate(rewards)
+            metrics |= critic_metrics("critic", rewards.values_T, estimate.returns_T)
+            advantages_R, learned = estimate.advantages_T, [_learned("critic", rewards, estimate)]
+            if self._config.constraint:
+                costs = self._costs(groups, layout, answers, rewards)
+                cost_estimate = self._estimate(costs)
+                metrics |= critic_metrics("cost_critic", costs.values_T, cost_estimate.returns_T)
+                learned.append(_learned("cost_critic", costs, cost_estimate))
+                multiplier = self._constrain(float(costs.scores_N.mean()), metrics)
+                advantages_R = combined(advantages_R, cost_estimate.advantages_T, multiplier)
+            metrics |= extent("critic/advantages", advantages_R)
+            advantages_R, mask_T = self._corrected(layout, advantages_R, old_R, metrics)
+            old_T = None if old_R is None else layout.place(old_R)
+            weight_N = self._reweight(scores_N)
+            in_loss = self._config.kl is not None and self._config.kl.where == "loss"
+            reference_T = answers.reference if in_loss else None
+            batches = self._batches(
+                layout, mask_T, weight_N, layout.place(advantages_R), old_T, reference_T, learned
+            )
+            return Prepared(batches, metrics, self._samples(groups, layout))
+
+    async def _ask(self, segments: Segments, timer: StepTimer) -> _Answers:
+        config, kl = self._config, self._config.kl
+        needs_actor = config.old_logprobs == "trainer" and (
+            config.num_minibatches * config.num_epochs > 1
+            or config.correction is not None
+            or (kl is not None and kl.where == "reward")
+        )  # else the update takes them from its own forward pass
+
+        def logprobs(model: Model) -> Awaitable[Float32]:
+            return model.compute_logprobs(segments)
+
+        def values(model: Model) -> Awaitable[Float32]:
+            return model.compute_values(segments)
+
+        async def ask(role: Role, phase: str, question: Question, needed: bool = True) -> Float32 | None:
+            if role not in self._models or not needed:
+                return None
+            with timer.phase(phase):
+                try:
+                    answer = await question(self._models[role])
+                except UserError as error:
+                    raise BatchRefusedError(f"{role}: {error}") from error
+                if role in self._rests:
+                    await self._models[role].offload()
+                return answer
+
+        return _Answers(
+            *await asyncio.gather(
+                ask("actor", "old_log_prob", logprobs, needs_actor),
+                ask("reference", "ref", logprobs, kl is not None and kl.estimator != "full"),
+                ask("critic", "values", values),
+                ask("cost_critic", "cost_values", values),
+                ask("reward_model", "reward_model", values),
+                ask("cost_model", "cost_model", values),
+            )
+        )
+
+    def _old(self, layout: Layout, answers: _Answers) -> Float64 | None:
+        """[R] what ratios are taken to; None: the trainer detaches them from its own forward pass."""
+        if self._config.old_logprobs == "rollout":
+            return layout.pick(layout.rollout_logprobs_T)
+        return None if answers.actor is None else layout.pick(answers.actor)
+
+    def _scores(self, groups: Sequence[Group], layout: Layout, answers: _Answers) -> tuple[Float64, Float64]:
+        """[N] and [R] the graders' rewards, and the reward model's at the last token."""
+        scores_N = np.array([sample.score for group in groups for sample in group.samples])
+        if answers.rewards is None:
+            return scores_N, layout.rewards_R
+        model_N = self._reward_weight * _at_the_last(layout, answers.rewards, "reward_model")
+        return scores_N + model_N, layout.rewards_R + layout.at_the_end(model_N)
+
+    def _rewards(
+        self,
+        groups: Sequence[Group],
+        layout: Layout,
+        scores_N: Float64,
+        rewards_R: Float64,
+        old_R: Float64 | None,
+        answers: _Answers,
+        metrics: dict[str, float],
+    ) -> Trajectories:
+        """What the estimators see: rewards less the KL penalty, where the recipe puts it there."""
+        kl = self._config.kl
+        if kl and kl.where == "reward":
+            assert old_R is not None
+            assert answers.reference is not None
+            kl_R = kl_penalty(old_R, layout.pick(answers.reference), kl.estimator)
+            penalty_R = self.state.kl_coef * kl_R
+            rewards_R = rewards_R - penalty_R
+            scores_N = scores_N - layout.sums(penalty_R)
+            mean = float(kl_R.mean()) if len(kl_R) else 0.0
+            metrics |= {"actor/reward_kl_penalty": mean, "actor/kl_coef": self.state.kl_coef}
+            if kl.target is not None:
+                coef = adapted(self.state.kl_coef, mean, kl.target, kl.horizon, layout.num_samples)
+                self.state = replace(self.state, kl_coef=coef)
+        metrics |= extent("critic/rewards", scores_N)
+        names = [grader.name for grader in self._graders]
+        return Trajectories(
+            group_N=layout.group_N,
+            lengths_N=layout.lengths,
+            scores_N=scores_N,
+            rewards_T=rewards_R,
+            components_NK=np.array([_component(groups, name) for name in names]).T,
+            weights_K=np.array([grader.weight for grader in self._graders]),
+            values_T=_before(layout, answers.values),
+            baselines_N=_baselines(groups),
+        )
+
+    def _estimate(self, trajectories: Trajectories) -> Estimate:
+        """Raises AtollError where the estimator fails: the user's own may do anything."""
+        expected = trajectories.rewards_T.shape
+        try:
+            estimate = self._advantage(trajectories)
+            shapes = estimate.advantages_T.shape, estimate.returns_T.shape
+            if shapes != (expected, expected):
+                raise ValueError(f"advantages and returns have shapes {shapes}, expected {expected} twice")
+        except Exception as error:
+            raise AtollError(
+                f"algorithm.advantage = {self._config.advantage.name!r} failed: {type(error).__name__}: "
+                f"{error}; mend it, then continue with --resume"
+            ) from error
+        return estimate
+
+    def _costs(
+        self, groups: Sequence[Group], layout: Layout, answers: _Answers, rewards: Trajectories
+    ) -> Trajectories:
+        """The same samples seen by their cost, which a grader or the cost model gave at the last token."""
+        constraint = self._config.constraint
+        assert constraint is not None
+        if constraint.cost is not None:
+            costs_N = _component(groups, constraint.cost)
+        else:
+            assert answers.costs is not None
+            costs_N = _at_the_last(layout, answers.costs, "cost_model")
+        return replace(
+            rewards,
+            scores_N=costs_N,
+            rewards_T=layout.at_the_end(costs_N),
+            components_NK=costs_N[:, None],
+            weights_K=np.ones(1),
+            values_T=_before(layout, answers.cost_values),
+        )
+
+    def _constrain(self, mean_cost: float, metrics: dict[str, float]) -> float:
+        """This step's multiplier; the next one's is moved by this step's cost."""
+        constraint, log_multiplier = self._config.constraint, self.state.log_multiplier
+        assert constraint is not None
+        metrics |= {"cost/mean": mean_cost, "cost/multiplier": math.exp(log_multiplier)}
+        moved = updated(
+            log_multiplier,
+            mean_cost,
+            limit=constraint.limit,
+            learning_rate=constraint.learning_rate,
+            maximum=constraint.maximum,
+        )
+        self.state = replace(self.state, log_multiplier=moved)
+        return math.exp(log_multiplier)
+
+    def _corrected(
+        self, layout: Layout, advantages_R: Float64, old_R: Float64 | None, metrics: dict[str, float]
+    ) -> tuple[Float64, Bool]:
+        """Advantages times importance weights, and the loss mask [T] without what is rejected.
+
+        Every policy loss grows in proportion to the advantage, so a weight there weighs the loss.
+        """
+        correction, mask_T = self._config.correction, layout.loss_mask_T
+        if correction is None:
+            return advantages_R, mask_T
+        assert old_R is not None
+        corrected = correct(
+            old_R,
+            layout.pick(layout.rollout_logprobs_T),
+            layout.lengths,
+            correction.level,
+            correction.method,
+            correction.low,
+            correction.high,
+        )
+        metrics |= corrected.metrics
+        kept_T = mask_T.copy()
+        kept_T[mask_T] = corrected.keep_T
+        return advantages_R * corrected.weights_T, kept_T
+
+    def _samples(self, groups: Sequence[Group], layout: Layout) -> list[list[SampleId]]:
+        """Of each minibatch, which is of whole groups."""
+        return [
+            [id for number in np.unique(layout.group_N[part.samples]) for id in groups[number].ids()]
+            for part in split(layout, self._config.num_minibatches)
+        ]
+
+    def _batches(
+        self,
+        layout: Layout,
+        mask_T: Bool,
+        weight_N: Float64,
+        advantages_T: Float32,
+        old_T: Float32 | None,
+        reference_T: Float32 | None,
+        learned: Sequence[_Learned | None],
+    ) -> dict[Role, list[Batch]]:
+        critics = [
+            (critic.role, layout.place(critic.values_R), layout.place(critic.returns_R))
+            for critic in learned
+            if critic
+        ]
+        batches: dict[Role, list[Batch]] = {"actor": [], **{role: [] for role, _, _ in critics}}
+        for part in split(layout, self._config.num_minibatches):
+            of = part.tokens
+            weights_T = loss_weights(
+                mask_T[of],
+                layout.sample_T[of] - part.samples.start,
+                weight_N[part.samples],
+                self._config.aggregation,
+                self._max_length,
+            )
+            batches["actor"].append(
+                PolicyBatch(
+                    part.segments,
+                    samples=layout.sample_T[of],
+                    loss_weights=weights_T,
+                    advantages=advantages_T[of],
+                    rollout_logprobs=layout.rollout_logprobs_T[of],
+                    old_logprobs=None if old_T is None else old_T[of],
+                    ref_logprobs=None if reference_T is None else reference_T[of],
+                )
+            )
+            for role, values_T, returns_T in critics:
+                batches[role].append(ValueBatch(part.segments, weights_T, values_T[of], returns_T[of]))
+        return batches
+
+
+def _learned(role: Role, trajectories: Trajectories, estimate: Estimate) -> _Learned | None:
+    values_R = trajectories.values_T
+    return None if values_R is None else _Learned(role, values_R, estimate.returns_T)
+
+
+def _before(layout: Layout, values_T: Float32 | None) -> Float64 | None:
+    """[R] a critic's value of the state before each loss-masked token; a model answers after each token."""
+    if values_T is None:
+        return None
+    return values_T[layout.segments.predecessors[layout.loss_mask_T]].astype(np.float64)
+
+
+def _at_the_last(layout: Layout, values_T: Float32, role: str) -> Float64:
+    """[N] a model's verdict on each whole sample. Raises AtollError where one is no number."""
+    verdicts_N = values_T[layout.last_N].astype(np.float64)
+    if not np.isfinite(verdicts_N).all():
+        raise AtollError(
+            f"the {role} gave {verdicts_N[~np.isfinite(verdicts_N)][0]} for a sample, expected a finite "
+            f"number; look at the model in {role}.path"
+        )
+    return verdicts_N
+
+
+def _component(groups: Sequence[Group], grader: str) -> Float64:
+    """[N] what a grader gave, before its weight."""
+    return np.array([component_of(sample, grader) for group in groups for sample in group.samples])
+
+
+def _baselines(groups: Sequence[Group]) -> Float64 | None:
+    """[N] the score of the greedy sample of the same prompt, where the run has one."""
+    scores = [group.baseline.score for group in groups if group.baseline]
+    if len(scores) < len(groups):
+        return None
+    return np.repeat(np.array(scores), [len(group.samples) for group in groups])

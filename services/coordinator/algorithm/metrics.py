@@ -1,0 +1,98 @@
+"""A step's metrics in the field's names. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from atoll.coordinator.algorithm.advantage import Float64
+from atoll.wire.types import FinishReason, Group, Int64, Version
+
+MAX_KINDS = 16  # of reasons of one grader that are metrics of their own
+MAX_KIND_CHARACTERS = 40
+
+
+def step_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
+    samples = [sample for group in groups for sample in group.samples]
+    scores = np.array([sample.score for sample in samples])
+    lengths = np.array([sample.num_tokens for sample in samples])
+    ages = np.array([sample.staleness(version) for sample in samples])
+    prompt_lengths = np.array([len(group.prompt.token_ids) for group in groups])
+    num_samples = np.array([len(group.samples) for group in groups])
+    clipped = sum(sample.finish_reason is FinishReason.LENGTH for sample in samples)
+    metrics = {
+        "training/version": float(version.number),
+        **extent("critic/score", scores),
+        **extent("response_length", lengths),
+        "response_length/clip_ratio": clipped / len(samples),
+        "prompt_length/mean": float(prompt_lengths.mean()),
+        "perf/total_num_tokens": float((prompt_lengths * num_samples).sum() + lengths.sum()),
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+    }
+    totals: dict[str, float] = {}
+    for sample in samples:
+        for reward in sample.rewards:
+            for name, value in reward.components.items():
+                totals[name] = totals.get(name, 0.0) + value
+    return metrics | {f"reward/{name}/mean": totals[name] / len(samples) for name in sorted(totals)}
+
+
+class Reasons:
+    """Why graders gave what they gave: shares of a step's samples by kind, what a reason has before ":".
+
+    A run has MAX_KINDS kinds of each grader at most, the first ones that come up, the most frequent of a step
+    first; what comes later counts as "other": a server may say anything.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[str]] = {}  # by grader
+
+    def shares(self, groups: Sequence[Group]) -> dict[str, float]:
+        """reward/NAME/KIND; of kinds that came up before and have not in this step: 0."""
+        samples = [sample for group in groups for sample in group.samples]
+        counts = Counter(
+            (grader, reason.partition(":")[0].strip()[:MAX_KIND_CHARACTERS])
+            for sample in samples
+            for reward in sample.rewards
+            for grader, reason in reward.reasons.items()
+        )
+        for (grader, kind), _ in counts.most_common():
+            known = self._known.setdefault(grader, [])
+            if kind not in known and len(known) < MAX_KINDS:
+                known.append(kind)
+        shares = {f"reward/{grader}/{kind}": 0.0 for grader, known in self._known.items() for kind in known}
+        for (grader, kind), number in counts.items():
+            name = f"reward/{grader}/{kind if kind in self._known[grader] else 'other'}"
+            shares[name] = shares.get(name, 0.0) + number / len(samples)
+        return shares
+
+
+def extent(name: str, values: Float64 | Int64) -> dict[str, float]:
+    """NAME/mean, NAME/max and NAME/min; nothing where there is no value."""
+    if len(values) == 0:
+        return {}
+    return {
+        f"{name}/mean": float(np.mean(values)),
+        f"{name}/max": float(np.max(values)),
+        f"{name}/min": float(np.min(values)),
+    }
+
+
+def critic_metrics(role: str, values: Float64 | None, returns: Float64) -> dict[str, float]:
+    """Of a critic's values and the returns that they foretell, over all loss-masked tokens.
+
+    Explained variance is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that
+    says the same everywhere.
+    """
+    metrics = extent(f"{role}/returns", returns)
+    if values is None or len(values) == 0:
+        return metrics
+    explained = 1 - np.var(returns - values) / (np.var(returns) + 1e-5)
+    return metrics | extent(f"{role}/values", values) | {f"{role}/vf_explained_var": float(explained)}
+
+
+def mean_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the minibatches that report it."""
+    names = {name for row in rows for name in row}
+    return {name: float(np.mean([row[name] for row in rows if name in row])) for name in sorted(names)}

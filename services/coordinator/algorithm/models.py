@@ -1,0 +1,29 @@
+"""The models of a run, as the loop and the algorithm see them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from atoll.runtime.errors import UserError
+from atoll.wire.types import Batch, Float32, Segments, StepKey, Written
+
+
+class BatchRefusedError(UserError):
+    """A model does not take a batch: others may be fine."""
+
+
+class Model(Protocol):
+    """What the loop asks of a trainer service; `TrainerClient` is one."""
+
+    async def compute_logprobs(self, segments: Segments, temperature: float | None = None) -> Float32: ...
+    async def compute_values(self, segments: Segments) -> Float32: ...
+    async def forward_backward(self, key: StepKey, batch: Batch) -> Mapping[str, float]: ...
+    async def optim_step(self, key: StepKey, learning_rate: float) -> Mapping[str, float]: ...
+    async def save_checkpoint(self, path: Path) -> None: ...
+    async def wait_checkpoint(self, path: Path) -> Written: ...
+    async def export_hf(self, path: Path) -> int: ...
+    async def load_hf(self, path: Path) -> None: ...
+    async def offload(self) -> int: ...
+
+
+Models = Mapping[str, Model]  # by role

@@ -1,0 +1,280 @@
+"""Where prompts come from: weighted datasets, shuffled per epoch, resumable at any draw."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import jinja2
+import numpy as np
+
+from atoll.config.schema import SourceConfig, TokenLimit
+from atoll.coordinator.data.rendering import Messages, Renderer
+from atoll.coordinator.data.rows import read_rows, read_supervised_rows, row_error
+from atoll.runtime.errors import UserError
+from atoll.wire.types import GroupId, Int32, Int64, Prompt
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Pair = tuple[Int32, Int32]  # prompt ids [T], response ids [T] with the end-of-sequence token
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A place in the endless sequence of draws: `drawn` is the state, the rest says of which sequence."""
+
+    seed: int
+    shuffle: bool
+    rows: tuple[int, ...]  # of each source, without over-long ones
+    drawn: tuple[int, ...]  # from each source since the run began
+    digests: tuple[str, ...] = ()  # of each source's rows as the model sees them, with their truths
+
+    def dump(self) -> str:
+        """JSON that `parse` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> "Cursor":
+        tree = json.loads(text)
+        rows, drawn, digests = (tuple(tree[name]) for name in ("rows", "drawn", "digests"))
+        return cls(tree["seed"], tree["shuffle"], rows, drawn, digests)
+
+    def changes(self, other: "Cursor") -> list[str]:
+        """What `other`'s sequence has that this one's has not."""
+        named = (
+            (f"run.seed is {other.seed}, not {self.seed}", other.seed != self.seed),
+            (f"data.shuffle is {other.shuffle}, not {self.shuffle}", other.shuffle != self.shuffle),
+            (
+                f"the datasets have {list(other.rows)} rows that are short enough, not {list(self.rows)}",
+                other.rows != self.rows,
+            ),
+        )
+        changes = [what for what, differs in named if differs]
+        if not changes and other.digests != self.digests:
+            changes.append("the datasets have as many rows as before, but other ones")
+        return changes
+
+
+class Mixture:
+    """The order in which the rows of several sources are drawn.
+
+    Each draw goes to the source that is furthest behind its share, so shares hold at every moment and
+    not only on average. A source's draws walk a permutation of its rows, another one each epoch, that
+    depends on (seed, source, epoch) alone: the counts of the cursor restore it.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        shuffle: bool,
+        digests: Sequence[str] = (),
+    ) -> None:
+        self.cursor = Cursor(seed, shuffle, tuple(rows), tuple(0 for _ in rows), tuple(digests))
+        self._shares = [weight / sum(weights) for weight in weights]
+        self._orders: dict[int, tuple[int, Int64]] = {}  # of each source: epoch, permutation
+
+    def draw(self, n: int) -> list[tuple[int, int, int]]:
+        """The next n draws as (source, epoch, row)."""
+        draws = []
+        drawn = list(self.cursor.drawn)
+        for total in range(sum(drawn) + 1, sum(drawn) + n + 1):
+            behind = [share * total - count for share, count in zip(self._shares, drawn, strict=True)]
+            source = behind.index(max(behind))
+            epoch, position = divmod(drawn[source], self.cursor.rows[source])
+            draws.append((source, epoch, int(self._order(source, epoch)[position])))
+            drawn[source] += 1
+        self.cursor = replace(self.cursor, drawn=tuple(drawn))
+        return draws
+
+    def load(self, cursor: Cursor) -> None:
+        """Continues where `cursor` stood. Raises UserError where it belongs to another sequence."""
+        if changes := cursor.changes(self.cursor):
+            raise UserError(
+                f"cannot resume the data: {'; '.join(changes)}; restore what the run began with, or start a "
+                "new run"
+            )
+        self.cursor = cursor
+
+    def _order(self, source: int, epoch: int) -> Int64:
+        cached_epoch, order = self._orders.get(source, (-1, np.empty(0, np.int64)))
+        if cached_epoch != epoch:
+            order = np.arange(self.cursor.rows[source])
+            if self.cursor.shuffle:
+                order = np.random.default_rng([self.cursor.seed, source, epoch]).permutation(order)
+            self._orders[source] = epoch, order
+        return order
+
+
+class PromptSource:
+    """Training prompts. Everything is rendered, tokenized and checked once, here; a draw is cheap.
+
+    A prompt's number counts the rows of all sources in their order, over-long ones included, so it
+    names a row of a file for good. Its epoch is how often that row was drawn before.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[SourceConfig],
+        renderer: Renderer,
+        *,
+        run: str,
+        seed: int,
+        shuffle: bool,
+        longest: TokenLimit,
+        overlong: Literal["filter", "refuse"],
+    ) -> None:
+        """`longest`: of a prompt. Raises UserError that names file, row and field of the first bad row."""
+        self._run = run
+        self._sources: list[list[Prompt]] = []
+        first = 0
+        for source in sources:
+            prompts = read_prompts(source.path, renderer, run, first)
+            first += len(prompts)
+            self._sources.append(prompts_short_enough(source.path, prompts, longest, overlong))
+        self._by_number = {prompt.id.prompt: prompt for prompts in self._sources for prompt in prompts}
+        self._mixture = Mixture(
+            [len(prompts) for prompts in self._sources],
+            [source.weight for source in sources],
+            seed,
+            shuffle,
+            [_digest((p.token_ids, p.ground_truth, p.data_source) for p in s) for s in self._sources],
+        )
+
+    @property
+    def cursor(self) -> Cursor:
+        return self._mixture.cursor
+
+    def load(self, cursor: Cursor) -> None:
+        """The next draw is the one that followed when `cursor` was taken."""
+        self._mixture.load(cursor)
+
+    def prompt(self, id: GroupId) -> Prompt:
+        """The prompt that a draw gave this id to."""
+        return replace(self._by_number[id.prompt], id=id)
+
+    def draw(self, n: int) -> list[Prompt]:
+        prompts = []
+        for source, epoch, row in self._mixture.draw(n):
+            prompt = self._sources[source][row]
+            if epoch:
+                prompt = replace(prompt, id=GroupId(self._run, epoch, prompt.id.prompt))
+            prompts.append(prompt)
+        return prompts
+
+
+class SupervisedSource:
+    """Rows with their answers. Everything is rendered, tokenized and checked once, here."""
+
+    def __init__(
+        self, rows: Sequence[Sequence[Pair]], weights: Sequence[float], seed: int, shuffle: bool
+    ) -> None:
+        """`rows` and `weights`: of each source."""
+        self._rows = rows
+        digests = [_digest(pairs) for pairs in rows]
+        self._mixture = Mixture([len(pairs) for pairs in rows], weights, seed, shuffle, digests)
+
+    @property
+    def cursor(self) -> Cursor:
+        return self._mixture.cursor
+
+    def load(self, cursor: Cursor) -> None:
+        """The next draw is the one that followed when `cursor` was taken."""
+        self._mixture.load(cursor)
+
+    def draw(self, n: int) -> list[Pair]:
+        return [self._rows[source][row] for source, _, row in self._mixture.draw(n)]
+
+
+def _digest(rows: Iterable[Iterable[Int32 | str]]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        for part in row:
+            content = part.encode() if isinstance(part, str) else part.tobytes()
+            digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def read_prompts(path: Path, renderer: Renderer, run: str, first: int = 0) -> list[Prompt]:
+    """All rows of a dataset as prompts of epoch 0, numbered from `first`.
+
+    Raises UserError that names file, row and field.
+    """
+    rows = read_rows(path)
+    texts, ids = _encode(path, [row.messages for row in rows], renderer)
+    return [
+        Prompt(
+            id=GroupId(run, 0, first + number),
+            token_ids=token_ids,
+            text=text,
+            ground_truth=row.ground_truth,
+            data_source=row.data_source,
+            extra=row.extra,
+        )
+        for number, (row, text, token_ids) in enumerate(zip(rows, texts, ids, strict=True))
+    ]
+
+
+def read_pairs(path: Path, renderer: Renderer) -> list[Pair]:
+    """All rows of a dataset with their answers. Raises UserError that names file, row and field."""
+    rows = read_supervised_rows(path)
+    _, prompts = _encode(path, [row.messages for row in rows], renderer)
+    responses = renderer.encode_responses([row.response for row in rows])
+    return list(zip(prompts, responses, strict=True))
+
+
+def _encode(path: Path, rows: Sequence[Messages], renderer: Renderer) -> tuple[list[str], list[Int32]]:
+    texts = []
+    for number, messages in enumerate(rows):
+        try:
+            texts.append(renderer.render(messages))
+        except jinja2.TemplateError as error:
+            raise row_error(path, number, f"field prompt: the chat template refuses it: {error}") from None
+    ids = renderer.encode_prompts(texts)
+    for number, token_ids in enumerate(ids):
+        if len(token_ids) == 0:
+            raise row_error(path, number, f"field prompt: {texts[number]!r} has no token in this tokenizer")
+    return texts, ids
+
+
+def prompts_short_enough(
+    path: Path, prompts: Sequence[Prompt], longest: TokenLimit, overlong: Literal["filter", "refuse"]
+) -> list[Prompt]:
+    """As short_enough."""
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    expected = f"{longest.setting} = {longest.tokens}; raise it"
+    return short_enough(
+        path, prompts, lengths, longest.tokens, overlong, what="field prompt", expected=expected
+    )
+
+
+def short_enough(
+    path: Path,
+    rows: Sequence[T],
+    lengths: Sequence[int],
+    limit: int,
+    overlong: Literal["filter", "refuse"],
+    *,
+    what: str,
+    expected: str,
+) -> list[T]:
+    """The rows whose `what` has at most `limit` tokens. Raises UserError with the longest of the others and
+    with what is `expected`, where none may be left out or none would be left."""
+    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
+    dropped = len(rows) - len(kept)
+    if dropped and (overlong == "refuse" or not kept):
+        number, longest = max(enumerate(lengths), key=lambda item: item[1])
+        raise row_error(
+            path,
+            number,
+            f"{what}: got {longest} tokens (the longest of {dropped} over-long rows), expected at most "
+            f'{expected}, or set data.overlong_prompts = "filter"',
+        )
+    if dropped:
+        log.warning("%s: left out %d of %d rows of more than %d tokens", path, dropped, len(rows), limit)
+    return kept

@@ -1,0 +1,151 @@
+"""Which services are there: leases in the store, renewed by heartbeats, judged by the store's clock."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import astuple, dataclass
+from typing import Any, Final
+
+from atoll.runtime.errors import ReplacedError, UserError
+from atoll.runtime.store import Script, Store
+from atoll.wire.types import ServiceEntry
+
+_LEASES: Final = "leases"  # sorted set: "name incarnation role address" -> end of the lease in Unix ms
+_HOLDERS: Final = "holders"  # hash: name -> the incarnation that was the last to register for the first time
+_REPLACED: Final = "replaced"  # set: incarnations whose name a later one took
+_KEYS: Final = (_LEASES, _HOLDERS, _REPLACED)
+
+
+def _script(body: str) -> Script:
+    return Script(
+        """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+        + body
+    )
+
+
+# entry, lease in ms; answers the incarnation that took the name from this one, or "". Which of two came later
+# is known by the order in which the store first heard of them: the clocks of their hosts may differ.
+_REGISTER: Final = _script("""
+local name, incarnation = string.match(ARGV[1], '^(%S+) (%S+)')
+local holder = redis.call('HGET', KEYS[2], name)
+if redis.call('SISMEMBER', KEYS[3], incarnation) == 1 then return holder end
+if holder and holder ~= incarnation then redis.call('SADD', KEYS[3], holder) end
+redis.call('HSET', KEYS[2], name, incarnation)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+for _, entry in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  if string.match(entry, '^(%S+)') == name then redis.call('ZREM', KEYS[1], entry) end
+end
+redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+return ''
+""")
+
+# entry, lease in ms; answers 1 where the lease still ran
+_RENEW: Final = _script("""
+local ends = redis.call('ZSCORE', KEYS[1], ARGV[1])
+if not ends or tonumber(ends) <= now then return 0 end
+redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+return 1
+""")
+
+_REMOVE: Final = _script("redis.call('ZREM', KEYS[1], ARGV[1])")
+
+_LIVE: Final = _script("return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now, '+inf')")
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    entry: ServiceEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Its lease lapsed, it said goodbye, or a newer incarnation took its name."""
+
+    entry: ServiceEntry
+
+
+class Registry:
+    """Survives its coordinator: the next one finds the services that are still there."""
+
+    def __init__(self, store: Store, lease_s: float) -> None:
+        self._store = store
+        self._lease_s = lease_s
+        self._live: tuple[ServiceEntry, ...] = ()
+        self._revision = 0
+        self._changed = asyncio.Condition()
+
+    @property
+    def epoch(self) -> int:
+        """Of this coordinator. Once the store has answered it a call, it is no earlier one."""
+        return self._store.epoch
+
+    async def register(self, entry: ServiceEntry) -> float:
+        """Opens a lease and returns its seconds; ends the one of an earlier process of that name.
+
+        Raises ReplacedError where a later process of that name is there already.
+        """
+        newer = (await self._write(_REGISTER, _line(entry), round(self._lease_s * 1000))).decode()
+        if newer:
+            raise ReplacedError(
+                f"{entry.name} is taken by a process that registered later (incarnation {newer}, this one "
+                f"is {entry.incarnation}); stop this process or give it another --name"
+            )
+        await self._touch()
+        return self._lease_s
+
+    async def renew(self, entry: ServiceEntry) -> bool:
+        """False: the lease has lapsed, register again."""
+        return bool(await self._write(_RENEW, _line(entry), round(self._lease_s * 1000)))
+
+    async def deregister(self, entry: ServiceEntry) -> None:
+        await self._write(_REMOVE, _line(entry))
+        await self._touch()
+
+    def services(self) -> tuple[ServiceEntry, ...]:
+        """Those that `changes` saw last, by name."""
+        return self._live
+
+    async def changes(self) -> AsyncIterator[Joined | Left]:
+        """Every service that is there now, then each join and leave; a replaced one leaves first.
+
+        Looks after each register and deregister, and four times in a lease for those that lapsed.
+        """
+        known: dict[ServiceEntry, None] = {}  # ordered, as a set is not
+        while True:
+            revision = self._revision
+            self._live = _entries(await self._write(_LIVE))
+            now = dict.fromkeys(self._live)
+            for entry in known:
+                if entry not in now:
+                    yield Left(entry)
+            for entry in now:
+                if entry not in known:
+                    yield Joined(entry)
+            known = now
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._lease_s / 4), self._changed:
+                    while self._revision == revision:
+                        await self._changed.wait()
+
+    async def _touch(self) -> None:
+        async with self._changed:
+            self._revision += 1
+            self._changed.notify_all()
+
+    async def _write(self, script: Script, *args: str | int) -> Any:
+        return await self._store.write(script, _KEYS, *args)
+
+
+def _line(entry: ServiceEntry) -> str:
+    words = (entry.name, entry.incarnation, entry.role, entry.address)
+    if any(len(word.split()) != 1 for word in words):
+        raise UserError(f"cannot register {astuple(entry)}: none of its parts may be empty or hold spaces")
+    return " ".join(words)
+
+
+def _entries(lines: list[bytes]) -> tuple[ServiceEntry, ...]:
+    parts = sorted(line.decode().split() for line in lines)
+    return tuple(ServiceEntry(role, name, incarnation, address) for name, incarnation, role, address in parts)

@@ -1,0 +1,181 @@
+"""Grading: the run's own reward services and external servers, each asked for its part of a verdict."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
+
+from atoll.coordinator.rewards.score_parts import OwnServices, Part, ServerGrader, texts
+from atoll.runtime.clients import MAX_MESSAGE_BYTES, RewardClient
+from atoll.runtime.errors import AtollError, StaleFenceError
+from atoll.wire import codec
+from atoll.wire.types import Graded, GradingError, SampleId, ScoreItem, Verdict
+
+BACKOFF_S = 0.5  # before what failed is asked again; twice as long each time
+MAX_BACKOFF_S = 30.0
+
+Deliver = Callable[[Sequence[Verdict]], None]
+
+
+class Rewards:
+    """A score is the weighted sum of all graders; one that cannot say anything leaves no score."""
+
+    def __init__(
+        self,
+        retries: int,
+        servers: Sequence[ServerGrader] = (),
+        *,
+        asks_own: bool = True,
+        patience_s: float = 600.0,
+    ) -> None:
+        """`asks_own`: whether any grader runs in the run's own services. `patience_s`: how long responses
+        wait for one of them while none takes or answers any."""
+        self._retries = retries
+        self._own = OwnServices(patience_s)
+        self._parts: tuple[Part, ...] = (*((self._own,) if asks_own else ()), *servers)
+        self._seconds = 0.0
+        self._retried = 0
+        self._dropped = 0
+
+    def add(self, client: RewardClient, max_queued: int) -> None:
+        """`max_queued`: how many responses the service takes at once; 0: it does not say."""
+        self._own.add(client, max_queued)
+
+    def remove(self, client: RewardClient) -> None:
+        self._own.remove(client)
+
+    async def score(self, items: Sequence[ScoreItem], deliver: Deliver) -> None:
+        """Delivers one verdict per item as they come: an item's once all parts have theirs."""
+        begun = time.perf_counter()
+        refused = [error for item in items if (error := _unsendable(item))]
+        if refused:
+            self._deliver(refused, deliver)
+            ids = {error.id for error in refused}
+            items = [item for item in items if item.id not in ids]
+        if not self._parts:
+            self._deliver([merged(item.id, []) for item in items], deliver)
+        sums = _Sums(len(self._parts))
+        async with asyncio.TaskGroup() as calls:
+            for number, part in enumerate(self._parts):
+                add = partial(self._add, sums, number, deliver)
+                for some in part.split(items):
+                    calls.create_task(self._grade(part, some, add))
+        self._seconds += time.perf_counter() - begun
+
+    async def wait_for_turn(self) -> None:
+        """Returns once all that was asked before is being graded: what comes until then may share a call."""
+        for part in self._parts:
+            await part.wait_for_turn()
+
+    def take_seconds(self) -> float:
+        """Seconds spent waiting for verdicts since the last call; calls that overlap add up."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def take_metrics(self) -> dict[str, float]:
+        """Responses, since the last call: those of which a part was asked again, once per time, and those
+        that were left without a reward."""
+        metrics = {"reward/retried": float(self._retried), "reward/dropped": float(self._dropped)}
+        self._retried = self._dropped = 0
+        return metrics
+
+    async def _grade(self, part: Part, items: Sequence[ScoreItem], add: Deliver) -> None:
+        """One part of the verdicts. What failed for a passing reason is asked again, `retries` times."""
+        since = asyncio.get_running_loop().time()
+        waiting = {item.id: item for item in items}
+        failed: dict[SampleId, GradingError] = {}
+        for retry in range(self._retries + 1):
+            if retry:
+                self._retried += len(waiting)
+                await asyncio.sleep(min(BACKOFF_S * 2 ** (retry - 1), MAX_BACKOFF_S))
+            failed.clear()
+            cause = "it sent no verdict for this response"
+            try:
+                async with aclosing(part.ask(list(waiting.values()), since)) as answers:
+                    async for verdicts in answers:
+                        add(list(_final(verdicts, waiting, failed)))
+            except StaleFenceError:
+                raise  # another coordinator has the run
+            except AtollError as error:
+                cause = str(error)
+            if not waiting:
+                return
+        add([failed.get(id) or GradingError(id, part.grader, cause, retryable=True) for id in waiting])
+
+    def _add(self, sums: "_Sums", number: int, deliver: Deliver, verdicts: Sequence[Verdict]) -> None:
+        if complete := list(sums.add(number, verdicts)):
+            self._deliver(complete, deliver)
+
+    def _deliver(self, verdicts: Sequence[Verdict], deliver: Deliver) -> None:
+        self._dropped += sum([isinstance(verdict, GradingError) for verdict in verdicts])
+        deliver(verdicts)
+
+
+class _Sums:
+    """What the parts have said of each response so far."""
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self._said: dict[SampleId, dict[int, Verdict]] = {}
+
+    def add(self, number: int, verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
+        """What part `number` says of some responses; yields the verdicts that are complete with it."""
+        for verdict in verdicts:
+            if self._num_parts == 1:
+                yield merged(verdict.id, [verdict])
+                continue
+            said = self._said.setdefault(verdict.id, {})
+            said[number] = verdict
+            if len(said) == self._num_parts:  # summed in the order of the parts, whichever came first
+                yield merged(verdict.id, [said[part] for part in range(self._num_parts)])
+
+
+def merged(id: SampleId, parts: Sequence[Verdict]) -> Verdict:
+    """The sum of the parts with all their components; a part that failed is the verdict."""
+    if len(parts) == 1 and isinstance(parts[0], Graded) and math.isfinite(parts[0].value):
+        return parts[0]  # as in most runs
+    graded = []
+    for part in parts:
+        if isinstance(part, GradingError):
+            return part
+        graded.append(part)
+    score = sum((part.value for part in graded), 0.0)
+    if not math.isfinite(score):  # of finite values: they or their weights are too large
+        return GradingError(id, "", f"got a weighted sum of {score}, expected a finite number", False)
+    return Graded(
+        id,
+        score,
+        {name: value for part in graded for name, value in part.components.items()},
+        {name: reason for part in graded for name, reason in part.reasons.items()},
+    )
+
+
+def _final(
+    verdicts: Sequence[Verdict], waiting: dict[SampleId, ScoreItem], failed: dict[SampleId, GradingError]
+) -> Iterator[Verdict]:
+    """Verdicts that need not be asked for again, taken out of `waiting`; the others go to `failed`."""
+    for verdict in verdicts:
+        if isinstance(verdict, GradingError) and verdict.retryable:
+            failed[verdict.id] = verdict
+        elif waiting.pop(verdict.id, None):
+            yield verdict
+
+
+def _unsendable(item: ScoreItem) -> GradingError | None:
+    """The verdict on an item that no message can carry."""
+    parts = texts(item)
+    if 8 * sum(map(len, parts)) < MAX_MESSAGE_BYTES and all(map(str.isascii, parts)):
+        return None
+    try:
+        size = codec.encode_score_item(item).ByteSize()
+    except ValueError as error:  # such as half of a surrogate pair
+        return GradingError(item.id, "", f"its texts fit no message: {error}", retryable=False)
+    if size < MAX_MESSAGE_BYTES - 16:  # the rest is for what encloses it
+        return None
+    cause = (
+        f"got {size:,} bytes of prompt, response, ground truth and extra fields, expected less than the "
+        f"{MAX_MESSAGE_BYTES:,} of a message: take out the row, or shorten it"
+    )
+    return GradingError(item.id, "", cause, retryable=False)

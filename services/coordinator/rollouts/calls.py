@@ -1,0 +1,92 @@
+"""One Generate call: what a replica was asked for. Nothing else that it sends is believed or kept."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from atoll.coordinator.fleet.replicas import Replica
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.runtime.clients import Arrival
+from atoll.runtime.errors import BadAnswerError
+from atoll.wire.types import FinishReason, GroupRequest, SampleId
+
+
+class Call:
+    """Mutable, private to the dispatch of groups. Its length is the number of samples still expected."""
+
+    def __init__(self, replica: Replica, groups: Sequence[PendingGroup]) -> None:
+        self.replica = replica
+        self.groups = groups
+        self.reason = "the replica ended the stream without it"  # why samples are lost
+        self.is_refused = False  # as a request that the replica cannot take
+        self._since = replica.version
+        self._requests = [request for group in groups for request in group.requests()]
+        self._asked = {
+            SampleId(request.group, index): attempt
+            for request in self._requests
+            for index, attempt in zip(request.indices, request.attempts, strict=True)
+        }
+        self._expected = dict(self._asked)
+        self.prompt_tokens = sum(len(group.prompt.token_ids) for group in groups) / len(self)  # per sample
+        for group in groups:
+            for index in group.missing:
+                group.oldest[index] = replica.version.number
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def requests(self) -> list[GroupRequest]:
+        """For what has not arrived."""
+        requests = []
+        for request in self._requests:
+            pairs = zip(request.indices, request.attempts, strict=True)
+            rest = [pair for pair in pairs if SampleId(request.group, pair[0]) in self._expected]
+            if rest:
+                indices, attempts = zip(*rest, strict=True)
+                requests.append(replace(request, indices=indices, attempts=attempts))
+        return requests
+
+    def accept(self, arrival: Arrival) -> None:
+        """Raises BadAnswerError for samples that were not asked for, or have come before; for tokens beyond
+        the vocabulary; for versions that the replica never had; and for a message without samples."""
+        if not arrival.samples:
+            raise BadAnswerError("it sent a message without samples, expected at least one")
+        vocab_size = self.replica.info.vocab_size
+        if arrival.largest_id >= vocab_size:
+            raise BadAnswerError(
+                f"it sent token id {arrival.largest_id}, expected one below its vocab_size = {vocab_size}"
+            )
+        got = {sample.id: sample.attempt for sample in arrival.samples}
+        if len(got) < len(arrival.samples) or not got.items() <= self._expected.items():
+            others = [f"{id}, attempt {attempt}" for id, attempt in got.items() - self._expected.items()]
+            raise BadAnswerError(
+                f"it sent {'; '.join(others) or 'a sample twice in one message'}: expected each sample that "
+                "it was asked for once"
+            )
+        self._check_content(arrival)
+        for id in got:
+            del self._expected[id]
+        if any(sample.finish_reason is FinishReason.ABORT for sample in arrival.samples):
+            self.reason = f"aborted: {self.replica.aborted_for or 'not by this run'}"
+
+    def _check_content(self, arrival: Arrival) -> None:
+        since, latest = self._since, self.replica.latest
+        for of in arrival.versions:
+            if of.lineage != latest.lineage or not since.number <= of.number <= latest.number:
+                raise BadAnswerError(
+                    f"it sent tokens made by version {of}, expected one from {since} to {latest}"
+                )
+        for sample in arrival.samples:
+            if sample.num_tokens == 0 and sample.finish_reason is not FinishReason.ABORT:
+                raise BadAnswerError(f"it sent sample {sample.id} without tokens, expected at least one")
+
+    def lost(self) -> Iterator[tuple[PendingGroup, list[int]]]:
+        """Indices of each group whose attempt has brought nothing, and that no other attempt has."""
+        for group in self.groups:
+            yield (
+                group,
+                [
+                    index
+                    for index in group.missing
+                    if self._asked.get(SampleId(group.prompt.id, index)) == group.attempts[index]
+                ],
+            )

@@ -1,0 +1,111 @@
+"""Grading: finished samples in, groups with all their verdicts out."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from atoll.coordinator.rewards.rewards import Rewards
+from atoll.coordinator.rollouts.groups import InFlight, PendingGroup, Sink
+from atoll.wire.types import Graded, Sample, ScoreItem, Verdict
+
+T = TypeVar("T")
+
+Judged = tuple[Sample, PendingGroup, Sink, Verdict]
+
+LINGER_S = 0.01  # in which samples gather for a batch: calls of one sample cost several times as much
+MAX_BATCH = 4096  # samples between two looks at other work: some ten milliseconds
+
+
+class Grading:
+    def __init__(
+        self,
+        rewards: Rewards,
+        groups: InFlight,
+        drop: Callable[[PendingGroup, Sink, str], Awaitable[None]],
+    ) -> None:
+        """`groups` are those in flight: one that is completed leaves it. `drop` takes out a group whose
+        sample could not be graded, with the reason."""
+        self._rewards = rewards
+        self._groups = groups
+        self._drop = drop
+        self._samples = _Inbox[Sample]()
+        self._judged = _Inbox[Judged]()
+
+    def submit(self, samples: Iterable[Sample]) -> None:
+        self._samples.put(samples)
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        tasks.create_task(self._ask(tasks))
+        tasks.create_task(self._settle())
+
+    async def _ask(self, tasks: asyncio.TaskGroup) -> None:
+        """Consumes finished samples, and has a batch of them graded; waits for samples, and until those
+        before them are being graded; unblocked by `submit` and by verdicts."""
+        while True:
+            samples = await self._samples.take_all()
+            for first in range(0, len(samples), MAX_BATCH):  # a resume hands over all that it has at once
+                tasks.create_task(self._grade(samples[first : first + MAX_BATCH]))
+            await asyncio.sleep(LINGER_S)
+            await self._rewards.wait_for_turn()
+
+    async def _grade(self, samples: Sequence[Sample]) -> None:
+        asked = {
+            sample.id: (sample, *known)
+            for sample in samples
+            if (known := self._groups.get(sample.id.group))  # if not, it was cancelled or dropped
+        }
+        items = [_score_item(sample, group) for sample, group, _ in asked.values()]
+
+        def deliver(verdicts: Sequence[Verdict]) -> None:
+            self._judged.put([(*asked[verdict.id], verdict) for verdict in verdicts])
+
+        await self._rewards.score(items, deliver)
+
+    async def _settle(self) -> None:
+        """Consumes verdicts; waits for them; unblocked by whoever gives them."""
+        while True:
+            for sample, group, sink, verdict in await self._judged.take_all():
+                known = self._groups.get(group.prompt.id)
+                if known is None or known[0] is not group or group.samples[sample.id.index] is not sample:
+                    continue  # dropped, or replaced by another attempt
+                if not isinstance(verdict, Graded):
+                    await self._drop(group, sink, f"reward {verdict.grader or 'service'}: {verdict.cause}")
+                    continue
+                group.grade(verdict)
+                if group.complete:
+                    del self._groups[group.prompt.id]
+                    await sink.completed(group)
+
+
+class _Inbox(Generic[T]):
+    """What has come since the last look."""
+
+    def __init__(self) -> None:
+        self._items: list[T] = []
+        self._filled = asyncio.Event()
+
+    def put(self, items: Iterable[T]) -> None:
+        self._items.extend(items)
+        if self._items:
+            self._filled.set()
+
+    async def take_all(self) -> list[T]:
+        """Waits until there is something."""
+        while not self._items:
+            self._filled.clear()
+            await self._filled.wait()
+        items, self._items = self._items, []
+        return items
+
+
+def _score_item(sample: Sample, group: PendingGroup) -> ScoreItem:
+    return ScoreItem(
+        id=sample.id,
+        prompt=group.prompt.text,
+        response=sample.text,
+        ground_truth=group.prompt.ground_truth,
+        data_source=group.prompt.data_source,
+        finish_reason=sample.finish_reason,
+        response_length=sample.num_tokens,
+        extra=group.prompt.extra,
+    )

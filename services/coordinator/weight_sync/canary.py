@@ -1,0 +1,82 @@
+"""Fixed texts, scored by the trainer and by a replica that has just committed: is it the same policy?
+
+Checksums say that the bytes arrived. What an engine makes of them, a name that is mapped wrongly or a cache
+that outlived its weights, shows in what it computes.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from atoll.coordinator.data.rendering import Renderer
+from atoll.runtime.clients import RolloutClient, TrainerClient
+from atoll.runtime.errors import WeightPushError
+from atoll.runtime.model_spec import read_spec
+from atoll.wire.types import Float32, Int32, Segments
+
+TEXTS = (
+    "12 + 34 = 46, and 7 * 8 = 56; what is left of 100 after both are taken away from it",
+    "the tide carries the boat out of the lagoon, past the reef, and the wind brings it home",
+)
+MAX_TOKENS = 32  # of each
+
+
+class CanaryError(WeightPushError):
+    """A replica computes something else than the trainer."""
+
+    def __init__(self, difference: float, tolerance: float) -> None:
+        super().__init__(
+            f"its log-probabilities of fixed texts differ from the trainer's by {difference:.4g} on average, "
+            f"expected at most weights.canary_tolerance = {tolerance:g}: it gets no traffic; raise the "
+            "tolerance if that is the precision of its dtype"
+        )
+        self.difference = difference
+
+
+class Canary:
+    def __init__(self, model_folder: Path, every: int, tolerance: float) -> None:
+        """`every` so many pushes, from the first; 0: never. `tolerance` of the mean difference."""
+        self._folder = model_folder
+        self._every = every
+        self._tolerance = tolerance
+
+    def is_due(self, push: int) -> bool:
+        """`push` counts them from 0."""
+        return self._every > 0 and push % self._every == 0
+
+    async def ask_trainer(self, trainer: TrainerClient) -> list[Float32]:
+        """Of each text [T], [T-1]: log-probability of each token but the first, at temperature 1."""
+        sequences = await asyncio.to_thread(lambda: self._sequences)  # read from disk the first time
+        segments = as_segments(sequences)
+        logprobs_T = await trainer.compute_logprobs(segments, temperature=1.0)
+        return [logprobs[1:] for logprobs in np.split(logprobs_T, segments.offsets[1:-1])]
+
+    async def ask_replica(self, client: RolloutClient, max_length: int) -> list[Float32]:
+        """As `ask_trainer`, of as much of each text as the replica takes."""
+        return await client.score_tokens([ids[: max_length - 1] for ids in self._sequences])
+
+    def compare(self, expected: Sequence[Float32], got: Sequence[Float32]) -> float:
+        """The mean absolute difference. Raises CanaryError where it is too large, or not finite."""
+        pairs = zip(expected, got, strict=True)
+        difference = float(np.concatenate([np.abs(ours[: len(its)] - its) for ours, its in pairs]).mean())
+        if not difference <= self._tolerance:  # NaN is not, either
+            raise CanaryError(difference, self._tolerance)
+        return difference
+
+    @cached_property
+    def _sequences(self) -> Sequence[Int32]:
+        length = min(MAX_TOKENS, read_spec(self._folder).max_positions)
+        return [ids[:length] for ids in Renderer(self._folder).encode_prompts(TEXTS)]
+
+
+def as_segments(sequences: Sequence[Int32]) -> Segments:
+    """Each a group of its own, so that data-parallel ranks share them."""
+    return Segments(
+        token_ids=np.concatenate(sequences),
+        offsets=np.cumsum([0, *map(len, sequences)], dtype=np.int64),
+        parents=np.full(len(sequences), -1, np.int32),
+        groups=np.arange(len(sequences), dtype=np.int32),
+    )

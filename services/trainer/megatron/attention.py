@@ -1,0 +1,332 @@
+"""Attention over packed segments that form trees.
+
+With PyTorch's scaled-dot-product attention: a row of a call holds the tokens of one segment, or of several
+short ones, as queries; its keys are the tokens of their common ancestors and the row's own. A mask lets each
+query see its ancestors and, in its own segment, what came before. Rows of similar length share one call; a
+long root has a row of its own and needs no mask.
+
+With flash-attn, on GPUs: all segments in one call, without padding and masks.
+
+The plan is made once per micro-batch and used by every layer. Where the micro-batch is split over context
+ranks, each plans the queries that it holds; keys and values are those of all ranks.
+
+Letters in shapes: T tokens of the micro-batch, t of them on this context rank, N rows, Q queries of a row,
+K its keys, B keys before the row's own (K = B + Q), S segments, C keys of all of them, H heads, G key-value
+heads, D size of a head.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from atoll.runtime.errors import UserError
+from atoll.trainer.megatron.context import ContextSplit, gather_tokens
+from atoll.trainer.megatron.rope import Rotation, rotate
+from atoll.wire.types import Bool, Int64, Segments
+
+ROW_TOKENS = 64  # short segments join one row up to this length
+SHORTEST_BUCKET = 16  # tokens; rows shorter than this share one call
+MASK_LIMIT = 1 << 24  # elements of one call's mask: bounds memory where a long segment has ancestors
+
+
+class AttentionPlan(Protocol):
+    """How one micro-batch's tokens go through attention calls."""
+
+    def attend(self, query_tHD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
+        """[t, H * D]. Keys and values are of the whole micro-batch, in the gathered order of context.py."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionInputs:
+    """What Megatron hands to every layer's core attention as its `packed_seq_params`."""
+
+    plan: AttentionPlan
+    turn: Rotation
+    qkv_format: str = "thd"  # read by Megatron: queries, keys and values come as [T, heads, D]
+
+
+class TreeAttention(torch.nn.Module):
+    """Megatron's core-attention slot; of what Megatron passes to its constructor, it needs the ranks."""
+
+    def __init__(self, *, pg_collection: ProcessGroupCollection, **_: object) -> None:
+        super().__init__()
+        self._context = pg_collection.cp
+
+    def forward(
+        self,
+        query_tHD: Tensor,
+        key_tGD: Tensor,
+        value_tGD: Tensor,
+        attention_mask: None,
+        /,
+        *,
+        packed_seq_params: AttentionInputs,
+        **_: object,
+    ) -> Tensor:
+        """Turns queries and keys by their positions, then attends. Returns [t, H * D]."""
+        plan, turn = packed_seq_params.plan, packed_seq_params.turn
+        query_tHD, key_tGD = rotate(query_tHD, turn), rotate(key_tGD, turn)
+        if self._context.size() == 1:
+            return plan.attend(query_tHD, key_tGD, value_tGD)
+        both_T2GD = gather_tokens(torch.stack([key_tGD, value_tGD], 1), self._context)
+        return plan.attend(query_tHD, *both_T2GD.unbind(1))
+
+
+class Part(NamedTuple):
+    """Consecutive tokens of one segment."""
+
+    segment: int
+    base: int  # what they hang off: the segment's parent, or itself where they are not its first; -1: nothing
+    before: Int64  # tokens that all of them see: the segment's ancestors' and its own earlier ones
+    start: int
+    end: int
+
+
+def parts_of(segments: Segments, spans: list[tuple[int, int]]) -> Iterator[Part]:
+    """The segments cut to the `spans` of tokens, in order; nothing of those that lie outside."""
+    offsets, parents = segments.offsets.tolist(), segments.parents.tolist()
+    paths: dict[int, Int64] = {-1: np.empty(0, np.int64)}  # tokens of a parent and of its ancestors
+    for s, parent in enumerate(parents):
+        first, last = offsets[s], offsets[s + 1]
+        if parent not in paths:  # parents come first, so the grandparent's path is there
+            own = np.arange(offsets[parent], offsets[parent + 1])
+            paths[parent] = np.concatenate([paths[parents[parent]], own])
+        for span_start, span_end in spans:
+            start, end = max(first, span_start), min(last, span_end)
+            if start == first < end:
+                yield Part(s, parent, paths[parent], start, end)
+            elif start < end:
+                yield Part(s, s, np.concatenate([paths[parent], np.arange(first, start)]), start, end)
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Rows that one call computes. Padding repeats some token and its output is never read."""
+
+    queries_NQ: Tensor  # place of each query among this rank's tokens
+    keys_NK: Tensor  # place of each key among all; K is Q without a mask
+    mask_N1QK: Tensor | None  # True where a query sees a key; None: causal
+
+
+@dataclass(frozen=True, eq=False)
+class TreePlan:
+    """Padded rows, row beside row in as few calls as their lengths allow."""
+
+    buckets: tuple[Bucket, ...]
+    outputs_t: Tensor  # each token's place in the buckets' outputs, joined
+
+    def attend(self, query_tHD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
+        outputs = []
+        for bucket in self.buckets:
+            output_NHQD = scaled_dot_product_attention(
+                _take(query_tHD, bucket.queries_NQ),
+                _take(key_TGD, bucket.keys_NK),
+                _take(value_TGD, bucket.keys_NK),
+                attn_mask=bucket.mask_N1QK,
+                is_causal=bucket.mask_N1QK is None,
+                enable_gqa=query_tHD.shape[1] != key_TGD.shape[1],
+            )
+            outputs.append(output_NHQD.transpose(1, 2).flatten(2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self.outputs_t)
+
+
+def _take(values_THD: Tensor, tokens_NQ: Tensor) -> Tensor:
+    """[N, H, Q, D] of the named tokens."""
+    taken = values_THD.index_select(0, tokens_NQ.flatten())
+    return taken.view(*tokens_NQ.shape, *taken.shape[1:]).transpose(1, 2)
+
+
+@dataclass(eq=False)
+class _Row:
+    """Consecutive tokens: a segment, a part of a long one, or several short ones."""
+
+    base: int  # the segment that they hang off; -1: none
+    before: Int64  # [B] tokens that all of them see
+    start: int  # first token
+    end: int
+    parts: list[tuple[int, int]] = field(default_factory=list)  # of each segment: base's last token, end
+    last: dict[int, int] = field(default_factory=dict)  # of each segment: its last token; all from `start`
+
+    def fits(self, part: Part) -> bool:
+        follows = part.start == self.end and part.end - self.start <= ROW_TOKENS
+        return follows and (part.base == self.base or part.base in self.last)
+
+    def add(self, segment: int, base: int, end: int) -> None:
+        self.end = end
+        self.parts.append((self.last.get(base, -1), end - self.start))
+        self.last[segment] = end - self.start - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def bucket(self) -> tuple[bool, int, int]:
+        """Rows that agree in it share a call: masked or not, padded sizes."""
+        masked = len(self.before) > 0 or len(self.parts) > 1
+        return masked, _round_up(len(self.before)), _round_up(self.num_tokens)
+
+    def own_mask(self) -> Bool:
+        """[Q, Q] which of the row's own tokens each of them attends to."""
+        sees_QQ = np.zeros((self.num_tokens, self.num_tokens), bool)
+        causal_QQ = np.tri(self.num_tokens, dtype=bool)
+        start = 0
+        for base, end in self.parts:
+            if base >= 0:  # it has seen all that is above
+                sees_QQ[start:end] = sees_QQ[base]
+            sees_QQ[start:end, start:end] = causal_QQ[: end - start, : end - start]
+            start = end
+        return sees_QQ
+
+
+def plan_rows(segments: Segments, device: torch.device, split: ContextSplit) -> TreePlan:
+    """Groups the segments of one micro-batch into padded attention calls."""
+    num_tokens = len(segments.token_ids)
+    rows = sorted(_rows(segments, split), key=lambda row: row.bucket)
+    buckets: list[list[_Row]] = []
+    for row in rows:
+        masked, before, tokens = row.bucket
+        capacity = max(1, MASK_LIMIT // (tokens * (before + tokens))) if masked else len(rows)
+        if not buckets or buckets[-1][0].bucket != row.bucket or len(buckets[-1]) == capacity:
+            buckets.append([])
+        buckets[-1].append(row)
+
+    outputs_T = np.empty(num_tokens, np.int64)
+    place = 0
+    for bucket in buckets:
+        width = max(row.num_tokens for row in bucket)
+        for row in bucket:
+            outputs_T[row.start : row.end] = np.arange(place, place + row.num_tokens)
+            place += width
+    query_places_T = np.maximum(split.places(num_tokens), 0)  # padding may name another rank's token
+    key_places_T = split.gathered(num_tokens)
+    return TreePlan(
+        buckets=tuple(_pad(bucket, query_places_T, key_places_T, device) for bucket in buckets),
+        outputs_t=torch.from_numpy(outputs_T[split.held(num_tokens)]).to(device),
+    )
+
+
+def _rows(segments: Segments, split: ContextSplit) -> list[_Row]:
+    rows: list[_Row] = []
+    for part in parts_of(segments, split.spans(len(segments.token_ids))):
+        if rows and rows[-1].fits(part):
+            rows[-1].add(part.segment, part.base, part.end)
+            continue
+        # a long segment below a prefix is cut, so that the mask of each piece stays within the limit
+        length = part.end - part.start
+        block = max(1, MASK_LIMIT // (len(part.before) + length)) if len(part.before) else length
+        for first in range(part.start, part.end, block):
+            above = np.concatenate([part.before, np.arange(part.start, first)])
+            rows.append(_Row(part.segment if first > part.start else part.base, above, first, first))
+            rows[-1].add(part.segment, part.base, min(first + block, part.end))
+    return rows
+
+
+def _round_up(length: int) -> int:
+    """The next power of two, at least SHORTEST_BUCKET; 0 stays 0."""
+    return max(SHORTEST_BUCKET, 1 << (length - 1).bit_length()) if length else 0
+
+
+def _pad(bucket: list[_Row], query_places_T: Int64, key_places_T: Int64, device: torch.device) -> Bucket:
+    num_queries = max(row.num_tokens for row in bucket)
+    num_before = max(len(row.before) for row in bucket)
+    queries_NQ = np.zeros((len(bucket), num_queries), np.int64)
+    keys_NK = np.zeros((len(bucket), num_before + num_queries), np.int64)
+    masked = bucket[0].bucket[0]
+    mask_NQK = np.zeros((len(bucket), num_queries, keys_NK.shape[1]) if masked else (0, 0, 0), bool)
+    for n, row in enumerate(bucket):
+        length = row.num_tokens
+        queries_NQ[n, :length] = np.arange(row.start, row.end)
+        keys_NK[n, : len(row.before)] = row.before
+        keys_NK[n, num_before : num_before + length] = queries_NQ[n, :length]
+        if masked:
+            mask_NQK[n, :length, : len(row.before)] = True
+            mask_NQK[n, :length, num_before : num_before + length] = row.own_mask()
+            mask_NQK[n, length:, num_before] = True  # a query that sees nothing would be NaN
+    return Bucket(
+        queries_NQ=torch.from_numpy(query_places_T[queries_NQ]).to(device),
+        keys_NK=torch.from_numpy(key_places_T[keys_NK]).to(device),
+        mask_N1QK=torch.from_numpy(mask_NQK).unsqueeze(1).to(device) if masked else None,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class FlashPlan:
+    """Every segment of this rank is a sequence of flash-attn's (Dao 2023, arXiv:2307.08691): its tokens as
+    queries, its ancestors' and its own as keys. The kernel's causal mask lets the last query see the last
+    key, the one before it one key less, and so on: all ancestors, and of the own segment what came before."""
+
+    keys_C: Tensor  # place of each key among all
+    query_bounds: Tensor  # [S+1] int32: the queries of sequence s are tokens [s, s+1) of these
+    key_bounds: Tensor  # [S+1] int32
+    max_queries: int  # of one sequence
+    max_keys: int
+
+    def attend(self, query_tHD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
+        from flash_attn import flash_attn_varlen_func  # 2.1 or later
+
+        key_CGD, value_CGD = key_TGD.index_select(0, self.keys_C), value_TGD.index_select(0, self.keys_C)
+        output_tHD: Tensor = flash_attn_varlen_func(
+            query_tHD,
+            key_CGD,
+            value_CGD,
+            self.query_bounds,
+            self.key_bounds,
+            self.max_queries,
+            self.max_keys,
+            causal=True,
+        )
+        return output_tHD.flatten(1)
+
+
+def plan_flash(segments: Segments, device: torch.device, split: ContextSplit) -> FlashPlan:
+    num_tokens = len(segments.token_ids)
+    parts = list(parts_of(segments, split.spans(num_tokens)))
+    num_queries = [part.end - part.start for part in parts]
+    num_keys = [len(part.before) + part.end - part.start for part in parts]
+    keys = [tokens for part in parts for tokens in (part.before, np.arange(part.start, part.end))]
+
+    def bounds(lengths: list[int]) -> Tensor:
+        return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
+
+    return FlashPlan(
+        keys_C=torch.from_numpy(split.gathered(num_tokens)[np.concatenate(keys)]).to(device),
+        query_bounds=bounds(num_queries),
+        key_bounds=bounds(num_keys),
+        max_queries=max(num_queries),
+        max_keys=max(num_keys),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """How attention is computed."""
+
+    plan: Callable[[Segments, torch.device, ContextSplit], AttentionPlan]
+    shares_prefix: bool  # else it takes roots alone: each sample gets its own copy of the prompt
+
+
+BACKENDS = {
+    "shared_prefix": Backend(plan_rows, shares_prefix=True),
+    "segments": Backend(plan_rows, shares_prefix=False),
+    "flash": Backend(plan_flash, shares_prefix=True),
+}
+
+
+def backend(name: str) -> Backend:
+    """Raises UserError where this machine cannot compute it."""
+    if name == "flash" and not (torch.cuda.is_available() and find_spec("flash_attn")):
+        missing = "flash-attn is not installed" if torch.cuda.is_available() else "there is no CUDA device"
+        raise UserError(
+            f'attention = "flash" calls the flash-attn package on a GPU, but {missing} here: '
+            'pip install flash-attn, or set attention = "shared_prefix"'
+        )
+    return BACKENDS[name]

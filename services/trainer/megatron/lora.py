@@ -1,0 +1,164 @@
+"""A model that learns in low-rank adapters alone: attached, described, merged. Their maths is in adapter.py.
+
+For everyone outside of the trainer, a canonical matrix W is W + alpha / rank * B A.
+
+Letters in shapes: R rows and C columns of a box, K rank of an adapter.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from atoll.config.schema import LoraConfig
+from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import ModelSpec
+from atoll.trainer.megatron.adapter import Adapter, Adapters, add_adapters
+from atoll.trainer.megatron.model import Model, Network
+from atoll.trainer.megatron.names import pieces, shapes
+from atoll.trainer.megatron.shards import boxes_of, catalog, chunk_of
+from atoll.weights.adapters import adapter_names, is_target
+from atoll.weights.boxes import box_view
+from atoll.weights.pieces import Piece
+from atoll.wire.types import BOX, Catalog
+
+EXPERTS = ("gate_proj", "up_proj", "down_proj")  # in a mixture of them
+
+
+def attach_adapters(model: Model, lora: LoraConfig, seed: int) -> None:
+    """Freezes the model and gives its target layers new adapters, which change nothing yet: B is 0.
+
+    A is drawn as PEFT draws it, uniform within 1 / sqrt(inputs), from `seed` and its own name: the same on
+    every layout.
+    """
+    whole = shapes(model.spec)
+    for network in model.chunks:
+        network.requires_grad_(False)
+        modules = dict(network.named_modules())
+        for name, layout in pieces(model.spec, chunk_of(network)).items():
+            tensors = dict.fromkeys(p.tensor for p in layout if is_target(p.tensor, lora.targets))
+            if not tensors:
+                continue
+            linear = modules[name.removesuffix(".weight")]
+            adapters = []
+            for tensor in tensors:
+                parts = _parts([piece for piece in layout if piece.tensor == tensor], lora.rank)
+                adapter = Adapter(tensor, *parts, lora.alpha / lora.rank, linear)
+                _draw(adapter, seed, num_inputs=whole[tensor][1])
+                adapters.append(adapter)
+            add_adapters(linear, Adapters(linear, layout, adapters))
+        if network.pre_process and network.config.recompute_granularity == "full":
+            # a recomputed layer is differentiated where its input is, and the frozen embedding is not
+            network.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_())
+
+
+def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
+    """Raises UserError where the model has a target that no adapter can be put on."""
+    if spec.experts is not None and (refused := [name for name in lora.targets if name in EXPERTS]):
+        raise UserError(
+            f"trainer.lora.targets has {', '.join(refused)}, which lie in this model's experts: adapters go "
+            "on attention alone there, take these out"
+        )
+
+
+def _parts(held: list[Piece], rank: int) -> tuple[Piece, Piece]:
+    """Where A and B of this rank's part of a matrix lie in the whole ones."""
+    a, b = adapter_names(held[0].tensor)
+    first_row, rows = min(piece.row for piece in held), sum(piece.rows for piece in held)
+    return Piece(a, 0, rank, held[0].column, held[0].columns), Piece(b, first_row, rows, 0, rank)
+
+
+def _draw(adapter: Adapter, seed: int, num_inputs: int) -> None:
+    a = adapter.a
+    generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {a.tensor}".encode()))
+    whole = torch.empty(a.rows, num_inputs).uniform_(-1, 1, generator=generator) / num_inputs**0.5
+    with torch.no_grad():
+        adapter.lora_A.copy_(whole[:, a.column : a.column + a.columns])
+
+
+def adapters_of(network: Network) -> dict[str, Adapter]:
+    """By their names in the network."""
+    return {name: module for name, module in network.named_modules() if isinstance(module, Adapter)}
+
+
+def adapters(model: Model) -> dict[str, Adapter]:
+    """By their canonical matrices; none where every weight is trained."""
+    return {each.tensor: each for network in model.chunks for each in adapters_of(network).values()}
+
+
+def adapter_catalog(model: Model) -> tuple[Catalog, list[Tensor]]:
+    """The boxes of PEFT's tensors that this rank holds, and their memory, as shards.catalog says it."""
+    parts = [part for each in adapters(model).values() for part in each.parts]
+    boxes = [
+        (i, piece.row, piece.rows, piece.column, piece.columns, i, 0, piece.columns)
+        for i, (_, piece, _) in enumerate(parts)
+    ]
+    tensors = tuple(piece.tensor for _, piece, _ in parts)
+    return Catalog(tensors, np.array(boxes, BOX)), [memory.detach().view(-1) for _, _, memory in parts]
+
+
+def merged(adapter: Adapter | None, row: int, column: int, memory_RC: Tensor) -> Tensor:
+    """The box [R, C] that begins at `row` and `column` of a canonical tensor, with what its adapter adds: in
+    new memory, since merging in place and taking it out again would leave rounding errors behind."""
+    if adapter is None:
+        return memory_RC
+    row, column = row - adapter.b.row, column - adapter.a.column
+    b_RK = adapter.lora_B.detach()[row : row + memory_RC.shape[0]].float()
+    a_KC = adapter.lora_A.detach()[:, column : column + memory_RC.shape[1]].float()
+    return torch.addmm(memory_RC.float(), b_RK, a_KC, alpha=adapter.scale).to(memory_RC.dtype)
+
+
+def adapter_state(network: Network) -> dict[str, ShardedTensor]:
+    """The adapters as a checkpoint of Megatron keeps them: parameter name -> its place in PEFT's tensor.
+
+    Their names and places do not depend on the layout, so any other layout finds its own parts.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    found = {}
+    for name, adapter in adapters_of(network).items():
+        for kind, piece, parameter in adapter.parts:
+            axis, is_split = 0 if kind == "lora_B" else 1, adapter.is_split(kind)
+            found[f"{name}.{kind}"] = ShardedTensor.from_rank_offsets(
+                piece.tensor,
+                parameter,
+                *([(axis, group.rank(), group.size())] if is_split else []),
+                replica_id=(0, 0 if is_split else group.rank(), copy),
+            )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What replicas get of a model."""
+
+    catalog: Catalog
+    buffers: list[Tensor]  # that the catalog indexes
+    refresh: Callable[[], None] | None = None  # brings them up to date; none: they are the live weights
+
+
+def pushed(model: Model) -> Pushed:
+    """Every weight, merged, or the adapters alone: see LoraConfig.push."""
+    if model.lora is None:
+        return Pushed(*catalog(model))
+    if model.lora.push == "adapter":
+        return Pushed(*adapter_catalog(model))
+    listing, buffers = catalog(model)
+    own = adapters(model)
+    adapted = {int(box["buffer"]) for box in listing.boxes if listing.tensors[box["tensor"]] in own}
+    for buffer in adapted:
+        buffers[buffer] = torch.empty_like(buffers[buffer], device="cpu")
+
+    def refresh() -> None:
+        for tensor, box, memory in boxes_of(model):
+            _, row, rows, column, columns, buffer, offset, stride = box.item()
+            if buffer in adapted:
+                view = box_view(buffers[buffer], rows, columns, offset, stride)
+                view.copy_(merged(own.get(tensor), row, column, memory))
+
+    return Pushed(listing, buffers, refresh)

@@ -1,0 +1,335 @@
+"""Builds a Megatron GPT model from a Hugging Face folder. Nothing here runs per step but `forward`.
+
+Letters in shapes: T tokens of a packed micro-batch, H hidden size, D size of a head, V vocabulary of
+this tensor-parallel rank.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from atoll.config.schema import LoraConfig, ParallelConfig
+from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import ModelSpec
+from atoll.trainer.megatron import cpu_compat
+from atoll.trainer.megatron.attention import AttentionInputs, AttentionPlan, TreeAttention
+from atoll.trainer.megatron.layers import GatedMLP, RMSNorm, Router, ValueHead
+from atoll.trainer.megatron.rope import rotation
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+# What the backward pass computes again instead of keeping it: nothing; what is large and cheap, to which
+# GatedMLP adds its product; or every layer from its input (Chen et al. 2016, arXiv:1604.06174).
+RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+class Network(GPTModel):  # type: ignore[misc]
+    """The layers of one pipeline stage, or of one of its turns, over packed trees of segments.
+
+    The first stage embeds. The last one stops before the output layer, or the value head in its place:
+    log-probabilities are computed from hidden states at the needed positions only, so that the
+    [T, vocabulary] logits never exist whole.
+    """
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+        """[T, 1, H] hidden states, after the final norm on the last stage; of this rank's tokens where
+        they are split over tensor-parallel ranks. A later stage has its input from `set_input_tensor`."""
+        embedded_T1H = None
+        if self.pre_process:
+            embedded_T1H = self.embedding(input_ids=tokens_T.unsqueeze(0), position_ids=None)
+        config = self.config
+        turn = rotation(positions_T, self.frequencies, config.params_dtype)
+        return self.decoder(  # type: ignore[no-any-return]
+            hidden_states=embedded_T1H, attention_mask=None, packed_seq_params=AttentionInputs(plan, turn)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """How a model is computed, beside what it is."""
+
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    lora: LoraConfig | None = None  # none: every weight is trained
+    seed: int = 0  # of new adapters
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """The matrices of attention and of a dense MLP, and what comes before the first of each."""
+
+    norm: type  # nothing, where `column` normalises its input
+    column: type
+    row: type
+
+
+LOCAL = Linears(RMSNorm, ColumnParallelLinear, RowParallelLinear)
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """This rank's part of a policy, or of a value model: see spec.head."""
+
+    chunks: tuple[Network, ...]  # one, or with virtual pipeline stages one for each turn
+    spec: ModelSpec
+    folder: Path  # where the weights came from; exports take the tokenizer from here
+    lora: LoraConfig | None = None  # none: it has no adapters
+
+    @property
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        return chain.from_iterable(chunk.parameters() for chunk in self.chunks)
+
+    @property
+    def output(self) -> Network:
+        """The chunk with the output layer or value head, on the last pipeline stage."""
+        assert self.chunks[-1].post_process
+        return self.chunks[-1]
+
+
+def initialize_parallel(parallel: ParallelConfig, section: str = "trainer") -> None:
+    """Joins the process groups that torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT describe.
+
+    Raises UserError where these are not the ranks that `section` of the config asks for.
+    """
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    if dist.get_world_size() != parallel.world_size:
+        raise UserError(
+            f"{section}.parallel needs tensor x pipeline x context x data = {parallel.tensor} x "
+            f"{parallel.pipeline} x {parallel.context} x {parallel.data} ranks, got WORLD_SIZE = "
+            f"{dist.get_world_size()}: start as many ranks as the product"
+        )
+    if on_gpu:
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=(
+            parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+        ),
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,  # an expert is whole on its rank
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+    )
+    with cpu_compat.apply():  # the embedding asks for a random state of its own, to drop nothing out
+        model_parallel_cuda_manual_seed(0)
+
+
+def build(folder: Path, spec: ModelSpec, settings: ModelSettings) -> Model:
+    """This rank's part of a model as `spec` says, its weights not read yet; a value head says 0.
+
+    Call it inside `cpu_compat.apply()`, after `initialize_parallel`.
+    """
+    config = _transformer_config(spec, settings)
+    # an adapter reads what the norm returns, which TransformerEngine keeps inside of a fused layer
+    linears = _fused_linears() if uses_transformer_engine() and settings.lora is None else LOCAL
+    turns = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    stages = [None] if turns is None else list(range(turns))
+    networks = tuple(_network(spec, config, linears, stage) for stage in stages)
+    return Model(networks, spec, folder, settings.lora)
+
+
+def uses_transformer_engine() -> bool:
+    """Its kernels compute a norm and the matrix behind it at once. Attention stays ours, which shares
+    prefixes, and so do experts."""
+    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+
+
+def _fused_linears() -> Linears:
+    from megatron.core.extensions import transformer_engine
+
+    column, row = transformer_engine.TELayerNormColumnParallelLinear, transformer_engine.TERowParallelLinear
+    return Linears(IdentityOp, column, row)
+
+
+def _network(spec: ModelSpec, config: TransformerConfig, linears: Linears, turn: int | None) -> Network:
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=turn)
+    network = Network(
+        config=config,
+        transformer_layer_spec=_block(spec, config, linears, turn),
+        vocab_size=spec.vocab_size,
+        max_sequence_length=spec.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=turn),
+        post_process=is_last,
+        share_embeddings_and_output_weights=spec.tied,
+        position_embedding_type="none",  # positions enter in the core attention
+        vp_stage=turn,
+    )
+    even = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=torch.cuda.current_device())
+    network.register_buffer("frequencies", spec.rotary_frequencies(even), persistent=False)
+    if is_last and spec.head == "value":
+        network.output_layer = ValueHead(spec.hidden_size, config.params_dtype)
+    _tag_shards(network)
+    return network
+
+
+def _tag_shards(network: Network) -> None:
+    """Megatron tags the weights that it splits when it initialises them, which we skip. TransformerEngine
+    tags its own.
+
+    Without the tag they would count once instead of once per rank in the gradient norm. Experts that are no
+    parallel ones are the same on all tensor-parallel ranks, each of which has its own tokens, like a norm:
+    Megatron sums their gradients over these ranks if they are tagged as a norm is.
+    """
+    for module in network.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and _is_copied_expert(module):
+            module.weight.sequence_parallel = network.config.sequence_parallel
+        elif isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=0, stride=1)
+        elif isinstance(module, RowParallelLinear):
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=1, stride=1)
+
+
+def _is_copied_expert(module: ColumnParallelLinear | RowParallelLinear) -> bool:
+    return bool(module.is_expert and module.config.expert_model_parallel_size == 1)
+
+
+def output_weight(model: Model) -> Tensor:
+    """The vocabulary-parallel output weight [V, H], also where it is the embedding. On the last stage.
+
+    Whoever multiplies hidden states with it sums their gradient over the tensor-parallel ranks: each
+    rank's covers only its own part of the vocabulary.
+    """
+    network = model.output
+    if network.share_embeddings_and_output_weights:
+        return network.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
+    return network.output_layer.weight  # type: ignore[no-any-return]
+
+
+def _transformer_config(spec: ModelSpec, settings: ModelSettings) -> TransformerConfig:
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    turns = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    return TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.intermediate_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        layernorm_epsilon=spec.norm_eps,
+        normalization="RMSNorm",
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=settings.dtype,
+        pipeline_dtype=settings.dtype,
+        bf16=settings.dtype is torch.bfloat16,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=settings.sequence_parallel,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=turns,
+        # No two micro-batches have equally many tokens: stages tell each other sizes before they send. With
+        # turns they cannot: of two stages, each is before and behind the other, Megatron posts both messages
+        # at once, and either may be taken for the other. Then all sizes are equal, and the two directions
+        # take different groups, as Megatron does where it does not send in batches.
+        variable_seq_lengths=pipeline > 1 and turns is None,
+        batch_p2p_comm=turns is None,
+        overlap_p2p_comm=turns is not None,
+        moe_token_dispatcher_type="alltoall",  # the only one that Megatron takes with variable lengths
+        **_expert_settings(spec),
+        calculate_per_token_loss=True,  # data-parallel gradients are summed: the loss weights carry the mean
+        perform_initialization=False,  # every parameter is read from the folder
+        **RECOMPUTE[settings.recompute],
+        # these need CUDA kernels
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        bias_dropout_fusion=False,
+    )
+
+
+def _expert_settings(spec: ModelSpec) -> dict[str, Any]:
+    if spec.experts is None:
+        return {}
+    return {
+        "num_moe_experts": spec.experts.num,
+        "moe_router_topk": spec.experts.per_token,
+        "moe_ffn_hidden_size": spec.experts.intermediate_size,
+        # scaling the chosen probabilities to sum 1 is a softmax over the chosen logits
+        "moe_router_pre_softmax": not spec.experts.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def _block(
+    spec: ModelSpec, config: TransformerConfig, linears: Linears, turn: int | None
+) -> TransformerBlockSubmodules:
+    """Megatron's own layers of this stage, with our norm and core attention."""
+    head_norm = RMSNorm if spec.qk_norm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=linears.column,
+        core_attention=TreeAttention,
+        linear_proj=linears.row,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    layer = TransformerLayerSubmodules(
+        input_layernorm=linears.norm,
+        self_attention=ModuleSpec(
+            module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=RMSNorm if spec.experts else linears.norm,
+        mlp=_experts() if spec.experts else _dense(linears),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return TransformerBlockSubmodules(
+        layer_specs=[ModuleSpec(module=TransformerLayer, submodules=layer)]
+        * get_num_layers_to_build(config, vp_stage=turn),
+        layer_norm=RMSNorm,
+    )
+
+
+def _dense(linears: Linears) -> ModuleSpec:
+    return ModuleSpec(
+        module=GatedMLP, submodules=MLPSubmodules(linear_fc1=linears.column, linear_fc2=linears.row)
+    )
+
+
+def _experts() -> ModuleSpec:
+    each = MLPSubmodules(linear_fc1=LOCAL.column, linear_fc2=LOCAL.row)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(router=Router, experts=ModuleSpec(module=SequentialMLP, submodules=each)),
+    )

@@ -1,0 +1,129 @@
+"""Adapters as folders of the peft library: adapter_config.json and adapter_model.safetensors."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from atoll.config.schema import LoraConfig
+from atoll.runtime.errors import UserError
+from atoll.trainer.megatron.lora import adapters
+from atoll.trainer.megatron.model import Model
+from atoll.trainer.megatron.names import shapes
+from atoll.weights.adapters import adapter_names, is_target
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def load_adapter(model: Model, folder: Path) -> None:
+    """Fills this rank's adapters, reading only its own slices. Raises UserError where the folder holds no
+    such adapter: another rank, alpha or other targets than the model's, or no readable files."""
+    assert model.lora is not None
+    _check_config(folder, model.lora)
+    expected = adapter_shapes(model)
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            got = {name: tuple(part.get_shape()) for name, part in slices.items()}
+            if got != expected:
+                name = min(dict(got.items() ^ expected.items()))
+                raise UserError(
+                    f"{folder}: tensor {name} has shape {got.get(name, 'none: it is missing')}, expected "
+                    f"{expected.get(name, 'no such tensor')}: the adapter is of another model"
+                )
+            for adapter in adapters(model).values():
+                for _, piece, parameter in adapter.parts:
+                    rows = slice(piece.row, piece.row + piece.rows)
+                    columns = slice(piece.column, piece.column + piece.columns)
+                    parameter.detach().copy_(slices[piece.tensor][rows, columns])
+    except (FileNotFoundError, SafetensorError) as error:
+        raise UserError(f"{folder / WEIGHTS} cannot be read ({error}): copy the adapter again") from error
+
+
+def _check_config(folder: Path, lora: LoraConfig) -> None:
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} holds no adapter of peft: {CONFIG} cannot be read ({error})") from error
+    targets = config.get("target_modules")
+    for key, got, ours, setting in (
+        ("peft_type", config.get("peft_type"), "LORA", None),
+        ("use_rslora", config.get("use_rslora", False), False, None),
+        ("use_dora", config.get("use_dora", False), False, None),
+        ("bias", config.get("bias", "none"), "none", None),
+        ("modules_to_save", config.get("modules_to_save"), None, None),
+        ("r", config.get("r"), lora.rank, "rank"),
+        ("lora_alpha", config.get("lora_alpha"), lora.alpha, "alpha"),
+        (
+            "target_modules",
+            sorted(targets) if isinstance(targets, list) else targets,
+            sorted(lora.targets),
+            "targets",
+        ),
+    ):
+        if got != ours:
+            remedy = f"set trainer.lora.{setting} to it" if setting else "only plain LoRA is trained"
+            raise UserError(f"{folder / CONFIG}: {key} is {got!r}, expected {ours!r}: {remedy}")
+
+
+def write_adapter(model: Model, folder: Path) -> None:
+    """Writes `folder` so that peft's `PeftModel.from_pretrained(base, folder)` is the policy. Every rank
+    calls it; rank 0 writes."""
+    assert model.lora is not None
+    tensors = _whole_adapters(model)
+    if dist.get_rank() > 0:
+        return
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model.folder.resolve()),
+        "r": model.lora.rank,
+        "lora_alpha": model.lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(model.lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2))
+
+
+def adapter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """PEFT's tensor name -> shape, of all adapters of the whole model."""
+    assert model.lora is not None
+    found: dict[str, tuple[int, ...]] = {}
+    for tensor, shape in shapes(model.spec).items():
+        if is_target(tensor, model.lora.targets):
+            a, b = adapter_names(tensor)
+            found |= {a: (model.lora.rank, shape[1]), b: (shape[0], model.lora.rank)}
+    return found
+
+
+def _whole_adapters(model: Model) -> dict[str, Tensor]:
+    """All adapters on each rank of one copy of the model: small, so that a single sum brings them together,
+    to which each part is given by the one rank that has it, or by the first of those."""
+    whole = adapter_shapes(model)
+    like = next(model.parameters)
+    sizes = [prod(shape) for shape in whole.values()]
+    flat = like.new_zeros(sum(sizes))
+    parts = torch.split(flat, sizes)
+    tensors = {name: part.view(shape) for (name, shape), part in zip(whole.items(), parts, strict=True)}
+    is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+    for adapter in adapters(model).values():
+        for kind, piece, parameter in adapter.parts:
+            if is_first or adapter.is_split(kind):
+                rows = slice(piece.row, piece.row + piece.rows)
+                columns = slice(piece.column, piece.column + piece.columns)
+                tensors[piece.tensor][rows, columns] = parameter.detach()
+    dist.all_reduce(flat, group=parallel_state.get_model_parallel_group())
+    return {name: tensor.cpu().clone() for name, tensor in tensors.items()}

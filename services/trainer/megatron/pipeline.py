@@ -1,0 +1,60 @@
+"""Micro-batches through a model: one after another, or in Megatron's 1F1B order over pipeline stages."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from atoll.trainer.megatron import cpu_compat
+from atoll.trainer.megatron.attention import AttentionPlan
+from atoll.trainer.megatron.model import Model, Network
+
+P = TypeVar("P")
+Inputs = tuple[Tensor, Tensor, AttentionPlan]  # what Network.forward takes
+
+
+def run(
+    model: Model,
+    parts: Sequence[P],
+    inputs: Callable[[P], Inputs],
+    last: Callable[[P, Tensor], Tensor],
+    backward: bool,
+    num_tokens: int,
+) -> None:
+    """Every rank of a pipeline calls it with the same parts. Where a stage has several turns, their number is
+    a multiple of that of the stages, and `inputs` gives each of them `num_tokens` tokens.
+
+    `last(part, hidden_T1H)` runs on the last stage, part after part; with `backward`, the scalar that it
+    returns is differentiated and gradients are accumulated.
+    """
+    if not parts:
+        return
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        for part in parts:
+            result = last(part, model.chunks[0](*inputs(part)))
+            if backward:
+                result.backward()  # type: ignore[no-untyped-call]
+        return
+
+    def forward_step(queue: Iterator[P], network: Network) -> tuple[Tensor, Callable[..., Any]]:
+        part = next(queue)
+        return network(*inputs(part)), partial(loss, part)
+
+    def loss(part: P, hidden_T1H: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        # of three results, Megatron leaves the first as it is: loss weights carry the denominator
+        return last(part, hidden_T1H), torch.zeros((), dtype=torch.int), {}
+
+    with cpu_compat.apply():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(parts) for _ in model.chunks],
+            model=list(model.chunks),
+            num_microbatches=len(parts),
+            seq_length=num_tokens,  # else, the stages tell each other the real one
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
