@@ -21,7 +21,7 @@ from atoll.rollout.generate import MAX_LINGER_S, linger_for
 from atoll.runtime.clients import MAX_MESSAGE_BYTES, Caller, CoordinatorClient
 from atoll.runtime.errors import AtollError, ServiceUnavailableError
 from atoll.runtime.process import new_incarnation
-from atoll.wire import codec
+from atoll.wire.codec.weights import encode_catalog
 from atoll.wire.types import BOX, Catalog, ServiceEntry
 from atoll.wire.v1 import reward_pb2, rollout_pb2, trainer_pb2, types_pb2
 
@@ -169,7 +169,7 @@ class Replica:
             max_length=1 << 20,
             slots=self._fleet.slots,
             dtype="float32",
-            boxes=[codec.encode_catalog(WEIGHTS)],
+            boxes=[encode_catalog(WEIGHTS)],
         ).SerializeToString()
 
 
@@ -193,7 +193,7 @@ def reward_handlers() -> dict[str, Method]:
 def trainer_handlers(tokenizer_digest: str) -> dict[str, Method]:
     info = trainer_pb2.TrainerInfoReply(
         tokenizer_digest=tokenizer_digest,
-        shards=[codec.encode_catalog(WEIGHTS)],
+        shards=[encode_catalog(WEIGHTS)],
         shard_of_rank=[0],
         roles=["actor"],
         world_size=1,

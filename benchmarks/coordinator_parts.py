@@ -29,12 +29,12 @@ OWN = "/atoll/"
 # File below services/, function, part: the first line of which file and function begin so counts. Files that
 # are not here, such as runtime/store.py, work for their caller.
 PARTS = (
-    ("wire/codec.py", "decode_verdict", "grading"),
-    ("wire/codec.py", "decode_sample", "decode"),
-    ("wire/codec.py", "parse_samples", "decode"),
+    ("wire/codec/rewards.py", "decode_verdict", "grading"),
+    ("wire/codec/samples.py", "decode_sample", "decode"),
+    ("wire/codec/samples.py", "parse_samples", "decode"),
     ("runtime/clients.py", "Arrival", "decode"),
-    ("wire/codec.py", "_check_", "decode"),
-    ("wire/codec.py", "encode_forward_backward", "prepare"),
+    ("wire/codec/samples.py", "_check_", "decode"),
+    ("wire/codec/batches.py", "encode_forward_backward", "prepare"),
     ("coordinator/journal/checkpoints.py", "", "checkpoint"),
     ("coordinator/journal/", "", "journal"),
     ("coordinator/rollouts/grading.py", "", "grading"),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from atoll.weights.plan import plan
-from atoll.wire import codec
+from atoll.wire.codec.weights import encode_catalog, encode_plan
 from atoll.wire.types import BOX, Catalog
 from benchmarks.memory import peak_mib
 
@@ -41,11 +41,11 @@ def measure(kind: str) -> dict[str, float]:
     pairs = np.unique(transfers[["source", "target"]])
     parts = np.unique(transfers[["source", "target", "round"]])
     busiest = max(int(np.bincount(parts[side]).max()) for side in ("source", "target"))
-    catalogs = [codec.encode_catalog(catalog) for catalog in {id(c): c for c in sources}.values()]
+    catalogs = [encode_catalog(catalog) for catalog in {id(c): c for c in sources}.values()]
     return {
         "cpu_s": seconds,
         "mib_above_inputs": mib,
-        "wire_mib": codec.encode_plan(found).ByteSize() / 2**20,
+        "wire_mib": encode_plan(found).ByteSize() / 2**20,
         "catalogs_wire_mib": sum(catalog.ByteSize() for catalog in catalogs) / 2**20,
         "ranks": len(sources),
         "tensors": len(found.tensors),

@@ -14,7 +14,7 @@ from atoll.config.schema import RunConfig
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.clients import Arrival
 from atoll.runtime.model_spec import ModelSpec
-from atoll.wire import codec
+from atoll.wire.codec.samples import encode_payload
 from atoll.wire.types import (
     FinishReason,
     Group,
@@ -70,7 +70,7 @@ def node(
 
 def arrival(*samples: Sample) -> Arrival:
     """As they come over the wire."""
-    return Arrival.parse(codec.encode_payload(samples))
+    return Arrival.parse(encode_payload(samples))
 
 
 def sample(

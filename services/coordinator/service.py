@@ -8,7 +8,7 @@ import grpc.aio
 from atoll.coordinator.control import Control
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.rewards.servers import Servers
-from atoll.wire import codec
+from atoll.wire.codec.fleet import decode_server, decode_service, encode_server_health, encode_service
 from atoll.wire.v1 import coordinator_pb2 as pb
 from atoll.wire.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 
@@ -29,25 +29,25 @@ class CoordinatorService(CoordinatorServicer):
         add_CoordinatorServicer_to_server(self, server)
 
     async def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.RegisterReply:
-        lease_s = await self._registry.register(codec.decode_service(request.service))
+        lease_s = await self._registry.register(decode_service(request.service))
         return pb.RegisterReply(lease_s=lease_s, epoch=self._registry.epoch)
 
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatReply:
-        known = await self._registry.renew(codec.decode_service(request.service))
+        known = await self._registry.renew(decode_service(request.service))
         return pb.HeartbeatReply(known=known, epoch=self._registry.epoch)
 
     async def Deregister(
         self, request: pb.DeregisterRequest, context: grpc.ServicerContext
     ) -> pb.DeregisterReply:
-        await self._registry.deregister(codec.decode_service(request.service))
+        await self._registry.deregister(decode_service(request.service))
         return pb.DeregisterReply()
 
     async def AddServer(
         self, request: pb.AddServerRequest, context: grpc.ServicerContext
     ) -> pb.AddServerReply:
-        await self._servers.add(codec.decode_server(request.server))
+        await self._servers.add(decode_server(request.server))
         return pb.AddServerReply()
 
     async def RemoveServer(
@@ -66,10 +66,10 @@ class CoordinatorService(CoordinatorServicer):
             num_steps=progress.num_steps,
             version=progress.version,
             error=progress.error,
-            services=[codec.encode_service(entry) for entry in self._registry.services()],
+            services=[encode_service(entry) for entry in self._registry.services()],
             metrics=progress.metrics,
             revision=progress.revision,
-            servers=[codec.encode_server_health(health) for health in self._servers.health()],
+            servers=[encode_server_health(health) for health in self._servers.health()],
         )
 
     async def PauseRun(self, request: pb.PauseRunRequest, context: grpc.ServicerContext) -> pb.PauseRunReply:

@@ -27,7 +27,7 @@ from atoll.config.schema import GraderConfig
 from atoll.reward.score import GRADERS, QUICK, Failure, Outcome, combine, judge, judge_quickly
 from atoll.runtime.errors import UserError
 from atoll.runtime.tether import die_with_parent
-from atoll.wire import codec
+from atoll.wire.codec.rewards import encode_score_item, encode_verdict, parse_score_item, parse_verdict
 from atoll.wire.types import Grade, Graded, ScoreItem
 
 LOAD_TIMEOUT_S = 120.0  # to import the user's file
@@ -158,10 +158,10 @@ class _Worker:
 
     async def ask(self, item: ScoreItem) -> Outcome:
         """Raises EOFError or ConnectionError where the process ends."""
-        frame = codec.encode_score_item(item).SerializeToString()
+        frame = encode_score_item(item).SerializeToString()
         self._writer.write(len(frame).to_bytes(4, "little") + frame)
         await self._writer.drain()
-        verdict = codec.parse_verdict(await self._receive(), item.id)
+        verdict = parse_verdict(await self._receive(), item.id)
         if not isinstance(verdict, Graded):
             return Failure(verdict.cause, verdict.retryable)
         return Grade(verdict.value, "".join(verdict.reasons.values()))
@@ -201,6 +201,6 @@ def _serve(connection: socket.socket, config: GraderConfig, source: bytes | None
     send(b"")
     with connection.makefile("rb") as requests:
         while header := requests.read(4):
-            item = codec.parse_score_item(requests.read(int.from_bytes(header, "little")))
+            item = parse_score_item(requests.read(int.from_bytes(header, "little")))
             verdict = combine(item.id, {config.name: 1.0}, {config.name: judge(grade, item)})
-            send(codec.encode_verdict(verdict).SerializeToString())
+            send(encode_verdict(verdict).SerializeToString())

@@ -15,7 +15,7 @@ from atoll.reward.sandbox.base import Sandbox
 from atoll.reward.sandbox.host import start_sandbox
 from atoll.runtime.errors import OverloadedError, UserError
 from atoll.runtime.process import ServiceContext
-from atoll.wire import codec
+from atoll.wire.codec.rewards import decode_execute, decode_score_item, encode_execution, encode_verdict
 from atoll.wire.types import Limits
 from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 
@@ -67,12 +67,12 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         once its verdict is there."""
         left = self._take_places(len(request.items))
         try:
-            items = [codec.decode_score_item(item) for item in request.items]
+            items = [decode_score_item(item) for item in request.items]
             async with aclosing(self._panel.verdicts(items)) as ready:
                 async for verdicts in ready:
                     left -= len(verdicts)
                     self._held -= len(verdicts)
-                    yield reward_pb2.ScoreReply(verdicts=map(codec.encode_verdict, verdicts))
+                    yield reward_pb2.ScoreReply(verdicts=map(encode_verdict, verdicts))
         finally:
             self._held -= left
 
@@ -82,13 +82,13 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             raise UserError(
                 "Execute: this reward service has no sandbox: add [reward.sandbox] to the run's TOML file"
             )
-        source, stdin, limits = codec.decode_execute(request)
+        source, stdin, limits = decode_execute(request)
         if not (limits.timeout_s > 0 and limits.memory_bytes > 0 and limits.output_bytes > 0):
             raise UserError(f"Execute: got {limits}, expected limits above 0, or none for the default")
         self._take_places(1)
         try:
             bounded = self._bounded(limits, context.time_remaining() or math.inf)
-            return codec.encode_execution(await self._sandbox.run(source, stdin, bounded))
+            return encode_execution(await self._sandbox.run(source, stdin, bounded))
         finally:
             self._held -= 1
 

@@ -17,7 +17,10 @@ from atoll.rollout.generate import LINGER_S, Generator, linger_for
 from atoll.runtime.errors import UserError
 from atoll.runtime.process import ServiceContext
 from atoll.weights.transport.base import open_receiver
-from atoll.wire import codec
+from atoll.wire.codec.rollout import decode_sampling
+from atoll.wire.codec.samples import encode_payload
+from atoll.wire.codec.values import decode_group_id, decode_version, encode_tensor, encode_version
+from atoll.wire.codec.weights import decode_membership, decode_plan, decode_stream, encode_catalog
 from atoll.wire.types import GroupRequest, PauseMode, Version
 from atoll.wire.v1 import rollout_pb2 as pb
 from atoll.wire.v1 import rollout_pb2_grpc, types_pb2
@@ -59,17 +62,17 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             raise UserError(f"Generate asks for model {request.model!r}; this replica serves {MODEL!r}")
         requests = [
             GroupRequest(
-                group=codec.decode_group_id(group.group),
+                group=decode_group_id(group.group),
                 prompt_ids=np.frombuffer(group.prompt_ids, "<i4"),
                 indices=tuple(group.index),
                 attempts=tuple(group.attempt),
-                sampling=codec.decode_sampling(group.sampling),
+                sampling=decode_sampling(group.sampling),
             )
             for group in request.groups
         ]
         async with aclosing(self._generator.generate(requests)) as stream:
             async for samples in stream:
-                yield pb.GenerateReply(samples=codec.encode_payload(samples))
+                yield pb.GenerateReply(samples=encode_payload(samples))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         return pb.AbortReply(aborted=await self._engine.abort(request.id_prefix))
@@ -92,17 +95,17 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self, request: pb.ReceiveWeightsRequest, context: Context
     ) -> pb.ReceiveWeightsReply:
         num_bytes = await self._engine.receive(
-            codec.decode_version(request.version),
-            [codec.decode_stream(stream) for stream in request.streams],
-            codec.decode_plan(request.plan) if request.HasField("plan") else None,
-            codec.decode_membership(request.membership),
+            decode_version(request.version),
+            [decode_stream(stream) for stream in request.streams],
+            decode_plan(request.plan) if request.HasField("plan") else None,
+            decode_membership(request.membership),
         )
         return pb.ReceiveWeightsReply(num_bytes=num_bytes)
 
     async def CommitWeights(
         self, request: pb.CommitWeightsRequest, context: Context
     ) -> pb.CommitWeightsReply:
-        version = codec.decode_version(request.version)
+        version = decode_version(request.version)
         if request.finish_running:
             stall_s = await self._commit_quietly(version)
         else:
@@ -125,20 +128,20 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     async def RollbackWeights(
         self, request: pb.RollbackWeightsRequest, context: Context
     ) -> pb.RollbackWeightsReply:
-        await self._engine.rollback(codec.decode_version(request.version))
+        await self._engine.rollback(decode_version(request.version))
         return pb.RollbackWeightsReply()
 
     async def ScoreTokens(self, request: pb.ScoreTokensRequest, context: Context) -> pb.ScoreTokensReply:
         sequences = [np.frombuffer(ids, "<i4") for ids in request.sequences]
         logprobs = await self._engine.score_tokens(sequences)
-        return pb.ScoreTokensReply(logprobs=codec.encode_tensor(np.concatenate(logprobs)))
+        return pb.ScoreTokensReply(logprobs=encode_tensor(np.concatenate(logprobs)))
 
     async def Checksums(self, request: pb.ChecksumsRequest, context: Context) -> pb.ChecksumsReply:
         version, checksums = await self._engine.checksums()
         return pb.ChecksumsReply(
-            version=codec.encode_version(version),
+            version=encode_version(version),
             tensors=list(checksums),
-            checksums=codec.encode_tensor(np.array(list(checksums.values()), np.uint64)),
+            checksums=encode_tensor(np.array(list(checksums.values()), np.uint64)),
         )
 
     async def Progress(self, request: types_pb2.ProgressRequest, context: Context) -> types_pb2.ProgressReply:
@@ -149,12 +152,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         return pb.RolloutInfoReply(
             name=self._name,
             incarnation=self._incarnation,
-            version=codec.encode_version(self._engine.version),
+            version=encode_version(self._engine.version),
             vocab_size=info.vocab_size,
             max_length=info.max_length,
             slots=info.slots,
             dtype=info.dtype,
-            boxes=[codec.encode_catalog(catalog) for catalog in self._engine.catalogs()],
+            boxes=[encode_catalog(catalog) for catalog in self._engine.catalogs()],
             running=info.running,
             queued=info.queued,
             tokens_generated=info.tokens_generated,

@@ -20,7 +20,26 @@ import numpy as np
 
 from atoll.runtime import errors
 from atoll.runtime.patience import while_it_progresses
-from atoll.wire import codec
+from atoll.wire.codec.batches import (
+    MAX_CHUNK_BYTES,
+    encode_forward_backward,
+    encode_step_key,
+    put_segments,
+    split_by_groups,
+)
+from atoll.wire.codec.fleet import decode_server_health, decode_service, encode_server, encode_service
+from atoll.wire.codec.rewards import decode_execution, decode_verdict, encode_execute, put_score_item
+from atoll.wire.codec.rollout import encode_sampling
+from atoll.wire.codec.samples import decode_samples, parse_samples
+from atoll.wire.codec.values import decode_tensor, decode_version, encode_group_id, encode_version
+from atoll.wire.codec.weights import (
+    decode_catalog,
+    decode_published,
+    encode_catalog,
+    encode_membership,
+    encode_plan,
+    encode_stream,
+)
 from atoll.wire.types import (
     Batch,
     Catalog,
@@ -209,12 +228,12 @@ class Arrival:
 
     @classmethod
     def parse(cls, payload: bytes) -> Self:
-        """Raises BadAnswerError for what `codec.decode_samples` refuses."""
+        """Raises BadAnswerError for what `decode_samples` refuses."""
         try:
-            message = codec.parse_samples(payload)
-            samples = codec.decode_samples(message)
+            message = parse_samples(payload)
+            samples = decode_samples(message)
             token_ids = np.frombuffer(message.token_ids, "<i4")  # one look costs less than one per sample
-            versions = tuple(map(codec.decode_version, message.versions))
+            versions = tuple(map(decode_version, message.versions))
             return cls(samples, versions, len(token_ids), int(token_ids.max(initial=-1)), payload)
         except ValueError as error:
             raise errors.BadAnswerError(str(error)) from error
@@ -232,11 +251,11 @@ class RolloutClient(_Client):
             model=model,
             groups=[
                 rollout_pb2.GroupRequest(
-                    group=codec.encode_group_id(group.group),
+                    group=encode_group_id(group.group),
                     prompt_ids=group.prompt_ids.astype("<i4", copy=False).tobytes(),
                     index=group.indices,
                     attempt=group.attempts,
-                    sampling=codec.encode_sampling(group.sampling),
+                    sampling=encode_sampling(group.sampling),
                 )
                 for group in groups
             ],
@@ -287,7 +306,7 @@ class RolloutClient(_Client):
         `finish_running`: first the running sequences end; else they go on with the new weights.
         """
         request = rollout_pb2.CommitWeightsRequest(
-            version=codec.encode_version(version), finish_running=finish_running
+            version=encode_version(version), finish_running=finish_running
         )
         with self._translate("CommitWeights"):
             # as long as running sequences take: silence is for the caller to judge
@@ -295,7 +314,7 @@ class RolloutClient(_Client):
         return reply.stall_s
 
     async def rollback_weights(self, version: Version) -> None:
-        request = rollout_pb2.RollbackWeightsRequest(version=codec.encode_version(version))
+        request = rollout_pb2.RollbackWeightsRequest(version=encode_version(version))
         with self._translate("RollbackWeights"):
             await self._stub.RollbackWeights(request, timeout=self._timeout_s, metadata=self._metadata)
 
@@ -307,7 +326,7 @@ class RolloutClient(_Client):
         with self._translate("ScoreTokens"):
             # it may wait until running sequences leave room: silence is for the caller to judge
             reply = await self._stub.ScoreTokens(request, timeout=CEILING_S, metadata=self._metadata)
-            logprobs = codec.decode_tensor(reply.logprobs).astype(np.float32, copy=False)
+            logprobs = decode_tensor(reply.logprobs).astype(np.float32, copy=False)
         ends = np.cumsum([len(ids) - 1 for ids in sequences])
         if logprobs.shape != (ends[-1],):
             raise errors.BadAnswerError(
@@ -322,8 +341,8 @@ class RolloutClient(_Client):
             reply = await self._stub.Checksums(
                 rollout_pb2.ChecksumsRequest(), timeout=self._timeout_s, metadata=self._metadata
             )
-            sums = codec.decode_tensor(reply.checksums).tolist()
-            return codec.decode_version(reply.version), dict(zip(reply.tensors, sums, strict=True))
+            sums = decode_tensor(reply.checksums).tolist()
+            return decode_version(reply.version), dict(zip(reply.tensors, sums, strict=True))
 
     async def progress(self) -> int:
         """Another number for as long as it produces tokens."""
@@ -341,12 +360,12 @@ class RolloutClient(_Client):
             return RolloutInfo(
                 name=reply.name,
                 incarnation=reply.incarnation,
-                version=codec.decode_version(reply.version),
+                version=decode_version(reply.version),
                 vocab_size=reply.vocab_size,
                 max_length=reply.max_length,
                 slots=reply.slots,
                 dtype=reply.dtype,
-                catalogs=tuple(codec.decode_catalog(boxes) for boxes in reply.boxes),
+                catalogs=tuple(decode_catalog(boxes) for boxes in reply.boxes),
                 running=reply.running,
                 queued=reply.queued,
                 tokens_generated=reply.tokens_generated,
@@ -357,10 +376,10 @@ def _receive_request(
     version: Version, streams: Sequence[StreamManifest], plan: Plan | None, membership: Membership
 ) -> rollout_pb2.ReceiveWeightsRequest:
     return rollout_pb2.ReceiveWeightsRequest(
-        version=codec.encode_version(version),
-        streams=[codec.encode_stream(stream) for stream in streams],
-        plan=None if plan is None else codec.encode_plan(plan),
-        membership=codec.encode_membership(membership),
+        version=encode_version(version),
+        streams=[encode_stream(stream) for stream in streams],
+        plan=None if plan is None else encode_plan(plan),
+        membership=encode_membership(membership),
     )
 
 
@@ -377,11 +396,11 @@ class WorkerClient(_Client):
         """`version` names the weights that it has loaded; `lora` is trainer.lora as JSON where adapters alone
         are pushed, "" else. Returns the rank's catalog and its dtype."""
         request = worker_pb2.AttachRequest(
-            version=codec.encode_version(version), transport=transport, deadline_s=deadline_s, lora=lora
+            version=encode_version(version), transport=transport, deadline_s=deadline_s, lora=lora
         )
         with self._translate("Attach"):
             reply = await self._stub.Attach(request, timeout=self._timeout_s)
-            return codec.decode_catalog(reply.boxes), reply.dtype
+            return decode_catalog(reply.boxes), reply.dtype
 
     async def receive(
         self,
@@ -397,19 +416,19 @@ class WorkerClient(_Client):
         return reply.num_bytes
 
     async def rollback(self, version: Version) -> None:
-        request = rollout_pb2.RollbackWeightsRequest(version=codec.encode_version(version))
+        request = rollout_pb2.RollbackWeightsRequest(version=encode_version(version))
         with self._translate("Rollback"):
             await self._stub.Rollback(request, timeout=self._timeout_s)
 
     async def prepare(self, version: Version) -> None:
         """The next call on SGLang's scheduler thread commits it. Raises where it is not staged whole."""
-        request = worker_pb2.PrepareRequest(version=codec.encode_version(version))
+        request = worker_pb2.PrepareRequest(version=encode_version(version))
         with self._translate("Prepare"):
             await self._stub.Prepare(request, timeout=self._timeout_s)
 
     async def read(self, boxes: Catalog) -> bytes:
         """The live bytes, box after box, each row-major and dense."""
-        request = worker_pb2.ReadRequest(boxes=codec.encode_catalog(boxes))
+        request = worker_pb2.ReadRequest(boxes=encode_catalog(boxes))
         with self._translate("Read"):
             reply = await self._stub.Read(request, timeout=self._timeout_s)
         return reply.data
@@ -458,7 +477,7 @@ class TrainerClient(_Client):
         with self._translate("Info"):
             request = trainer_pb2.TrainerInfoRequest(role=self._role)
             reply = await self._patiently(self._stub.Info, request)
-            shards = [codec.decode_catalog(boxes) for boxes in reply.shards]
+            shards = [decode_catalog(boxes) for boxes in reply.shards]
             return TrainerInfo(
                 model=reply.model,
                 world_size=reply.world_size,
@@ -480,34 +499,34 @@ class TrainerClient(_Client):
         `temperature` is that of the distribution; None: that of the run's samples.
         """
         requests = []
-        for part, _ in codec.split_by_groups(segments, codec.MAX_CHUNK_BYTES // 4):
+        for part, _ in split_by_groups(segments, MAX_CHUNK_BYTES // 4):
             requests.append(trainer_pb2.ComputeLogprobsRequest(role=self._role, temperature=temperature))
-            codec.put_segments(requests[-1].segments, part)
+            put_segments(requests[-1].segments, part)
         with self._translate("ComputeLogprobs"):
             replies = await self._patiently(_collected(self._stub.ComputeLogprobs), iter(requests))
-            parts = [codec.decode_tensor(reply.logprobs).astype(np.float32) for reply in replies]
+            parts = [decode_tensor(reply.logprobs).astype(np.float32) for reply in replies]
         return np.concatenate(parts)
 
     async def compute_values(self, segments: Segments) -> Float32:
         """float32 [T]: what the value head says after each token."""
         requests = []
-        for part, _ in codec.split_by_groups(segments, codec.MAX_CHUNK_BYTES // 4):
+        for part, _ in split_by_groups(segments, MAX_CHUNK_BYTES // 4):
             requests.append(trainer_pb2.ComputeValuesRequest(role=self._role))
-            codec.put_segments(requests[-1].segments, part)
+            put_segments(requests[-1].segments, part)
         with self._translate("ComputeValues"):
             replies = await self._patiently(_collected(self._stub.ComputeValues), iter(requests))
-            parts = [codec.decode_tensor(reply.values).astype(np.float32) for reply in replies]
+            parts = [decode_tensor(reply.values).astype(np.float32) for reply in replies]
         return np.concatenate(parts)
 
     async def forward_backward(self, key: StepKey, batch: Batch) -> Mapping[str, float]:
         """Accumulates gradients of sum(loss_weights * token loss); returns metrics."""
-        chunks = list(codec.encode_forward_backward(key, batch))
+        chunks = list(encode_forward_backward(key, batch))
         with self._translate("ForwardBackward"):
             reply = await self._patiently(self._stub.ForwardBackward, iter(chunks))
         return dict(reply.metrics)
 
     async def optim_step(self, key: StepKey, learning_rate: float) -> Mapping[str, float]:
-        request = trainer_pb2.OptimStepRequest(key=codec.encode_step_key(key), learning_rate=learning_rate)
+        request = trainer_pb2.OptimStepRequest(key=encode_step_key(key), learning_rate=learning_rate)
         with self._translate("OptimStep"):
             reply = await self._patiently(self._stub.OptimStep, request)
         return dict(reply.metrics)
@@ -526,16 +545,16 @@ class TrainerClient(_Client):
         """
         request = trainer_pb2.PublishWeightsRequest(
             role=self._role,
-            version=codec.encode_version(version),
+            version=encode_version(version),
             dtype=dtype,
             plan_ids=list(members),
-            members=[codec.encode_membership(membership) for membership in members.values()],
-            plans=[codec.encode_plan(plan) for plan in new_plans],
+            members=[encode_membership(membership) for membership in members.values()],
+            plans=[encode_plan(plan) for plan in new_plans],
             part=part,
         )
         with self._translate("PublishWeights"):
             reply = await self._patiently(self._stub.PublishWeights, request)
-            return codec.decode_published(reply)
+            return decode_published(reply)
 
     async def save_checkpoint(self, path: Path) -> None:
         """Begins to write a folder, in place of one of that name; the state is that of now."""
@@ -606,7 +625,7 @@ class RewardClient(_Client):
         size = 0
         request = reward_pb2.ScoreRequest()
         for item in items:
-            codec.put_score_item(request.items.add(), item)
+            put_score_item(request.items.add(), item)
         with self._translate("Score"):
             call = self._stub.Score(request, timeout=deadline_s, metadata=self._metadata)
             try:
@@ -618,7 +637,7 @@ class RewardClient(_Client):
                             f"on {len(items)} items, expected less"
                         )
                     yield [
-                        codec.decode_verdict(verdict, sample)
+                        decode_verdict(verdict, sample)
                         for verdict in reply.verdicts
                         if (sample := samples.get(verdict.id))
                     ]
@@ -633,10 +652,10 @@ class RewardClient(_Client):
     async def execute(self, source: str, stdin: bytes, limits: Limits) -> Execution:
         """Runs a Python program in a sandbox. Raises UserError where the service has none, SandboxError where
         it cannot be set up."""
-        request = codec.encode_execute(source, stdin, limits)
+        request = encode_execute(source, stdin, limits)
         with self._translate("Execute"):
             reply = await self._stub.Execute(request, timeout=self._timeout_s, metadata=self._metadata)
-            return codec.decode_execution(reply)
+            return decode_execution(reply)
 
     async def describe(self) -> RewardInfo:
         with self._translate("Describe"):
@@ -676,20 +695,20 @@ class CoordinatorClient(_Client):
 
     async def register(self, entry: ServiceEntry) -> tuple[float, int]:
         """Returns the seconds that the lease lasts, and the coordinator's epoch."""
-        request = coordinator_pb2.RegisterRequest(service=codec.encode_service(entry))
+        request = coordinator_pb2.RegisterRequest(service=encode_service(entry))
         with self._translate("Register"):
             reply = await self._stub.Register(request, timeout=self._timeout_s, metadata=self._metadata)
         return reply.lease_s, reply.epoch
 
     async def heartbeat(self, entry: ServiceEntry) -> tuple[bool, int]:
         """Whether the coordinator knows this service, which else registers again, and its epoch."""
-        request = coordinator_pb2.HeartbeatRequest(service=codec.encode_service(entry))
+        request = coordinator_pb2.HeartbeatRequest(service=encode_service(entry))
         with self._translate("Heartbeat"):
             reply = await self._stub.Heartbeat(request, timeout=self._timeout_s, metadata=self._metadata)
         return reply.known, reply.epoch
 
     async def deregister(self, entry: ServiceEntry) -> None:
-        request = coordinator_pb2.DeregisterRequest(service=codec.encode_service(entry))
+        request = coordinator_pb2.DeregisterRequest(service=encode_service(entry))
         with self._translate("Deregister"):
             await self._stub.Deregister(request, timeout=self._timeout_s, metadata=self._metadata)
 
@@ -705,15 +724,15 @@ class CoordinatorClient(_Client):
             num_steps=reply.num_steps,
             version=reply.version,
             error=reply.error,
-            services=tuple(codec.decode_service(service) for service in reply.services),
+            services=tuple(decode_service(service) for service in reply.services),
             metrics=dict(reply.metrics),
             revision=reply.revision,
-            servers=tuple(codec.decode_server_health(server) for server in reply.servers),
+            servers=tuple(decode_server_health(server) for server in reply.servers),
         )
 
     async def add_server(self, server: ExternalServer) -> None:
         """Raises UserError if it may not be registered, or does not answer properly."""
-        request = coordinator_pb2.AddServerRequest(server=codec.encode_server(server))
+        request = coordinator_pb2.AddServerRequest(server=encode_server(server))
         timeout_s = 2 * server.timeout_s + self._timeout_s  # a connection, and a probe
         with self._translate("AddServer"):
             await self._stub.AddServer(request, timeout=timeout_s, metadata=self._metadata)

@@ -38,7 +38,15 @@ from atoll.trainer.residency import Part, Residency
 from atoll.trainer.roles import build_roles, join_ranks, section_name, section_of
 from atoll.trainer.step import Learner
 from atoll.weights.transport.base import open_sender
-from atoll.wire import codec
+from atoll.wire.codec.batches import decode_forward_backward, decode_segments, decode_step_key, join_segments
+from atoll.wire.codec.values import decode_tensor, decode_version, encode_tensor
+from atoll.wire.codec.weights import (
+    decode_membership,
+    decode_plan,
+    decode_published,
+    encode_catalog,
+    encode_published,
+)
 from atoll.wire.types import Written
 from atoll.wire.v1 import trainer_pb2 as pb
 from atoll.wire.v1 import trainer_pb2_grpc, types_pb2
@@ -154,35 +162,35 @@ class Rank:
             num_parameters=sum(prod(shape) for shape in shapes(model.spec).values()),
             vocab_size=model.spec.vocab_size,
             tokenizer_digest=tokenizer_digest(model.folder),
-            shards=[codec.encode_catalog(boxes)],
+            shards=[encode_catalog(boxes)],
             roles=list(self._forwards),
         )
 
     def _compute_logprobs(self, requests: Sequence[bytes]) -> Message:
         chunks = [pb.ComputeLogprobsRequest.FromString(data) for data in requests]
-        segments = codec.join_segments([codec.decode_segments(chunk.segments) for chunk in chunks])
+        segments = join_segments([decode_segments(chunk.segments) for chunk in chunks])
         temperature = chunks[0].temperature if chunks[0].HasField("temperature") else None
         logprobs_T = self._forward(chunks[0].role).compute_logprobs(segments, temperature)
-        return pb.ComputeLogprobsReply(logprobs=codec.encode_tensor(logprobs_T))
+        return pb.ComputeLogprobsReply(logprobs=encode_tensor(logprobs_T))
 
     def _compute_values(self, requests: Sequence[bytes]) -> Message:
         chunks = [pb.ComputeValuesRequest.FromString(data) for data in requests]
-        segments = codec.join_segments([codec.decode_segments(chunk.segments) for chunk in chunks])
+        segments = join_segments([decode_segments(chunk.segments) for chunk in chunks])
         values_T = self._forward(chunks[0].role).compute_values(segments)
-        return pb.ComputeValuesReply(values=codec.encode_tensor(values_T))
+        return pb.ComputeValuesReply(values=encode_tensor(values_T))
 
     def _forward_backward(self, requests: Sequence[bytes]) -> Message:
         chunks = [pb.ForwardBackwardRequest.FromString(data) for data in requests]
-        key = codec.decode_step_key(chunks[0].key)
+        key = decode_step_key(chunks[0].key)
         learner = self._trained(key.role, Part.GRADIENTS)
         if self._loss_asks_reference:
             self._forward("reference")
-        metrics = learner.forward_backward(key, codec.decode_forward_backward(chunks))
+        metrics = learner.forward_backward(key, decode_forward_backward(chunks))
         return pb.ForwardBackwardReply(metrics=metrics)
 
     def _optim_step(self, requests: Sequence[bytes]) -> Message:
         request = pb.OptimStepRequest.FromString(requests[0])
-        key = codec.decode_step_key(request.key)
+        key = decode_step_key(request.key)
         learner = self._trained(key.role, Part.GRADIENTS, Part.OPTIMIZER)
         if self._publisher is not None:
             self._publisher.train_on()
@@ -196,16 +204,16 @@ class Rank:
             )
         self._memory[self._role].bring(Part.PARAMETERS)
         published = self._publisher.publish(
-            codec.decode_version(request.version),
+            decode_version(request.version),
             request.dtype,
             {
-                plan_id: codec.decode_membership(membership)
+                plan_id: decode_membership(membership)
                 for plan_id, membership in zip(request.plan_ids, request.members, strict=True)
             },
-            [codec.decode_plan(plan) for plan in request.plans],
+            [decode_plan(plan) for plan in request.plans],
             request.part,
         )
-        return codec.encode_published(published)
+        return encode_published(published)
 
     def _save_checkpoint(self, requests: Sequence[bytes]) -> Message:
         request = pb.SaveCheckpointRequest.FromString(requests[0])
@@ -297,9 +305,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         """One reply per chunk."""
         chunks = await _collect(request_iterator)
         replies = await self._run("ComputeLogprobs", chunks)
-        logprobs_T = codec.decode_tensor(pb.ComputeLogprobsReply.FromString(replies[0]).logprobs)
+        logprobs_T = decode_tensor(pb.ComputeLogprobsReply.FromString(replies[0]).logprobs)
         for tokens in _tokens(chunks):
-            yield pb.ComputeLogprobsReply(logprobs=codec.encode_tensor(logprobs_T[tokens]))
+            yield pb.ComputeLogprobsReply(logprobs=encode_tensor(logprobs_T[tokens]))
 
     async def ComputeValues(
         self, request_iterator: AsyncIterator[pb.ComputeValuesRequest], context: Context
@@ -307,9 +315,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         """One reply per chunk."""
         chunks = await _collect(request_iterator)
         replies = await self._run("ComputeValues", chunks)
-        values_T = codec.decode_tensor(pb.ComputeValuesReply.FromString(replies[0]).values)
+        values_T = decode_tensor(pb.ComputeValuesReply.FromString(replies[0]).values)
         for tokens in _tokens(chunks):
-            yield pb.ComputeValuesReply(values=codec.encode_tensor(values_T[tokens]))
+            yield pb.ComputeValuesReply(values=encode_tensor(values_T[tokens]))
 
     async def ForwardBackward(
         self, request_iterator: AsyncIterator[pb.ForwardBackwardRequest], context: Context
@@ -326,8 +334,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         self, request: pb.PublishWeightsRequest, context: Context
     ) -> pb.PublishWeightsReply:
         replies = await self._run("PublishWeights", [request])
-        parts = [codec.decode_published(pb.PublishWeightsReply.FromString(reply)) for reply in replies]
-        return codec.encode_published(merged(parts))
+        parts = [decode_published(pb.PublishWeightsReply.FromString(reply)) for reply in replies]
+        return encode_published(merged(parts))
 
     async def SaveCheckpoint(
         self, request: pb.SaveCheckpointRequest, context: Context

@@ -25,7 +25,8 @@ from atoll.runtime.errors import (
     WeightPushError,
 )
 from atoll.runtime.server import Admitted, Fence, Server
-from atoll.wire import codec
+from atoll.wire.codec.batches import put_segments
+from atoll.wire.codec.samples import encode_payload
 from atoll.wire.types import PauseMode, Segments
 from atoll.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 from tests.builders import node, sample, sample_id
@@ -288,7 +289,7 @@ async def test_a_refusal_reaches_a_caller_that_goes_on_sending() -> None:
     """Refused before the first of its chunks, it has 20 MB to send: what fails then is the sending."""
     refusal = "/atoll.v1.Trainer/ComputeValues: the call has no deadline; set a timeout"
     chunk = trainer_pb2.ComputeValuesRequest()
-    codec.put_segments(chunk.segments, zeros(500, 1000))
+    put_segments(chunk.segments, zeros(500, 1000))
     async with serving_trainer(FakeTrainer()) as address, grpc.aio.insecure_channel(address) as channel:
         for _ in range(10):
             call = trainer_pb2_grpc.TrainerStub(channel).ComputeValues(iter([chunk] * 10), metadata=[BEARER])
@@ -475,7 +476,7 @@ async def test_a_call_without_progress_is_given_up() -> None:
 
 
 async def test_a_stream_of_samples_has_no_deadline_of_its_own(address: str, servicer: FakeRollout) -> None:
-    servicer.answer = codec.encode_payload([sample(sample_id(0, 1), node([4, 5]))])
+    servicer.answer = encode_payload([sample(sample_id(0, 1), node([4, 5]))])
     async with calling(address, fence=1) as client:
         (arrived,) = [arrival async for arrival in client.generate("actor", [])]
     assert arrived.samples[0].id == sample_id(0, 1)

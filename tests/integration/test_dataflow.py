@@ -29,7 +29,7 @@ from atoll.coordinator.rollouts.source import GenerateSource
 from atoll.runtime.clients import Arrival, Caller
 from atoll.runtime.errors import AtollError, EngineDiedError, StoreError, UserError
 from atoll.runtime.store import Script, Store, embedded
-from atoll.wire import codec
+from atoll.wire.codec.samples import encode_payload
 from atoll.wire.types import (
     Graded,
     GradingError,
@@ -592,7 +592,7 @@ async def test_a_stale_baseline_is_generated_again_alone(store: Store, tmp_path:
     ids = [sample_id(prompt, index) for prompt in range(10) for index in range(9)]
     samples = [made(id, 0, "2", "rollout-0", flow.version if id.index == 8 else current) for id in ids]
     await flow.journal.issue(ids, "{}")
-    await flow.journal.finish(samples, codec.encode_payload(samples))
+    await flow.journal.finish(samples, encode_payload(samples))
     await flow.publish(current)
     source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
     source.restore([InFlight(group_id(prompt), 9) for prompt in range(10)], current)

@@ -17,7 +17,7 @@ from atoll.coordinator.journal.journal import Checkpoint, Journal, JournalError,
 from atoll.coordinator.journal.ledger import LEDGER, Ledger
 from atoll.runtime.errors import StaleFenceError, UserError
 from atoll.runtime.store import EmbeddedServer, Script, Store, embedded
-from atoll.wire import codec
+from atoll.wire.codec.samples import encode_payload
 from atoll.wire.types import (
     FinishReason,
     GroupId,
@@ -55,7 +55,7 @@ async def opened(store: Store, folder: Path) -> tuple[Journal, str]:
 
 
 async def finish(journal: Journal, samples: Sequence[Sample]) -> list[Sample]:
-    return await journal.finish(samples, codec.encode_payload(samples))
+    return await journal.finish(samples, encode_payload(samples))
 
 
 async def saved(journal: Journal, step: int, version: Version, folder: Path) -> Checkpoint:
@@ -225,7 +225,7 @@ async def test_payloads_are_counted_until_a_checkpoint_frees_them(store: Store, 
     ids = [sample_id(prompt) for prompt in range(4)]
     await journal.issue(ids, CURSOR)
     payloads = [sample(id, Version(lineage, 0)) for id in ids]
-    sizes = [len(codec.encode_payload([each])) for each in payloads]
+    sizes = [len(encode_payload([each])) for each in payloads]
     for number, each in enumerate(payloads, 1):
         await finish(journal, [each])
         assert journal.num_bytes == sum(sizes[:number])

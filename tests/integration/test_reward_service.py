@@ -32,7 +32,7 @@ from atoll.runtime.clients import Caller, RewardClient
 from atoll.runtime.errors import OverloadedError, ServiceUnavailableError, UserError
 from atoll.runtime.server import Server
 from atoll.runtime.store import Store
-from atoll.wire import codec
+from atoll.wire.codec.rewards import decode_verdict, encode_score_item, encode_verdict
 from atoll.wire.types import (
     Execution,
     FinishReason,
@@ -112,7 +112,7 @@ async def grading(*graders: GraderConfig, max_queued: int = 8192) -> AsyncIterat
 async def replies(client: RewardClient, items: Sequence[ScoreItem]) -> AsyncIterator[reward_pb2.ScoreReply]:
     """The messages of one call, as they come."""
     async with grpc.aio.insecure_channel(client.address) as channel:
-        request = reward_pb2.ScoreRequest(items=[codec.encode_score_item(item) for item in items])
+        request = reward_pb2.ScoreRequest(items=[encode_score_item(item) for item in items])
         metadata = Caller(token=TOKEN).metadata
         async for reply in reward_pb2_grpc.RewardStub(channel).Score(request, timeout=60, metadata=metadata):
             yield reply
@@ -187,7 +187,7 @@ async def test_a_grader_that_hangs_crashes_or_raises_costs_one_verdict(grader: G
         arrived = [verdict async for reply in replies(client, items) for verdict in reply.verdicts]
         assert arrived[-1].id == str(items[0].id)  # none waits for it
         ids = {str(item.id): item.id for item in items}
-        verdicts = {ids[verdict.id]: codec.decode_verdict(verdict, ids[verdict.id]) for verdict in arrived}
+        verdicts = {ids[verdict.id]: decode_verdict(verdict, ids[verdict.id]) for verdict in arrived}
         for scored, (cause, retryable) in zip(items[:6], bad.values(), strict=True):
             assert verdicts[scored.id] == GradingError(scored.id, grader.name, cause, retryable)
         assert verdicts[items[6].id] == Graded(items[6].id, 0.6 * 2, {"exact_match": 0.0, grader.name: 0.6})
@@ -348,7 +348,7 @@ async def test_a_service_that_is_silent_for_too_long_loses_the_call() -> None:
             self, request: reward_pb2.ScoreRequest, context: Any
         ) -> AsyncIterator[reward_pb2.ScoreReply]:
             try:
-                yield reward_pb2.ScoreReply(verdicts=[codec.encode_verdict(Graded(item(1, "").id, 1.0, {}))])
+                yield reward_pb2.ScoreReply(verdicts=[encode_verdict(Graded(item(1, "").id, 1.0, {}))])
                 await asyncio.Event().wait()
             finally:
                 ended.set()

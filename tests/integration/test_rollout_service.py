@@ -24,7 +24,7 @@ from atoll.runtime.errors import AtollError, EngineDiedError, ServiceUnavailable
 from atoll.runtime.process import EXIT_GAVE_UP
 from atoll.runtime.server import Server
 from atoll.weights.transport import shm
-from atoll.wire import codec
+from atoll.wire.codec.values import encode_version
 from atoll.wire.types import (
     FinishReason,
     GroupId,
@@ -119,7 +119,7 @@ async def test_a_new_lineage_gets_no_samples_of_the_old_one_though_its_first_com
     engine = start_engine(tiny_qwen2)
     service = RolloutService(engine, "rollout-0", "a1")
     version, live = Version("b7c1", 4), asyncio.Event()
-    commit = pb.CommitWeightsRequest(version=codec.encode_version(version))
+    commit = pb.CommitWeightsRequest(version=encode_version(version))
 
     async def commit_unheard(version: Version) -> float:
         if version != engine.version:

@@ -15,7 +15,7 @@ import numpy as np
 
 from atoll.runtime.clients import Arrival, RewardInfo
 from atoll.runtime.errors import ServiceUnavailableError, UserError
-from atoll.wire import codec
+from atoll.wire.codec.samples import encode_samples
 from atoll.wire.types import (
     FinishReason,
     Float32,
@@ -229,7 +229,7 @@ class FakeReplica:
 
 
 def arrival(samples: Sequence[Sample]) -> Arrival:
-    return Arrival.parse(codec.encode_samples(samples).SerializeToString())
+    return Arrival.parse(encode_samples(samples).SerializeToString())
 
 
 class FakeGrader:

@@ -21,7 +21,7 @@ from atoll.runtime.errors import (
     StoreError,
     UserError,
 )
-from atoll.wire import codec
+from atoll.wire.codec.samples import decode_payload, encode_samples
 from atoll.wire.types import (
     FinishReason,
     GroupId,
@@ -121,7 +121,7 @@ def changed(**columns: object) -> Answer:
     """The message with some of its columns replaced."""
 
     def answer(samples: Sequence[Sample]) -> Arrival:
-        message = codec.encode_samples(samples)
+        message = encode_samples(samples)
         for name, value in columns.items():
             message.ClearField(name)  # type: ignore[arg-type]
             if isinstance(value, bytes):
@@ -200,7 +200,7 @@ def test_what_a_replica_must_not_send_is_its_own_fault_and_is_not_kept(answer: A
         assert good.asked == [(sample_id(0, 0), 1), (sample_id(0, 1), 1)]
         assert [s.attempt for s in kept.samples] == [1, 1]
         (payload,) = kept.payloads
-        assert [s.attempt for s in codec.decode_payload(payload)] == [1, 1]
+        assert [s.attempt for s in decode_payload(payload)] == [1, 1]
         (reason,) = kept.retries
         assert reason.startswith("lost with rollout-0: ")
         assert re.search(words, reason), reason
@@ -308,7 +308,7 @@ def test_a_replica_whose_stream_is_lost_twice_with_nothing_between_is_unwell() -
     virtual_clock.run(scene())
 
 
-MESSAGE = codec.encode_samples([made(sample_id(0, index), 0) for index in range(3)]).SerializeToString()
+MESSAGE = encode_samples([made(sample_id(0, index), 0) for index in range(3)]).SerializeToString()
 
 
 @given(st.data())

@@ -18,7 +18,7 @@ from atoll.runtime.errors import (
     StaleFenceError,
     UserError,
 )
-from atoll.wire import codec
+from atoll.wire.codec.rewards import encode_score_item
 from atoll.wire.types import Graded, GradingError, ScoreItem, Verdict
 from tests import virtual_clock
 from tests.fake_rewards import FakeService, graded, rewards_of, scored
@@ -392,6 +392,6 @@ async def test_no_call_is_larger_than_a_message_may_be() -> None:
             calls = part.split(items)
             assert [one.id for call in calls for one in call] == [one.id for one in items]
             assert [len(call) for call in calls] == [8, 8, 8, 6]
-            sizes = [sum(codec.encode_score_item(one).ByteSize() for one in call) for call in calls]
+            sizes = [sum(encode_score_item(one).ByteSize() for one in call) for call in calls]
             assert max(sizes) < MAX_MESSAGE_BYTES
     assert [len(call) for call in OwnServices(600.0).split([item(number) for number in range(5)])] == [5]

@@ -19,7 +19,7 @@ from atoll.runtime.errors import (
     ServiceUnavailableError,
     UserError,
 )
-from atoll.wire import codec
+from atoll.wire.codec.fleet import decode_kept_server, encode_server
 from atoll.wire.types import ExternalServer, Graded, GradingError, ServerHealth, Verdict
 from tests import virtual_clock
 from tests.fake_rewards import scored
@@ -367,11 +367,11 @@ async def test_a_restarted_coordinator_asks_its_file_again_who_may_be_called() -
     world = World(a=Fake(), b=Fake(), c=Fake())
     await world.servers.add(reward_server("a", address="169.254.169.254"))  # which is not theirs to say
     await world.servers.add(reward_server("b", name="style"))
-    kept = {key: codec.decode_kept_server(content) for key, content in world.store.servers.items()}
+    kept = {key: decode_kept_server(content) for key, content in world.store.servers.items()}
     assert [server.address for server in kept.values()] == [ADDRESS, ADDRESS]
     moved = {"a": "10.0.0.1", "b": ""}  # no longer listed; of an earlier version
     world.store.servers = {
-        key: codec.encode_server(replace(server, address=moved[server.url])).SerializeToString()
+        key: encode_server(replace(server, address=moved[server.url])).SerializeToString()
         for key, server in kept.items()
     }
     later = World(**world.fakes)

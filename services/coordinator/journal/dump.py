@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.runtime.errors import UserError
-from atoll.wire import codec
+from atoll.wire.codec.journal import decode_dump, encode_dump
 from atoll.wire.types import Group, Version
 
 
@@ -17,7 +17,7 @@ def write_dump(folder: Path, step: int, version: Version, groups: Sequence[Group
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{step:06d}.pb"
     partial = path.with_suffix(".partial")
-    partial.write_bytes(codec.encode_dump(step, version, groups))
+    partial.write_bytes(encode_dump(step, version, groups))
     return partial.rename(path)
 
 
@@ -51,6 +51,6 @@ def dumps(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> tuple[int, Version, list[Group]]:
     try:
-        return codec.decode_dump(path.read_bytes())
+        return decode_dump(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is not a dump of a consumed batch: {error}") from None

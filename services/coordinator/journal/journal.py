@@ -26,7 +26,7 @@ from atoll.coordinator.journal.snapshot import (
 )
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.store import Script, Store
-from atoll.wire import codec
+from atoll.wire.codec.samples import decode_payload
 from atoll.wire.types import GroupId, JournalIndex, Sample, SampleId, Version
 
 
@@ -313,7 +313,7 @@ class Journal:
 
 
 def _decode(payloads: Iterable[bytes]) -> list[Sample]:
-    return [sample for payload in payloads for sample in codec.decode_payload(payload)]
+    return [sample for payload in payloads for sample in decode_payload(payload)]
 
 
 def _in_flight(run: str, index: JournalIndex) -> tuple[InFlight, ...]:

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from atoll.coordinator.journal import scripts
 from atoll.runtime.errors import UserError
 from atoll.runtime.store import Store
-from atoll.wire import codec
+from atoll.wire.codec.journal import decode_journal_record, encode_journal_index, encode_journal_payload
 from atoll.wire.types import JournalIndex
 
 PART: Final = 1000  # samples or payloads named in one call
@@ -47,7 +47,7 @@ class Snapshot:
                 gone |= await asyncio.to_thread(_write_payloads, file, part)
             if gone:
                 index = await asyncio.to_thread(_without, index, gone)
-            await asyncio.to_thread(_write_record, file, codec.encode_journal_index(index))
+            await asyncio.to_thread(_write_record, file, encode_journal_index(index))
 
 
 async def payloads_of(store: Store, numbers: Sequence[str]) -> AsyncIterator[list[Payload]]:
@@ -67,7 +67,7 @@ def _write_payloads(file: IO[bytes], part: Iterable[Payload]) -> set[str]:
         if payload is None:
             gone.add(number)
         else:
-            _write_record(file, codec.encode_journal_payload(number, payload))
+            _write_record(file, encode_journal_payload(number, payload))
     return gone
 
 
@@ -95,7 +95,7 @@ def _read_record(path: Path, file: IO[bytes]) -> tuple[str, bytes] | JournalInde
     content = file.read(_LENGTH.unpack(header)[0]) if len(header) == _LENGTH.size else b""
     if content and len(content) == _LENGTH.unpack(header)[0]:
         with suppress(DecodeError):
-            return codec.decode_journal_record(content)
+            return decode_journal_record(content)
     raise UserError(f"{path} is damaged: it ends within a record; continue from an earlier checkpoint")
 
 

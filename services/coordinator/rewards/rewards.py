@@ -10,7 +10,7 @@ from functools import partial
 from atoll.coordinator.rewards.score_parts import OwnServices, Part, ServerGrader, texts
 from atoll.runtime.clients import MAX_MESSAGE_BYTES, RewardClient
 from atoll.runtime.errors import AtollError, StaleFenceError
-from atoll.wire import codec
+from atoll.wire.codec.rewards import encode_score_item
 from atoll.wire.types import Graded, GradingError, SampleId, ScoreItem, Verdict
 
 BACKOFF_S = 0.5  # before what failed is asked again; twice as long each time
@@ -169,7 +169,7 @@ def _unsendable(item: ScoreItem) -> GradingError | None:
     if 8 * sum(map(len, parts)) < MAX_MESSAGE_BYTES and all(map(str.isascii, parts)):
         return None
     try:
-        size = codec.encode_score_item(item).ByteSize()
+        size = encode_score_item(item).ByteSize()
     except ValueError as error:  # such as half of a surrogate pair
         return GradingError(item.id, "", f"its texts fit no message: {error}", retryable=False)
     if size < MAX_MESSAGE_BYTES - 16:  # the rest is for what encloses it

@@ -24,7 +24,7 @@ from atoll.runtime.errors import (
     UserError,
 )
 from atoll.runtime.store import Script, Store
-from atoll.wire import codec
+from atoll.wire.codec.fleet import decode_kept_server, encode_server
 from atoll.wire.types import ExternalServer, ScoreItem, ServerHealth, Verdict
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Servers:
             await self._store.write(_FORGET, (_SERVERS,))
             return
         for content in await self._store.read("HVALS", _SERVERS):
-            server = codec.decode_kept_server(content)
+            server = decode_kept_server(content)
             try:
                 client = self._connect(server, self._terms.kept(server))
             except UserError as error:
@@ -115,7 +115,7 @@ class Servers:
                 ) from None
             async with self._keeping:
                 await self._store.write(
-                    _KEEP, (_SERVERS,), member.key, codec.encode_server(server).SerializeToString()
+                    _KEEP, (_SERVERS,), member.key, encode_server(server).SerializeToString()
                 )
                 old = self._take_place(member)
         except BaseException:

@@ -33,7 +33,14 @@ from atoll.runtime.model_spec import read_spec
 from atoll.runtime.server import Server
 from atoll.weights.boxes import box_view
 from atoll.weights.transport.base import open_receiver
-from atoll.wire import codec
+from atoll.wire.codec.values import decode_version
+from atoll.wire.codec.weights import (
+    decode_catalog,
+    decode_membership,
+    decode_plan,
+    decode_stream,
+    encode_catalog,
+)
 from atoll.wire.types import Catalog, Version
 from atoll.wire.v1 import rollout_pb2, worker_pb2, worker_pb2_grpc
 
@@ -159,14 +166,14 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             with _beside_generation(self._buffers[0]):
                 return Refit(
                     self._buffers,
-                    codec.decode_version(request.version),
+                    decode_version(request.version),
                     open_receiver(request.transport, request.deadline_s),
                     self._rank,
                     in_place=self._in_place,
                 )
 
         self._refit = await asyncio.to_thread(stage)
-        return worker_pb2.AttachReply(boxes=codec.encode_catalog(mine), dtype=DTYPES[dtype])
+        return worker_pb2.AttachReply(boxes=encode_catalog(mine), dtype=DTYPES[dtype])
 
     async def Receive(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: Context
@@ -176,10 +183,10 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         def receive() -> int:
             with _beside_generation(self._buffers[0]):
                 return refit.receive(
-                    codec.decode_version(request.version),
-                    [codec.decode_stream(stream) for stream in request.streams],
-                    codec.decode_plan(request.plan) if request.HasField("plan") else None,
-                    codec.decode_membership(request.membership),
+                    decode_version(request.version),
+                    [decode_stream(stream) for stream in request.streams],
+                    decode_plan(request.plan) if request.HasField("plan") else None,
+                    decode_membership(request.membership),
                 )
 
         return rollout_pb2.ReceiveWeightsReply(num_bytes=await asyncio.to_thread(receive))
@@ -188,17 +195,17 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self, request: rollout_pb2.RollbackWeightsRequest, context: Context
     ) -> rollout_pb2.RollbackWeightsReply:
         self._prepared = None
-        await asyncio.to_thread(self._attached().rollback, codec.decode_version(request.version))
+        await asyncio.to_thread(self._attached().rollback, decode_version(request.version))
         return rollout_pb2.RollbackWeightsReply()
 
     async def Prepare(self, request: worker_pb2.PrepareRequest, context: Context) -> worker_pb2.PrepareReply:
-        version = codec.decode_version(request.version)
+        version = decode_version(request.version)
         await asyncio.to_thread(self._attached().check, version)
         self._prepared = version
         return worker_pb2.PrepareReply()
 
     async def Read(self, request: worker_pb2.ReadRequest, context: Context) -> worker_pb2.ReadReply:
-        boxes = codec.decode_catalog(request.boxes)
+        boxes = decode_catalog(request.boxes)
         return worker_pb2.ReadReply(data=await asyncio.to_thread(self._read, boxes))
 
     def _read(self, boxes: Catalog) -> bytes:

@@ -1,0 +1,58 @@
+"""Services and external servers <-> messages of the coordinator. Pure."""
+
+from atoll.wire.types import ExternalServer, ServerHealth, ServiceEntry
+from atoll.wire.v1 import coordinator_pb2
+
+
+def encode_server(server: ExternalServer) -> coordinator_pb2.ExternalServer:
+    return coordinator_pb2.ExternalServer(
+        kind=server.kind,
+        name=server.name,
+        url=server.url,
+        protocol=server.protocol,
+        options=server.options,
+        auth=server.auth,
+        concurrency=server.concurrency,
+        timeout_s=server.timeout_s,
+        address=server.address,
+    )
+
+
+def decode_server(message: coordinator_pb2.ExternalServer) -> ExternalServer:
+    """Whether kind, protocol and options exist is for `atoll.external` to say."""
+    return ExternalServer(
+        kind=message.kind,  # type: ignore[arg-type]
+        name=message.name,
+        url=message.url,
+        protocol=message.protocol,
+        options=dict(message.options),
+        auth=message.auth,
+        concurrency=message.concurrency,
+        timeout_s=message.timeout_s,
+        address=message.address,
+    )
+
+
+def decode_kept_server(content: bytes) -> ExternalServer:
+    """What the store keeps of a registered server: its message."""
+    return decode_server(coordinator_pb2.ExternalServer.FromString(content))
+
+
+def encode_server_health(health: ServerHealth) -> coordinator_pb2.ServerHealth:
+    return coordinator_pb2.ServerHealth(
+        server=encode_server(health.server), well=health.well, cause=health.cause
+    )
+
+
+def decode_server_health(message: coordinator_pb2.ServerHealth) -> ServerHealth:
+    return ServerHealth(decode_server(message.server), message.well, message.cause)
+
+
+def encode_service(entry: ServiceEntry) -> coordinator_pb2.Service:
+    return coordinator_pb2.Service(
+        role=entry.role, name=entry.name, incarnation=entry.incarnation, address=entry.address
+    )
+
+
+def decode_service(message: coordinator_pb2.Service) -> ServiceEntry:
+    return ServiceEntry(message.role, message.name, message.incarnation, message.address)

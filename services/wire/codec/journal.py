@@ -1,0 +1,92 @@
+"""What the coordinator keeps of groups and samples <-> files and values of the store. Pure."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from atoll.wire.codec.samples import decode_samples, encode_samples
+from atoll.wire.codec.values import decode_group_id, decode_version, encode_group_id, encode_version
+from atoll.wire.types import Group, JournalIndex, Prompt, Version
+from atoll.wire.v1 import journal_pb2, types_pb2
+
+
+def encode_prompt(prompt: Prompt) -> types_pb2.Prompt:
+    return types_pb2.Prompt(
+        id=encode_group_id(prompt.id),
+        token_ids=prompt.token_ids.astype("<i4", copy=False).tobytes(),
+        text=prompt.text,
+        ground_truth=prompt.ground_truth,
+        data_source=prompt.data_source,
+        extra=prompt.extra,
+    )
+
+
+def decode_prompt(message: types_pb2.Prompt) -> Prompt:
+    return Prompt(
+        id=decode_group_id(message.id),
+        token_ids=np.frombuffer(message.token_ids, "<i4"),
+        text=message.text,
+        ground_truth=message.ground_truth,
+        data_source=message.data_source,
+        extra=dict(message.extra),
+    )
+
+
+def encode_dump(step: int, version: Version, groups: Sequence[Group]) -> bytes:
+    """One consumed batch as a file's content."""
+    message = types_pb2.Dump(
+        step=step,
+        version=encode_version(version),
+        groups=[
+            types_pb2.Group(
+                prompt=encode_prompt(group.prompt),
+                samples=encode_samples(group.samples),
+                baseline=encode_samples([group.baseline] if group.baseline else []),
+            )
+            for group in groups
+        ],
+    )
+    return message.SerializeToString()
+
+
+def decode_dump(content: bytes) -> tuple[int, Version, list[Group]]:
+    """Raises ValueError where the content is no dump."""
+    try:
+        message = types_pb2.Dump.FromString(content)
+    except DecodeError as error:
+        raise ValueError(str(error)) from None
+    return (
+        message.step,
+        decode_version(message.version),
+        [
+            Group(
+                decode_prompt(group.prompt),
+                tuple(decode_samples(group.samples)),
+                next(iter(decode_samples(group.baseline)), None),
+            )
+            for group in message.groups
+        ],
+    )
+
+
+def encode_journal_payload(number: str, content: bytes) -> bytes:
+    payload = journal_pb2.JournalPayload(number=number, content=content)
+    return journal_pb2.JournalRecord(payload=payload).SerializeToString()
+
+
+def encode_journal_index(index: JournalIndex) -> bytes:
+    return journal_pb2.JournalRecord(
+        index=journal_pb2.JournalIndex(
+            issued=index.issued, finished=index.finished, cursor=index.cursor or "", lineages=index.lineages
+        )
+    ).SerializeToString()
+
+
+def decode_journal_record(data: bytes) -> tuple[str, bytes] | JournalIndex:
+    """A payload with its number, or the index."""
+    record = journal_pb2.JournalRecord.FromString(data)
+    if record.WhichOneof("record") == "payload":
+        return record.payload.number, record.payload.content
+    index = record.index
+    return JournalIndex(index.issued, index.finished, index.cursor or None, tuple(index.lineages))

@@ -1,0 +1,125 @@
+"""Items, verdicts and executions <-> messages of the reward service. Pure."""
+
+from atoll.wire.types import (
+    Execution,
+    FinishReason,
+    Graded,
+    GradingError,
+    Limits,
+    SampleId,
+    ScoreItem,
+    Status,
+    Verdict,
+)
+from atoll.wire.v1 import reward_pb2
+
+
+def encode_score_item(item: ScoreItem) -> reward_pb2.ScoreItem:
+    message = reward_pb2.ScoreItem()
+    put_score_item(message, item)
+    return message
+
+
+def put_score_item(message: reward_pb2.ScoreItem, item: ScoreItem) -> None:
+    message.id = str(item.id)
+    message.prompt = item.prompt
+    message.response = item.response
+    message.ground_truth = item.ground_truth
+    message.data_source = item.data_source
+    message.finish_reason = item.finish_reason.value
+    message.response_length = item.response_length
+    if item.extra:
+        message.extra.update(item.extra)
+
+
+def decode_score_item(message: reward_pb2.ScoreItem) -> ScoreItem:
+    return ScoreItem(
+        id=SampleId.parse(message.id),
+        prompt=message.prompt,
+        response=message.response,
+        ground_truth=message.ground_truth,
+        data_source=message.data_source,
+        finish_reason=FinishReason(message.finish_reason),
+        response_length=message.response_length,
+        extra=dict(message.extra),
+    )
+
+
+def encode_verdict(verdict: Verdict) -> reward_pb2.Verdict:
+    if isinstance(verdict, Graded):
+        return reward_pb2.Verdict(
+            id=str(verdict.id),
+            graded=reward_pb2.Graded(
+                value=verdict.value, components=verdict.components, reasons=verdict.reasons
+            ),
+        )
+    return reward_pb2.Verdict(
+        id=str(verdict.id),
+        error=reward_pb2.GradingError(
+            grader=verdict.grader, cause=verdict.cause, retryable=verdict.retryable
+        ),
+    )
+
+
+def decode_verdict(message: reward_pb2.Verdict, sample: SampleId) -> Verdict:
+    """`sample` is what the message's id stands for."""
+    if message.HasField("graded"):
+        graded, reasons = message.graded, message.graded.reasons
+        components = {name: graded.components[name] for name in graded.components}  # dict() is slow
+        return Graded(sample, graded.value, components, dict(reasons) if reasons else {})
+    if message.HasField("error"):
+        return GradingError(sample, message.error.grader, message.error.cause, message.error.retryable)
+    return GradingError(
+        sample, grader="", cause="the service sent a verdict without outcome", retryable=False
+    )
+
+
+def parse_score_item(content: bytes) -> ScoreItem:
+    return decode_score_item(reward_pb2.ScoreItem.FromString(content))
+
+
+def parse_verdict(content: bytes, sample: SampleId) -> Verdict:
+    return decode_verdict(reward_pb2.Verdict.FromString(content), sample)
+
+
+def encode_execute(source: str, stdin: bytes, limits: Limits) -> reward_pb2.ExecuteRequest:
+    return reward_pb2.ExecuteRequest(
+        source=source,
+        stdin=stdin,
+        timeout_s=limits.timeout_s,
+        memory_bytes=limits.memory_bytes,
+        output_bytes=limits.output_bytes,
+    )
+
+
+def decode_execute(message: reward_pb2.ExecuteRequest) -> tuple[str, bytes, Limits]:
+    """A limit that the message leaves out is that of `Limits`."""
+    default = Limits()
+    limits = Limits(
+        timeout_s=message.timeout_s or default.timeout_s,
+        memory_bytes=message.memory_bytes or default.memory_bytes,
+        output_bytes=message.output_bytes or default.output_bytes,
+    )
+    return message.source, message.stdin, limits
+
+
+def encode_execution(execution: Execution) -> reward_pb2.ExecuteReply:
+    return reward_pb2.ExecuteReply(
+        status=execution.status.value,
+        detail=execution.detail,
+        stdout=execution.stdout,
+        stderr=execution.stderr,
+        wall_s=execution.wall_s,
+        cpu_s=execution.cpu_s,
+    )
+
+
+def decode_execution(message: reward_pb2.ExecuteReply) -> Execution:
+    return Execution(
+        status=Status(message.status),
+        detail=message.detail,
+        stdout=message.stdout,
+        stderr=message.stderr,
+        wall_s=message.wall_s,
+        cpu_s=message.cpu_s,
+    )
