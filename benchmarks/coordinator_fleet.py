@@ -40,10 +40,10 @@ REWARDS = [reward_pb2.Graded(value=value, components={"exact_match": value}) for
 
 @cache
 def frame(num_samples: int, num_tokens: int) -> bytes:
-    """The columns of atoll.v1.Samples that are alike in all messages: tokens, texts, spans."""
+    """The columns of atoll.v1.Trajectories that are alike in all messages: tokens, texts, spans."""
     ones, counts = [1] * num_samples, list(range(num_samples + 1))
     tokens = np.full(num_samples * num_tokens, TOKEN, "<i4")
-    return types_pb2.Samples(
+    return types_pb2.Trajectories(
         finish_reason=[types_pb2.FINISH_REASON_LENGTH] * num_samples,
         text=[TEXT_PER_TOKEN * num_tokens] * num_samples,
         origin=[0] * num_samples,
@@ -125,10 +125,10 @@ class Replica:
         return True
 
     async def generate(self, request: rollout_pb2.GenerateRequest, _: Context) -> AsyncIterator[bytes]:
-        num_tokens = min(self._fleet.num_tokens, request.groups[0].sampling.max_new_tokens)
+        num_tokens = min(self._fleet.num_tokens, request.turns[0].sampling.max_new_tokens)
         samples = [
             (asked.group, index, attempt)
-            for asked in request.groups
+            for asked in request.turns
             for index, attempt in zip(asked.index, asked.attempt, strict=True)
         ]
         call = Call(len(samples), self._fleet.linger_s)
@@ -147,7 +147,7 @@ class Replica:
         """The columns that differ from message to message; protobuf merges them with those of `frame`."""
         groups = {id(group): group for group, _, _ in finished}
         numbers = {key: number for number, key in enumerate(groups)}
-        return types_pb2.Samples(
+        return types_pb2.Trajectories(
             groups=groups.values(),
             group=[numbers[id(group)] for group, _, _ in finished],
             index=[index for _, index, _ in finished],

@@ -31,7 +31,7 @@ OWN = "/atoll/"
 PARTS = (
     ("wire/codec/rewards.py", "decode_verdict", "grading"),
     ("wire/codec/samples.py", "decode_sample", "decode"),
-    ("wire/codec/samples.py", "parse_samples", "decode"),
+    ("wire/codec/samples.py", "parse_trajectories", "decode"),
     ("runtime/clients.py", "Arrival", "decode"),
     ("wire/codec/samples.py", "_check_", "decode"),
     ("wire/codec/batches.py", "encode_forward_backward", "prepare"),

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from atoll.cli.arithmetic import build_arithmetic
 from atoll.rollout.engines.local import LocalEngine
 from atoll.weights.transport import shm
-from atoll.wire.types import GroupId, GroupRequest, Sampling, Version
+from atoll.wire.types import GroupId, SampleId, Sampling, TurnId, TurnRequest, Version
 
 PROMPT_TOKENS, NEW_TOKENS = 6, 8
 FIRST_TOKEN, VOCAB_SIZE = 3, 64  # below: special tokens
@@ -69,12 +69,10 @@ async def _compare(
         async def local(prompts: np.ndarray = prompts, seed: int = number) -> None:
             sampling = Sampling(NEW_TOKENS, seed=seed)
             requests = [
-                GroupRequest(
-                    group=GroupId("bench", 0, row),
-                    prompt_ids=prompt.astype(np.int32),
-                    indices=tuple(range(num_samples)),
-                    attempts=(0,) * num_samples,
-                    sampling=sampling,
+                TurnRequest(
+                    tuple(TurnId(SampleId(GroupId("bench", 0, row), i), 0) for i in range(num_samples)),
+                    prompt.astype(np.int32),
+                    sampling,
                 )
                 for row, prompt in enumerate(prompts)
             ]

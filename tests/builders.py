@@ -4,6 +4,7 @@ group(sample(sample_id(7, 0), node([3, 4]), score=1.0), sample(sample_id(7, 1), 
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,23 @@ from atoll.config.schema import RunConfig
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.clients import Arrival
 from atoll.runtime.model_spec import ModelSpec
-from atoll.wire.codec.samples import encode_payload
+from atoll.wire.codec.trajectories import encode_payload
 from atoll.wire.types import (
+    BELOW_PROMPT,
+    STATUS_AFTER,
+    WHOLE,
     FinishReason,
     Group,
     GroupId,
     Node,
+    Origin,
     Prompt,
-    Provenance,
-    Sample,
     SampleId,
     Sampling,
+    Trajectory,
+    Turn,
+    TurnId,
+    TurnRequest,
     TurnReward,
     Version,
     VersionSpan,
@@ -50,25 +57,29 @@ def node(
     ids: Sequence[int],
     mask: Sequence[int] | None = None,
     *,
-    parent: int = -1,
+    parent: int = BELOW_PROMPT,
     logprobs: float | Sequence[float] = -1.0,
     versions: Version | Sequence[Version] = V0,
 ) -> Node:
     """`mask`, `logprobs` and `versions` by token; the last two also one for all."""
     if isinstance(versions, Version):
-        spans: tuple[VersionSpan, ...] = (VersionSpan(versions, 0, len(ids)),)
-    else:
-        spans = tuple(VersionSpan(version, i, i + 1) for i, version in enumerate(versions))
+        versions = [versions] * len(ids)
+    mask = [1] * len(ids) if mask is None else mask
+    spans = []
+    for (version, produced), tokens in groupby(range(len(ids)), lambda i: (versions[i], mask[i])):
+        first, *_, last = [*(numbers := list(tokens)), numbers[-1]]
+        if produced:
+            spans.append(VersionSpan(version, first, last + 1))
     return Node(
         parent,
         np.array(ids, np.int32),
-        np.ones(len(ids), np.bool_) if mask is None else np.array(mask, np.bool_),
+        np.array(mask, np.bool_),
         np.broadcast_to(np.array(logprobs, np.float32), len(ids)).copy(),
-        spans,
+        tuple(spans),
     )
 
 
-def arrival(*samples: Sample) -> Arrival:
+def arrival(*samples: Trajectory) -> Arrival:
     """As they come over the wire."""
     return Arrival.parse(encode_payload(samples))
 
@@ -82,14 +93,35 @@ def sample(
     reason: FinishReason = FinishReason.STOP,
     text: str = "2",
     replica: str = "rollout-0",
-) -> Sample:
-    """`score`: one reward by `exact_match`, at the last node."""
+) -> Trajectory:
+    """Each node that has produced tokens is a turn; one of no tokens at all is one, too. `score`: one reward
+    by `exact_match`, for the whole trajectory."""
     if score is not None:
-        rewards = (TurnReward(len(nodes) - 1, score, {"exact_match": score}),)
-    return Sample(id, attempt, nodes, reason, text, Provenance(replica, "1", 0.0, 1.0), rewards)
+        rewards = (TurnReward(WHOLE, score, {"exact_match": score}),)
+    turns = tuple(
+        Turn(number, reason, text, Origin(replica, "1"), 0.0, 1.0)
+        for number, node in enumerate(nodes)
+        if node.loss_mask.any() or not len(node.token_ids)
+    )
+    return Trajectory(id, attempt, nodes, turns, STATUS_AFTER[reason], rewards)
 
 
-def group(*samples: Sample, ids: Sequence[int] = (1,), baseline: Sample | None = None) -> Group:
+def turn_request(
+    context: Sequence[int],
+    *,
+    group: GroupId | None = None,
+    indices: Sequence[int] = (0,),
+    attempt: int = 0,
+    turn: int = 0,
+    sampling: Sampling = SAMPLING,
+    session: str = "",
+) -> TurnRequest:
+    """One turn of each sample of a group, all after the same context."""
+    ids = tuple(TurnId(SampleId(group or group_id(), index), attempt, turn) for index in indices)
+    return TurnRequest(ids, np.array(context, np.int32), sampling, session)
+
+
+def group(*samples: Trajectory, ids: Sequence[int] = (1,), baseline: Trajectory | None = None) -> Group:
     """`ids`: the prompt's."""
     return Group(prompt(samples[0].id.group.prompt, ids), samples, baseline)
 

@@ -35,16 +35,15 @@ from atoll.runtime.clients import TrainerClient
 from atoll.wire.types import (
     Float32,
     GroupId,
-    GroupRequest,
     Int32,
     Prompt,
-    Sample,
     SampleId,
     Sampling,
     ServiceEntry,
+    Trajectory,
     Version,
 )
-from tests.builders import run_config
+from tests.builders import run_config, turn_request
 from tests.fake_rewards import FakeService, rewards_of
 from tests.tokens import CALLER
 from tests.trainer_fleet import Fleet, read_line, update
@@ -224,7 +223,7 @@ async def push(run: Run, number: int) -> PushReport:
     return report
 
 
-async def starts(replica: Replica, *tasks: asyncio.Task[list[Sample]]) -> None:
+async def starts(replica: Replica, *tasks: asyncio.Task[list[Trajectory]]) -> None:
     """Returns once the replica runs sequences."""
     while (await replica.client.info()).running == 0:
         assert not any(task.done() for task in tasks), tasks
@@ -259,21 +258,22 @@ async def tokens_until_commit(replica: Replica) -> int:
     return await asked
 
 
-async def generate_until(end: asyncio.Event, replica: Replica, lengths: Sequence[int]) -> list[Sample]:
+async def generate_until(end: asyncio.Event, replica: Replica, lengths: Sequence[int]) -> list[Trajectory]:
     """Group after group; that which runs at the end is the last."""
-    samples: list[Sample] = []
+    samples: list[Trajectory] = []
     while not end.is_set():
         group = await generate(replica, lengths)
-        assert sorted(sample.num_tokens for sample in group) == list(lengths)  # none is lost or cut
+        assert sorted(sample.num_produced for sample in group) == list(lengths)  # none is lost or cut
         samples += group
     return samples
 
 
-async def generate(replica: Replica, lengths: Sequence[int]) -> list[Sample]:
+async def generate(replica: Replica, lengths: Sequence[int]) -> list[Trajectory]:
     """A group of sequences that nothing ends before their time."""
     group = GroupId(token_hex(4), 0, 0)
     requests = [
-        GroupRequest(group, PROMPT, (index,), (0,), Sampling(length)) for index, length in enumerate(lengths)
+        turn_request(PROMPT, group=group, indices=[index], sampling=Sampling(length))
+        for index, length in enumerate(lengths)
     ]
     stream = replica.client.generate("actor", requests)
     return [sample async for arrival in stream for sample in arrival.samples]
@@ -343,7 +343,7 @@ async def check_kill(run: Run, services: Rollouts, exported: Path, number: int) 
     assert list(run.replicas) == survivors
     await asyncio.wait_for(samples.complete.wait(), 60)
     assert sorted(samples.finished_ids) == sorted(str(id) for group in groups for id in group.ids())
-    assert {sample.num_tokens for group in groups for sample in group.samples} == {NUM_TOKENS}
+    assert {sample.num_produced for group in groups for sample in group.samples} == {NUM_TOKENS}
     assert samples.num_retried > 0
     generating.cancel()
     await assert_hold(survivors, exported, run.version(number))
@@ -363,7 +363,7 @@ class Samples:
         self.complete = asyncio.Event()
         self._missing = num_groups
 
-    async def finished(self, samples: Sequence[Sample], payload: bytes) -> None:
+    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None:
         self.finished_ids += [str(sample.id) for sample in samples]
 
     async def retried(self, samples: Sequence[SampleId], reason: str) -> None:

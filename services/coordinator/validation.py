@@ -9,7 +9,7 @@ import numpy as np
 from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.errors import AtollError
-from atoll.wire.types import Group, GroupId, Prompt, Sample, SampleId, Sampling
+from atoll.wire.types import Group, GroupId, Prompt, SampleId, Sampling, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ def set_metrics(name: str, groups: Sequence[Group]) -> dict[str, float]:
     """avg@k: the mean score. pass@k: the share of prompts with at least one score of 1 or more."""
     k = len(groups[0].samples)
     scores = np.array([[sample.score for sample in group.samples] for group in groups])
-    lengths = np.array([[sample.num_tokens for sample in group.samples] for group in groups])
+    lengths = np.array([[sample.num_produced for sample in group.samples] for group in groups])
     return {
         f"val/{name}/avg@{k}": float(scores.mean()),
         f"val/{name}/pass@{k}": float((scores >= 1).any(axis=1).mean()),
@@ -78,7 +78,7 @@ class _Collector:
         self.done = asyncio.Event()
         self._expected = expected
 
-    async def finished(self, samples: Sequence[Sample], payload: bytes) -> None: ...
+    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
 
     async def retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Between service and engine: each request id is generated once, however often it is asked for."""
+"""Between service and engine: each turn is generated once, however often it is asked for."""
 
 import asyncio
 from collections import OrderedDict
@@ -8,9 +8,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from atoll.rollout.engines.base import Completion, Engine, request_id
+from atoll.rollout.engines.base import Completion, Engine
 from atoll.runtime.errors import UserError
-from atoll.wire.types import GroupRequest, Node, Provenance, Sample, SampleId
+from atoll.wire.types import (
+    BELOW_PROMPT,
+    STATUS_AFTER,
+    Node,
+    Origin,
+    Trajectory,
+    Turn,
+    TurnId,
+    TurnRequest,
+)
 
 MAX_REMEMBERED_TOKENS = 1 << 20  # of finished samples: some 10 MB
 LINGER_S = 0.02  # a finished sample waits so long for others: a message costs the coordinator more than they
@@ -28,12 +37,12 @@ def linger_for(num_replicas: int) -> float:
 class _Listener:
     """A call that waits for samples."""
 
-    missing: set[str] = field(default_factory=set)  # request ids
-    inbox: asyncio.Queue[list[Sample] | Exception] = field(default_factory=asyncio.Queue)
+    missing: set[TurnId] = field(default_factory=set)
+    inbox: asyncio.Queue[list[Trajectory] | Exception] = field(default_factory=asyncio.Queue)
 
-    async def next(self, expected: int, linger_s: float) -> list[Sample]:
+    async def next(self, expected: int, linger_s: float) -> list[Trajectory]:
         """The next samples to finish, and those of the `expected` that follow within `linger_s`."""
-        samples: list[Sample] = []
+        samples: list[Trajectory] = []
         deadline = None
         while len(samples) < expected:
             try:
@@ -55,7 +64,7 @@ class _Listener:
 class _Job:
     """One engine call, and who listens to it. It ends early when nobody does for ORPHANED_S."""
 
-    running: set[str]  # request ids
+    running: set[TurnId]
     listeners: set[_Listener] = field(default_factory=set)
     task: asyncio.Task[None] | None = None
 
@@ -64,28 +73,28 @@ class Generator:
     def __init__(self, engine: Engine, replica: str, incarnation: str, linger_s: float = LINGER_S) -> None:
         self._engine = engine
         self._linger_s = linger_s
-        self._replica = replica
-        self._incarnation = incarnation
-        self._jobs: dict[str, _Job] = {}  # by the id of each request that runs
-        self._finished: OrderedDict[str, Sample] = OrderedDict()  # by request id, oldest first
+        self._origin = Origin(replica, incarnation)
+        self._jobs: dict[TurnId, _Job] = {}  # by each turn that runs
+        self._finished: OrderedDict[TurnId, Trajectory] = OrderedDict()  # oldest first
         self._finished_tokens = 0
 
-    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Sample], None]:
-        """Samples of all requests as they finish, those together that finish within `linger_s` of each other,
-        and twice as long for each further message: the longer a call has run, the less a delay counts.
+    async def generate(self, requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Trajectory], None]:
+        """Turns as they finish, each a trajectory of its own; those together that finish within `linger_s` of
+        each other, and twice as long for each further message: the longer a call has run, the less a delay
+        counts.
 
-        A request that runs is joined, one that has finished is answered again. Once the iterator is closed,
+        A turn that runs is joined, one that has finished is answered again. Once the iterator is closed,
         what nobody else waits for is aborted after ORPHANED_S. Raises what the engine raises.
         """
         listener = _Listener()
-        answers: list[Sample] = []
+        answers: list[Trajectory] = []
         jobs: set[_Job] = set()
         new = []
         for request in requests:
             unknown = []
-            for id, index, attempt in _samples(request):
+            for id in request.ids:
                 if id in listener.missing:
-                    raise UserError(f"sample {id} is asked for twice in one call: ask once")
+                    raise UserError(f"turn {id} is asked for twice in one call: ask once")
                 if id in self._finished:
                     answers.append(self._finished[id])
                     continue
@@ -93,10 +102,9 @@ class Generator:
                 if id in self._jobs:
                     jobs.add(self._jobs[id])
                 else:
-                    unknown.append((index, attempt))
+                    unknown.append(id)
             if unknown:
-                indices, attempts = zip(*unknown, strict=True)
-                new.append(replace(request, indices=indices, attempts=attempts))
+                new.append(replace(request, ids=tuple(unknown)))
         if new:
             jobs.add(self._start(new))
         for job in jobs:
@@ -129,13 +137,13 @@ class Generator:
             job.task.cancel()
             self._unlist(job)
 
-    def _start(self, requests: Sequence[GroupRequest]) -> _Job:
-        job = _Job({id for request in requests for id, _, _ in _samples(request)})
+    def _start(self, requests: Sequence[TurnRequest]) -> _Job:
+        job = _Job({id for request in requests for id in request.ids})
         self._jobs.update(dict.fromkeys(job.running, job))
         job.task = asyncio.create_task(self._run(job, requests))
         return job
 
-    async def _run(self, job: _Job, requests: Sequence[GroupRequest]) -> None:
+    async def _run(self, job: _Job, requests: Sequence[TurnRequest]) -> None:
         """Consumes one engine call for all listeners; ends with its last sample, with an error, or
         cancelled once nobody listens."""
         try:
@@ -155,47 +163,36 @@ class Generator:
         job.running.clear()
 
     def _publish(self, job: _Job, completions: Sequence[Completion]) -> None:
-        samples = {request_id(c.group, c.index, c.attempt): self._sample(c) for c in completions}
+        samples = {completion.id: self._trajectory(completion) for completion in completions}
         for id, sample in samples.items():
             job.running.remove(id)
             del self._jobs[id]
             self._finished[id] = sample
-            self._finished_tokens += sample.num_tokens
+            self._finished_tokens += sample.num_produced
         while self._finished_tokens > MAX_REMEMBERED_TOKENS:
             _, oldest = self._finished.popitem(last=False)
-            self._finished_tokens -= oldest.num_tokens
+            self._finished_tokens -= oldest.num_produced
         for listener in job.listeners:
             awaited = [sample for id, sample in samples.items() if id in listener.missing]
             if awaited:
                 listener.inbox.put_nowait(awaited)
 
-    def _sample(self, completion: Completion) -> Sample:
-        """A tree of one node."""
+    def _trajectory(self, completion: Completion) -> Trajectory:
+        """Of this turn alone: a tree of one node."""
         node = Node(
-            parent=-1,
+            parent=BELOW_PROMPT,
             token_ids=completion.token_ids,
             loss_mask=np.ones(len(completion.token_ids), np.bool_),
             logprobs=completion.logprobs,
             spans=completion.spans,
         )
-        return Sample(
-            id=SampleId(completion.group, completion.index),
-            attempt=completion.attempt,
-            nodes=(node,),
+        turn = Turn(
+            node=0,
             finish_reason=completion.finish_reason,
             text=completion.text,
-            provenance=Provenance(self._replica, self._incarnation, completion.started, completion.finished),
+            origin=self._origin,
+            started=completion.started,
+            finished=completion.finished,
         )
-
-
-def _samples(request: GroupRequest) -> list[tuple[str, int, int]]:
-    """Request id, index and attempt of each sample."""
-    if len(request.indices) != len(request.attempts):
-        raise UserError(
-            f"group {request.group} has {len(request.indices)} indices and {len(request.attempts)} attempts: "
-            "send one attempt per index"
-        )
-    return [
-        (request_id(request.group, index, attempt), index, attempt)
-        for index, attempt in zip(request.indices, request.attempts, strict=True)
-    ]
+        status = STATUS_AFTER[completion.finish_reason]
+        return Trajectory(completion.id.sample, completion.id.attempt, (node,), (turn,), status)

@@ -17,11 +17,11 @@ from atoll.rollout.generate import LINGER_S, Generator, linger_for
 from atoll.runtime.errors import UserError
 from atoll.runtime.process import ServiceContext
 from atoll.weights.transport.base import open_receiver
-from atoll.wire.codec.rollout import decode_sampling
-from atoll.wire.codec.samples import encode_payload
-from atoll.wire.codec.values import decode_group_id, decode_version, encode_tensor, encode_version
+from atoll.wire.codec.rollout import decode_turn_request
+from atoll.wire.codec.trajectories import encode_payload
+from atoll.wire.codec.values import decode_version, encode_tensor, encode_version
 from atoll.wire.codec.weights import decode_membership, decode_plan, decode_stream, encode_catalog
-from atoll.wire.types import GroupRequest, PauseMode, Version
+from atoll.wire.types import PauseMode, Version
 from atoll.wire.v1 import rollout_pb2 as pb
 from atoll.wire.v1 import rollout_pb2_grpc, types_pb2
 
@@ -60,19 +60,10 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     ) -> AsyncIterator[pb.GenerateReply]:
         if request.model != MODEL:
             raise UserError(f"Generate asks for model {request.model!r}; this replica serves {MODEL!r}")
-        requests = [
-            GroupRequest(
-                group=decode_group_id(group.group),
-                prompt_ids=np.frombuffer(group.prompt_ids, "<i4"),
-                indices=tuple(group.index),
-                attempts=tuple(group.attempt),
-                sampling=decode_sampling(group.sampling),
-            )
-            for group in request.groups
-        ]
+        requests = [decode_turn_request(turn) for turn in request.turns]
         async with aclosing(self._generator.generate(requests)) as stream:
             async for samples in stream:
-                yield pb.GenerateReply(samples=encode_payload(samples))
+                yield pb.GenerateReply(turns=encode_payload(samples))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         return pb.AbortReply(aborted=await self._engine.abort(request.id_prefix))

@@ -29,9 +29,9 @@ from atoll.wire.codec.batches import (
 )
 from atoll.wire.codec.fleet import decode_server_health, decode_service, encode_server, encode_service
 from atoll.wire.codec.rewards import decode_execution, decode_verdict, encode_execute, put_score_item
-from atoll.wire.codec.rollout import encode_sampling
-from atoll.wire.codec.samples import decode_samples, parse_samples
-from atoll.wire.codec.values import decode_tensor, decode_version, encode_group_id, encode_version
+from atoll.wire.codec.rollout import encode_turn_request
+from atoll.wire.codec.trajectories import decode_trajectories, parse_trajectories
+from atoll.wire.codec.values import decode_tensor, decode_version, encode_version
 from atoll.wire.codec.weights import (
     decode_catalog,
     decode_published,
@@ -41,19 +41,18 @@ from atoll.wire.codec.weights import (
     encode_stream,
 )
 from atoll.wire.types import (
+    BELOW_PROMPT,
     Batch,
     Catalog,
     Execution,
     ExternalServer,
     Float32,
-    GroupRequest,
     Int32,
     Limits,
     Membership,
     PauseMode,
     Plan,
     Published,
-    Sample,
     ScoreItem,
     Segments,
     ServerHealth,
@@ -61,6 +60,8 @@ from atoll.wire.types import (
     ServiceEntry,
     StepKey,
     StreamManifest,
+    Trajectory,
+    TurnRequest,
     Verdict,
     Version,
     Written,
@@ -220,7 +221,7 @@ class RolloutInfo:
 class Arrival:
     """Samples that finished together, and the bytes that they came in, as the journal keeps them."""
 
-    samples: list[Sample]
+    samples: list[Trajectory]
     versions: tuple[Version, ...]  # that made their tokens
     num_tokens: int
     largest_id: int  # of all their tokens; -1: they have none
@@ -228,10 +229,11 @@ class Arrival:
 
     @classmethod
     def parse(cls, payload: bytes) -> Self:
-        """Raises BadAnswerError for what `decode_samples` refuses."""
+        """Raises BadAnswerError for what `decode_trajectories` refuses."""
         try:
-            message = parse_samples(payload)
-            samples = decode_samples(message)
+            message = parse_trajectories(payload)
+            samples = decode_trajectories(message)
+            _check_single_turns(message)
             token_ids = np.frombuffer(message.token_ids, "<i4")  # one look costs less than one per sample
             versions = tuple(map(decode_version, message.versions))
             return cls(samples, versions, len(token_ids), int(token_ids.max(initial=-1)), payload)
@@ -239,32 +241,32 @@ class Arrival:
             raise errors.BadAnswerError(str(error)) from error
 
 
+def _check_single_turns(message: types_pb2.Trajectories) -> None:
+    """Raises ValueError for what a replica has no say in: how turns hang together, and rewards."""
+    others = message.turn_offsets, message.rewards, message.status, message.reason, message.conversation
+    if any(others) or message.node_parent != [BELOW_PROMPT] * len(message.group):
+        raise ValueError(
+            "samples: a tree, rewards or a status, expected a single turn of each and no rewards"
+        )
+
+
 class RolloutClient(_Client):
     def __init__(self, address: str, caller: Caller, timeout_s: float = 600.0) -> None:
         super().__init__(address, caller, timeout_s)
         self._stub: rollout_pb2_grpc.RolloutAsyncStub = rollout_pb2_grpc.RolloutStub(self._channel)
 
-    async def generate(self, model: str, groups: Sequence[GroupRequest]) -> AsyncGenerator[Arrival, None]:
-        """Samples of any of the groups as they finish, those of one message together. Raises BadAnswerError
-        for a message that does not make sense in itself."""
+    async def generate(self, model: str, requests: Sequence[TurnRequest]) -> AsyncGenerator[Arrival, None]:
+        """Turns of any of the requests as they finish, each a trajectory of its own, those of one message
+        together. Raises BadAnswerError for a message that does not make sense in itself."""
         request = rollout_pb2.GenerateRequest(
             model=model,
-            groups=[
-                rollout_pb2.GroupRequest(
-                    group=encode_group_id(group.group),
-                    prompt_ids=group.prompt_ids.astype("<i4", copy=False).tobytes(),
-                    index=group.indices,
-                    attempt=group.attempts,
-                    sampling=encode_sampling(group.sampling),
-                )
-                for group in groups
-            ],
+            turns=map(encode_turn_request, requests),
         )
         with self._translate("Generate"):
             # as long as the responses take: silence is for the caller to judge
             call = self._stub.Generate(request, timeout=CEILING_S, metadata=self._metadata)
             async for reply in call:
-                yield Arrival.parse(reply.samples)
+                yield Arrival.parse(reply.turns)
 
     async def abort(self, id_prefix: str) -> int:
         with self._translate("Abort"):

@@ -4,12 +4,16 @@ Worked example, used throughout: run "toy", epoch 0, dataset row 7, prompt `12+3
 Its group has two samples, toy/0/7/0 and toy/0/7/1. Sample 1 answered `46.` at policy
 version 3 in one turn, so its tree is one node:
 
-    Sample(id=SampleId(GroupId("toy", 0, 7), 1), attempt=0,
-           nodes=(Node(parent=-1, token_ids=[8, 10, 2], loss_mask=[1, 1, 1],
-                       logprobs=[-0.1, -0.7, -0.0],
-                       spans=(VersionSpan(Version("a3f0", 3), 0, 3),)),),
-           finish_reason=FinishReason.STOP, text="46",
-           rewards=(TurnReward(0, 1.0, {"exact_match": 1.0}),), provenance=...)
+    Trajectory(id=SampleId(GroupId("toy", 0, 7), 1), attempt=0,
+               nodes=(Node(parent=-1, token_ids=[8, 10, 2], loss_mask=[1, 1, 1],
+                           logprobs=[-0.1, -0.7, -0.0],
+                           spans=(VersionSpan(Version("a3f0", 3), 0, 3),)),),
+               turns=(Turn(node=0, finish_reason=FinishReason.STOP, text="46", origin=..., ...),),
+               status=TrajectoryStatus.COMPLETED,
+               rewards=(TurnReward(WHOLE, 1.0, {"exact_match": 1.0}),))
+
+If it called a tool, the tool's tokens would be node 1 (parent 0, loss_mask 0), and what the policy said then
+node 2 (parent 1) and turn 1.
 
 Letters in shapes: T tokens, S segments.
 
@@ -69,7 +73,7 @@ class GroupId(NamedTuple):
 
 
 class SampleId(NamedTuple):
-    """Stable over restarts and re-dispatch; a request id adds "/attempt/turn"."""
+    """Stable over restarts and re-dispatch."""
 
     group: GroupId
     index: int  # type: ignore[assignment]  # a tuple's own `index` is not used
@@ -81,6 +85,19 @@ class SampleId(NamedTuple):
     def parse(cls, text: str) -> "SampleId":
         run, epoch, prompt, index = text.rsplit("/", 3)
         return cls(GroupId(run, int(epoch), int(prompt)), int(index))
+
+
+class TurnId(NamedTuple):
+    """Names one draw, and so a request to a rollout service. Turns of an attempt at a trajectory are counted
+    in the order in which they begin; `branch` tells those apart that are drawn side by side."""
+
+    sample: SampleId
+    attempt: int
+    turn: int = 0
+    branch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.sample}/{self.attempt}/{self.turn}/{self.branch}"
 
 
 class FinishReason(Enum):
@@ -123,53 +140,116 @@ class Prompt:
     extra: Mapping[str, str] = field(default_factory=dict)
 
 
-class Node(NamedTuple):
-    """One delta of tokens in a trajectory's tree. `parent` -1 hangs off the group's prompt."""
+BELOW_PROMPT: Final = -1  # parent of a node that follows the group's prompt
+NEW_CONVERSATION: Final = -2  # parent of a node with nothing above it, such as a sub-agent's system prompt
+WHOLE: Final = -1  # node of a reward that is the trajectory's, not a turn's
 
-    parent: int
+
+class Node(NamedTuple):
+    """One delta of tokens in a trajectory's tree: produced by the policy, or inserted before a turn."""
+
+    parent: int  # an earlier node, BELOW_PROMPT or NEW_CONVERSATION
     token_ids: Int32  # [T]
-    loss_mask: Bool  # [T] True where the policy produced the token
+    loss_mask: Bool  # [T] True if the policy produced the token
     logprobs: Float32  # [T] of the sampling distribution; 0 where loss_mask is False
-    spans: tuple[VersionSpan, ...]  # cover every token whose loss_mask is True
+    spans: tuple[VersionSpan, ...]  # together, the tokens whose loss_mask is True
+
+    @property
+    def num_produced(self) -> int:
+        """Tokens that the policy produced."""
+        return sum(end - start for _, start, end in self.spans)
 
 
 class TurnReward(NamedTuple):
-    """A reward given at the last token of `node`."""
+    """A reward for the turn that produced `node`, or for the trajectory: then `node` is WHOLE."""
 
     node: int
     value: float
     components: Mapping[str, float]
-    reasons: Mapping[str, str] = NO_TEXTS  # by component, where its grader gave one
+    reasons: Mapping[str, str] = NO_TEXTS  # by component, if its grader gave one
 
 
-class Provenance(NamedTuple):
+class Origin(NamedTuple):
+    """Who generated a turn."""
+
     replica: str
     incarnation: str
+
+
+class Turn(NamedTuple):
+    """One call of the policy. A trajectory's turns are in the order in which they began."""
+
+    node: int  # what it produced
+    finish_reason: FinishReason
+    text: str  # without the stop token or stop string
+    origin: Origin
     started: float  # Unix seconds
     finished: float  # Unix seconds
 
 
-class Sample(NamedTuple):
-    """A trajectory: a tree of token deltas below the group's prompt, and its rewards."""
+class TrajectoryStatus(Enum):
+    COMPLETED = "completed"  # it came to its own end
+    TRUNCATED = "truncated"  # a limit ended it: tokens, turns or time
+    ABORTED = "aborted"  # it was given up, and is not trained on
+
+
+STATUS_AFTER: Final = {
+    FinishReason.STOP: TrajectoryStatus.COMPLETED,
+    FinishReason.LENGTH: TrajectoryStatus.TRUNCATED,
+    FinishReason.ABORT: TrajectoryStatus.ABORTED,
+}  # of a trajectory that ended with its last turn
+
+
+class ToolCall(NamedTuple):
+    id: str
+    name: str
+    arguments: str  # JSON, as the policy wrote it
+
+
+class Message(NamedTuple):
+    """One message of a conversation, as chat APIs have them."""
+
+    role: str  # "system", "user", "assistant" or "tool"
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""  # of the call that a tool's message answers
+
+
+class Trajectory(NamedTuple):
+    """One sample of a group: a tree of token deltas, the turns that made it, and its rewards."""
 
     id: SampleId
     attempt: int
     nodes: tuple[Node, ...]
-    finish_reason: FinishReason
-    text: str  # what graders read: the response without its stop token
-    provenance: Provenance
+    turns: tuple[Turn, ...]
+    status: TrajectoryStatus
     rewards: tuple[TurnReward, ...] = ()
+    reason: str = ""  # why it ended, if its turns do not say so: a limit's name, an environment's words
+    messages: tuple[Message, ...] = ()  # of several turns; those of a single one are its prompt and its text
+    environment: Mapping[str, str] = NO_TEXTS  # what its environment said of it, for graders
 
     @property
     def score(self) -> float:
         return sum(reward.value for reward in self.rewards)
 
     @property
-    def num_tokens(self) -> int:
-        num_tokens = 0
+    def finish_reason(self) -> FinishReason:
+        """Of the last turn."""
+        return self.turns[-1].finish_reason
+
+    @property
+    def text(self) -> str:
+        """Of the last turn."""
+        return self.turns[-1].text
+
+    @property
+    def num_produced(self) -> int:
+        """Tokens that the policy produced; those of prompts, templates and tools do not count."""
+        num_produced = 0
         for node in self.nodes:
-            num_tokens += len(node.token_ids)
-        return num_tokens
+            for _, start, end in node.spans:
+                num_produced += end - start
+        return num_produced
 
     def versions(self) -> set[Version]:
         """The versions that produced its loss-masked tokens."""
@@ -177,7 +257,7 @@ class Sample(NamedTuple):
 
     @property
     def oldest_number(self) -> int | None:
-        """Number of the version that produced its oldest loss-masked token; None where it has none."""
+        """Number of the version that produced its oldest loss-masked token; None if it has none."""
         oldest: int | None = None
         for node in self.nodes:
             for version, start, end in node.spans:
@@ -193,10 +273,8 @@ class Sample(NamedTuple):
         """
         return 0 if self.oldest_number is None else current.number - self.oldest_number
 
-    def with_rewards(self, rewards: tuple[TurnReward, ...]) -> "Sample":
-        return Sample(
-            self.id, self.attempt, self.nodes, self.finish_reason, self.text, self.provenance, rewards
-        )
+    def add_reward(self, reward: TurnReward) -> "Trajectory":
+        return self._replace(rewards=(*self.rewards, reward))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,8 +282,10 @@ class Group:
     """All samples of one prompt, in the order of their index."""
 
     prompt: Prompt
-    samples: tuple[Sample, ...]
-    baseline: Sample | None = None  # the greedy one, scored and not trained on; its index follows the others'
+    samples: tuple[Trajectory, ...]
+    baseline: Trajectory | None = (
+        None  # the greedy one, scored and not trained on; its index follows the others'
+    )
 
     def ids(self) -> tuple[SampleId, ...]:
         """The baseline's, too."""
@@ -309,16 +389,20 @@ class StepKey:
 
 
 class ScoreItem(NamedTuple):
-    """One response to grade."""
+    """One trajectory to grade."""
 
     id: SampleId
     prompt: str
-    response: str
+    response: str  # of the last turn
     ground_truth: str
     data_source: str
-    finish_reason: FinishReason
-    response_length: int  # tokens
+    finish_reason: FinishReason  # of the last turn
+    response_length: int  # tokens that the policy produced, in all turns
     extra: Mapping[str, str] = NO_TEXTS
+    messages: tuple[
+        Message, ...
+    ] = ()  # the conversation of several turns; of a single one: prompt and response
+    environment: Mapping[str, str] = NO_TEXTS  # what the environment said of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,14 +469,17 @@ class Execution:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupRequest:
-    """Generate samples `indices` of one group; all of a call that are of one group share its prefill."""
+class TurnRequest:
+    """Draw one turn for each id, all after the same context, which is computed once."""
 
-    group: GroupId
-    prompt_ids: Int32  # [T]
-    indices: tuple[int, ...]
-    attempts: tuple[int, ...]  # one per index
+    ids: tuple[TurnId, ...]  # of one group
+    context_ids: Int32  # [T] everything that the model sees before the turn
     sampling: Sampling
+    session: str = ""  # its next turn extends this one, so its keys and values are kept; "": there is none
+
+    @property
+    def group(self) -> GroupId:
+        return self.ids[0].sample.group
 
 
 # Two-dimensional pieces of canonical (Hugging Face named) tensors, and where a process keeps them.

@@ -21,12 +21,12 @@ from atoll.weights.transport import shm
 from atoll.wire.types import (
     BOX,
     Catalog,
-    GroupId,
-    GroupRequest,
     Membership,
     Sampling,
+    TurnRequest,
     Version,
 )
+from tests.builders import group_id, turn_request
 
 V0 = Version("a3f0", 0)
 ALONE = Membership(epoch=0, num_members=1)
@@ -246,29 +246,23 @@ def ask(
     row: int = 0,
     indices: Sequence[int] = (0,),
     attempt: int = 0,
-) -> GroupRequest:
-    return GroupRequest(
-        GroupId("toy", 0, row),
-        np.array(prompt, np.int32),
-        tuple(indices),
-        (attempt,) * len(indices),
-        sampling,
-    )
+) -> TurnRequest:
+    return turn_request(prompt, group=group_id(row), indices=indices, attempt=attempt, sampling=sampling)
 
 
-async def collect(engine: Engine, requests: Sequence[GroupRequest]) -> dict[tuple[int, int], Completion]:
+async def collect(engine: Engine, requests: Sequence[TurnRequest]) -> dict[tuple[int, int], Completion]:
     """By row and index; every sample exactly once."""
     found: dict[tuple[int, int], Completion] = {}
     async with asyncio.timeout(60):
         async for completions in engine.generate(requests):
             for completion in completions:
-                key = (completion.group.prompt, completion.index)
+                key = (completion.id.sample.group.prompt, completion.id.sample.index)
                 assert key not in found
                 found[key] = completion
-    assert sorted(found) == sorted((r.group.prompt, index) for r in requests for index in r.indices)
+    assert sorted(found) == sorted((r.group.prompt, id.sample.index) for r in requests for id in r.ids)
     return found
 
 
-async def one(engine: Engine, request: GroupRequest) -> Completion:
+async def one(engine: Engine, request: TurnRequest) -> Completion:
     (completion,) = (await collect(engine, [request])).values()
     return completion

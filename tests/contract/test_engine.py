@@ -15,7 +15,7 @@ import pytest_asyncio
 from atoll.rollout.engines.base import Completion
 from atoll.rollout.engines.local import LocalEngine
 from atoll.runtime.errors import UserError, WeightPushError
-from atoll.wire.types import FinishReason, GroupRequest, PauseMode, Sampling, Version, VersionSpan
+from atoll.wire.types import FinishReason, PauseMode, Sampling, TurnRequest, Version, VersionSpan
 from tests.contract.engines import (
     ENDLESS,
     GREEDY,
@@ -135,9 +135,13 @@ async def test_abort_returns_what_was_produced(live: Live) -> None:
         ask(PROMPTS[1], replace(GREEDY, max_new_tokens=30), row=1),
     ]
     async with asyncio.timeout(60), aclosing(live.engine.generate(requests)) as stream:
-        assert [c.group.prompt for c in await anext(stream)] == [1]  # so the others run
+        assert [c.id.sample.group.prompt for c in await anext(stream)] == [1]  # so the others run
         assert await live.engine.abort("toy/0/1") == 3
-        done = {(c.group.prompt, c.index): c async for completions in stream for c in completions}
+        done = {
+            (c.id.sample.group.prompt, c.id.sample.index): c
+            async for completions in stream
+            for c in completions
+        }
     untouched = done.pop((2, 0))
     assert untouched.token_ids.tolist() == reference_greedy(live.folder, PROMPTS[3], live.long)
     assert sorted(done) == [(10, 0), (11, 0), (11, 1)]
@@ -165,7 +169,7 @@ async def test_pause_wait_finishes_what_runs_and_holds_the_rest(live: Live) -> N
         await live.engine.pause(PauseMode.WAIT)
         assert (live.engine.info().running, live.engine.info().queued) == (0, 0)
         done += [c async for completions in stream for c in completions]
-    assert sorted(c.group.prompt for c in done) == [1, 2, 3]
+    assert sorted(c.id.sample.group.prompt for c in done) == [1, 2, 3]
     assert {c.finish_reason for c in done} == {FinishReason.LENGTH}
     await assert_held_until_resume(live)
 
@@ -322,7 +326,7 @@ async def test_rolled_back_weights_never_live(live: Live) -> None:
     ],
 )
 async def test_bad_requests_are_refused_and_harm_nobody(
-    live: Live, request_: GroupRequest, message: str
+    live: Live, request_: TurnRequest, message: str
 ) -> None:
     running = asyncio.create_task(one(live.engine, ask(PROMPTS[0], row=5)))
     with pytest.raises(UserError, match=message):

@@ -100,10 +100,13 @@ async def test_draws_do_not_depend_on_the_batch(start_engine, tiny_qwen2):
     ]
     wide = await collect(await start_engine(tiny_qwen2, slots=20), requests)
     narrow = await start_engine(tiny_qwen2, slots=3)
-    retried = [replace(request, attempts=(3,) * 5) for request in reversed(requests)]
+    retried = [
+        replace(request, ids=tuple(id._replace(attempt=3) for id in request.ids))
+        for request in reversed(requests)
+    ]
     for key, completion in (await collect(narrow, retried)).items():
         assert completion.token_ids.tolist() == wide[key].token_ids.tolist()
-        assert completion.attempt == 3
+        assert completion.id.attempt == 3
     alone = await one(narrow, ask(PROMPTS[3], sampling, row=3, indices=[2]))
     assert alone.token_ids.tolist() == wide[3, 2].token_ids.tolist()
     reseeded = await one(narrow, ask(PROMPTS[3], replace(sampling, seed=6), row=3, indices=[2]))
@@ -122,7 +125,7 @@ async def test_retracted_samples_draw_what_they_would_have_drawn(start_engine, t
     found, retractions = {}, 0
     async with asyncio.timeout(60), aclosing(engine.generate(requests)) as stream:
         async for completions in stream:
-            found |= {(c.group.prompt, c.index): c for c in completions}
+            found |= {(c.id.sample.group.prompt, c.id.sample.index): c for c in completions}
             retractions += engine.info().running > 0
             await engine.pause(PauseMode.RETRACT)
             assert engine.info().running == 0
@@ -153,7 +156,11 @@ async def test_pauses_produce_no_token_and_an_abort_ends_what_waits_for_a_slot(s
             assert engine.info().tokens_generated == held.tokens_generated
             await engine.resume()
         await engine.pause(PauseMode.ABORT)
-        done = {(c.group.prompt, c.index): c async for completions in stream for c in completions}
+        done = {
+            (c.id.sample.group.prompt, c.id.sample.index): c
+            async for completions in stream
+            for c in completions
+        }
     assert {c.finish_reason for c in done.values()} == {FinishReason.ABORT}
     assert len(done[1, 0].token_ids) > 0
     assert len(done[2, 0].token_ids) == len(done[2, 1].token_ids) == 0

@@ -26,7 +26,7 @@ from atoll.runtime.errors import (
 )
 from atoll.runtime.server import Admitted, Fence, Server
 from atoll.wire.codec.batches import put_segments
-from atoll.wire.codec.samples import encode_payload
+from atoll.wire.codec.trajectories import encode_payload
 from atoll.wire.types import PauseMode, Segments
 from atoll.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 from tests.builders import node, sample, sample_id
@@ -68,7 +68,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServicer):
 
     async def Generate(self, request, context):  # type: ignore[no-untyped-def]
         self.time_left.append(context.time_remaining())
-        yield rollout_pb2.GenerateReply(samples=self.answer)
+        yield rollout_pb2.GenerateReply(turns=self.answer)
         if not self.answer:
             raise WeightPushError("in the middle of a stream")
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +24,8 @@ from atoll.runtime.clients import CoordinatorClient, RolloutClient
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.server import Server
 from atoll.weights.transport import shm
-from atoll.wire.types import GroupId, GroupRequest, Sample, Sampling
+from atoll.wire.types import Sampling, Trajectory, TurnRequest
+from tests.builders import group_id, turn_request
 from tests.tokens import CALLER, TOKEN
 
 CONFIG = """
@@ -97,10 +97,10 @@ async def step_reached(client: CoordinatorClient, step: int) -> None:
 
 
 async def test_a_token_id_outside_the_vocabulary_costs_the_replica_nothing(assets: Path) -> None:
-    def ask(*prompt: int) -> GroupRequest:
-        return GroupRequest(GroupId("toy", 0, prompt[-1]), np.array(prompt, np.int32), (0,), (0,), SAMPLING)
+    def ask(*prompt: int) -> TurnRequest:
+        return turn_request(prompt, group=group_id(prompt[-1]))
 
-    async def generate(*requests: GroupRequest) -> list[Sample]:
+    async def generate(*requests: TurnRequest) -> list[Trajectory]:
         stream = client.generate("actor", requests)
         return [sample async for arrival in stream for sample in arrival.samples]
 
@@ -120,7 +120,7 @@ async def test_a_token_id_outside_the_vocabulary_costs_the_replica_nothing(asset
     for bad in (64, -1):
         with pytest.raises(UserError, match=rf"token id {bad}, expected 0 to 63: the tokenizer does not"):
             await generate(ask(3, 5), ask(3, bad))
-    assert [sample.num_tokens for sample in await generate(ask(3, 5))] == [4]
+    assert [sample.num_produced for sample in await generate(ask(3, 5))] == [4]
     await client.close()
     await server.stop(0)
     await service.close()

@@ -29,19 +29,20 @@ from atoll.coordinator.rollouts.source import GenerateSource
 from atoll.runtime.clients import Arrival, Caller
 from atoll.runtime.errors import AtollError, EngineDiedError, StoreError, UserError
 from atoll.runtime.store import Script, Store, embedded
-from atoll.wire.codec.samples import encode_payload
+from atoll.wire.codec.trajectories import encode_payload
 from atoll.wire.types import (
     Graded,
     GradingError,
     Group,
     GroupId,
-    GroupRequest,
     Prompt,
-    Sample,
     SampleId,
     Sampling,
     ScoreItem,
     ServiceEntry,
+    Trajectory,
+    TurnId,
+    TurnRequest,
     Verdict,
     Version,
 )
@@ -85,13 +86,13 @@ class SimulatedReplica:
     died: Callable[[], None]
     hangs: Callable[[SampleId], bool] = lambda id: False  # such samples never finish
 
-    async def generate(self, model: str, requests: Sequence[GroupRequest]) -> AsyncGenerator[Arrival, None]:
-        finished: asyncio.Queue[Sample] = asyncio.Queue()
+    async def generate(self, model: str, requests: Sequence[TurnRequest]) -> AsyncGenerator[Arrival, None]:
+        finished: asyncio.Queue[Trajectory] = asyncio.Queue()
         tasks = []
         for request in requests:
-            for index, attempt in zip(request.indices, request.attempts, strict=True):
-                self.asked.append((SampleId(request.group, index), attempt, request.sampling.temperature))
-                tasks.append(asyncio.create_task(self._sample(request, index, attempt, finished)))
+            for id in request.ids:
+                self.asked.append((id.sample, id.attempt, request.sampling.temperature))
+                tasks.append(asyncio.create_task(self._sample(request, id, finished)))
         try:
             for _ in tasks:
                 sample = await finished.get()
@@ -103,16 +104,14 @@ class SimulatedReplica:
             for task in tasks:
                 task.cancel()
 
-    async def _sample(
-        self, request: GroupRequest, index: int, attempt: int, finished: asyncio.Queue[Sample]
-    ) -> None:
-        id, first = SampleId(request.group, index), self.version
+    async def _sample(self, request: TurnRequest, turn: TurnId, finished: asyncio.Queue[Trajectory]) -> None:
+        id, first = turn.sample, self.version
         await asyncio.sleep(0.001 + (0.06 if self.dice.random() < 0.03 else 0.004 * self.dice.random()))
         if self.hangs(id):
             await asyncio.Event().wait()
         # a push may have come between
         text = "greedy" if request.sampling.temperature == 0 else "2"
-        finished.put_nowait(made(id, attempt, text, self.name, (first, self.version)))
+        finished.put_nowait(made(id, turn.attempt, text, self.name, (first, self.version)))
 
     async def abort(self, id_prefix: str) -> int:
         return 0
@@ -120,7 +119,7 @@ class SimulatedReplica:
 
 def made(
     id: SampleId, attempt: int, text: str, replica: str, versions: Version | Sequence[Version]
-) -> Sample:
+) -> Trajectory:
     tokens = node([3, 4], logprobs=0.0, versions=versions)
     return builders.sample(id, tokens, attempt=attempt, text=text, replica=replica)
 
@@ -230,7 +229,7 @@ class Dataflow:
             await self.replicas.route(replica)
 
 
-def of_baseline(group: Group) -> list[Sample]:
+def of_baseline(group: Group) -> list[Trajectory]:
     return [] if group.baseline is None else [group.baseline]
 
 
@@ -337,7 +336,7 @@ async def test_a_journal_that_does_not_take_a_sample_ends_the_run(store: Store, 
     await flow.start()
     source = flow.source(max_staleness=0, steps=1)
 
-    async def refuse(samples: Sequence[Sample], payload: bytes) -> list[Sample]:
+    async def refuse(samples: Sequence[Trajectory], payload: bytes) -> list[Trajectory]:
         raise StoreError("the store is away")
 
     flow.journal.finish = refuse  # type: ignore[method-assign]
@@ -356,7 +355,7 @@ async def test_a_group_that_is_dropped_while_its_retry_is_noted_is_not_sent_agai
     generation, completed = flow.generation, asyncio.Event()
 
     class Sink:
-        async def finished(self, samples: Sequence[Sample], payload: bytes) -> None: ...
+        async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
 
         async def retried(self, samples: Sequence[SampleId], reason: str) -> None:
             generation.cancel(group_id(0), "test")  # as where another sample of it cannot be graded
@@ -437,7 +436,7 @@ async def test_the_greedy_sample_becomes_the_baseline(store: Store, tmp_path: Pa
         assert [sample.score for sample in group.samples] == [0.0, 1.0] * 4
         assert [(sample.id.index, sample.score) for sample in of_baseline(group)] == [(8, GREEDY_SCORE)]
         # the whole group was on one replica
-        assert len({s.provenance.replica for s in (*group.samples, *of_baseline(group))}) == 1
+        assert len({s.turns[0].origin.replica for s in (*group.samples, *of_baseline(group))}) == 1
     names = await store.read("ZRANGE", "journal/consumed", 0, -1)
     assert sorted(names) == sorted(f"0/{id.group.prompt}/{id.index}".encode() for id in ids)
 
@@ -542,7 +541,7 @@ async def test_a_sample_that_the_journal_refuses_is_generated_again(store: Store
     await flow.start()
     finish, refused = flow.journal.finish, list[SampleId]()
 
-    async def refuse_the_first(samples: Sequence[Sample], payload: bytes) -> list[Sample]:
+    async def refuse_the_first(samples: Sequence[Trajectory], payload: bytes) -> list[Trajectory]:
         if refused:
             return await finish(samples, payload)
         refused.append(samples[0].id)

@@ -21,7 +21,7 @@ from atoll.config.schema import RunConfig
 from atoll.coordinator.journal.dump import read_dump
 from atoll.runtime.clients import CoordinatorClient, RunStatus
 from atoll.runtime.errors import AtollError, UserError
-from atoll.wire.types import ExternalServer, Sample
+from atoll.wire.types import ExternalServer, Trajectory
 from tests.builders import arithmetic_run, run_config
 
 pytestmark = pytest.mark.long
@@ -87,7 +87,7 @@ def unwell(status: RunStatus) -> set[str]:
     return {health.server.name for health in status.servers if not health.well}
 
 
-def expected(sample: Sample, truth: str) -> dict[str, float]:
+def expected(sample: Trajectory, truth: str) -> dict[str, float]:
     """What the five graders say, worked out anew; see tests/servers."""
     text = sample.text
     is_number = text.isdecimal()

@@ -17,14 +17,16 @@ from atoll.coordinator.journal.journal import Checkpoint, Journal, JournalError,
 from atoll.coordinator.journal.ledger import LEDGER, Ledger
 from atoll.runtime.errors import StaleFenceError, UserError
 from atoll.runtime.store import EmbeddedServer, Script, Store, embedded
-from atoll.wire.codec.samples import encode_payload
+from atoll.wire.codec.trajectories import encode_payload
 from atoll.wire.types import (
     FinishReason,
     GroupId,
     Node,
-    Provenance,
-    Sample,
+    Origin,
     SampleId,
+    Trajectory,
+    TrajectoryStatus,
+    Turn,
     Version,
     VersionSpan,
 )
@@ -36,7 +38,7 @@ def sample_id(prompt: int, index: int = 0) -> SampleId:
     return SampleId(GroupId("toy", 0, prompt), index)
 
 
-def sample(id: SampleId, version: Version, attempt: int = 0) -> Sample:
+def sample(id: SampleId, version: Version, attempt: int = 0) -> Trajectory:
     """Its text tells samples and attempts apart."""
     node = Node(
         parent=-1,
@@ -45,8 +47,8 @@ def sample(id: SampleId, version: Version, attempt: int = 0) -> Sample:
         logprobs=np.array([-0.5, -0.25, -attempt], np.float32),
         spans=(VersionSpan(version, 0, 3),),
     )
-    provenance = Provenance("rollout-0", "1", 1.0, 2.0)
-    return Sample(id, attempt, (node,), FinishReason.STOP, f"{id}:{attempt}", provenance)
+    turn = Turn(0, FinishReason.STOP, f"{id}:{attempt}", Origin("rollout-0", "1"), 1.0, 2.0)
+    return Trajectory(id, attempt, (node,), (turn,), TrajectoryStatus.COMPLETED)
 
 
 async def opened(store: Store, folder: Path) -> tuple[Journal, str]:
@@ -54,7 +56,7 @@ async def opened(store: Store, folder: Path) -> tuple[Journal, str]:
     return journal, (await journal.restore(None)).lineage
 
 
-async def finish(journal: Journal, samples: Sequence[Sample]) -> list[Sample]:
+async def finish(journal: Journal, samples: Sequence[Trajectory]) -> list[Trajectory]:
     return await journal.finish(samples, encode_payload(samples))
 
 
@@ -143,9 +145,9 @@ async def test_a_sample_comes_back_byte_for_byte(store: Store, tmp_path: Path) -
     np.testing.assert_array_equal(back.nodes[0].loss_mask, [True, True, True])
     assert back.nodes[0].spans == (VersionSpan(now, 0, 3),)
     assert (back.id, back.attempt, back.text) == (original.id, 0, "toy/0/7/0:0")
-    assert (back.finish_reason, back.provenance) == (
+    assert (back.finish_reason, back.turns) == (
         FinishReason.STOP,
-        Provenance("rollout-0", "1", 1.0, 2.0),
+        original.turns,
     )
 
 

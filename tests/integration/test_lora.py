@@ -28,8 +28,6 @@ from atoll.weights.plan import plan
 from atoll.weights.transport import shm
 from atoll.wire.types import (
     Catalog,
-    GroupId,
-    GroupRequest,
     Membership,
     Plan,
     Published,
@@ -38,6 +36,7 @@ from atoll.wire.types import (
     StreamManifest,
     Version,
 )
+from tests.builders import turn_request
 from tests.conftest import write_model
 from tests.learners import policy_forward, policy_learner
 from tests.plain_loop import ADAMW, PPO, TEMPERATURE, Reference, check_updates, key, reference_loop, run_step
@@ -132,7 +131,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 async def receive_and_generate(engine: LocalEngine, streams: list[StreamManifest], way: Plan) -> Completion:
-    request = GroupRequest(GroupId("run", 0, 0), PROMPT, (0,), (0,), SAMPLING)
+    request = turn_request(PROMPT, sampling=SAMPLING)
     try:
         await engine.receive(NEW, streams, way, ALONE)
         await engine.commit(NEW)

@@ -20,12 +20,12 @@ from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.wire.types import (
     Graded,
     GroupId,
-    GroupRequest,
-    Sample,
     SampleId,
     Sampling,
     ScoreItem,
     ServiceEntry,
+    Trajectory,
+    TurnRequest,
     Version,
 )
 from tests import virtual_clock
@@ -57,7 +57,7 @@ class SimulatedReplica:
     peak: int = 0
     probes: int = 0
     asked: list[tuple[float, SampleId]] = field(default_factory=list)
-    streams: set[asyncio.Queue[Sample | None]] = field(default_factory=set)
+    streams: set[asyncio.Queue[Trajectory | None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.slots)
@@ -70,9 +70,9 @@ class SimulatedReplica:
         for stream in self.streams:
             stream.put_nowait(None)
 
-    async def generate(self, model: str, requests: Sequence[GroupRequest]) -> AsyncGenerator[Arrival, None]:
-        stream: asyncio.Queue[Sample | None] = asyncio.Queue()
-        ids = [SampleId(request.group, index) for request in requests for index in request.indices]
+    async def generate(self, model: str, requests: Sequence[TurnRequest]) -> AsyncGenerator[Arrival, None]:
+        stream: asyncio.Queue[Trajectory | None] = asyncio.Queue()
+        ids = [id.sample for request in requests for id in request.ids]
         samples = [id for id in ids if not id.group.run.startswith("probe")]
         assert not samples or (self.seen_as and self.seen_as.state is State.ROUTED)
         self.probes += len(ids) - len(samples)
@@ -80,7 +80,7 @@ class SimulatedReplica:
         self.in_hand += len(samples)
         self.peak = max(self.peak, self.in_hand)
         longest = requests[0].sampling.max_new_tokens
-        attempts = [attempt for request in requests for attempt in request.attempts]
+        attempts = [id.attempt for request in requests for id in request.ids]
         tasks = [
             asyncio.create_task(self._decode(id, attempt, longest, stream))
             for id, attempt in zip(ids, attempts, strict=True)
@@ -101,7 +101,7 @@ class SimulatedReplica:
                 task.cancel()
 
     async def _decode(
-        self, id: SampleId, attempt: int, longest: int, stream: asyncio.Queue[Sample | None]
+        self, id: SampleId, attempt: int, longest: int, stream: asyncio.Queue[Trajectory | None]
     ) -> None:
         length = min(random.Random(str(id)).randint(*LENGTHS), longest)
         async with self._slots:
@@ -126,7 +126,7 @@ class Collector:
         self.done = asyncio.Event()
         self._num_groups = num_groups
 
-    async def finished(self, samples: Sequence[Sample], payload: bytes) -> None:
+    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None:
         await asyncio.sleep(0.001)  # the journal
         self.finished_samples.update(sample.id for sample in samples)
 
@@ -358,7 +358,7 @@ def test_a_probe_without_sense_is_no_sign_of_health() -> None:
 def test_an_answer_that_is_none_to_the_probe_keeps_a_replica_out(ids: list[int], of: int, why: str) -> None:
     class Liar(SimulatedReplica):
         async def generate(
-            self, model: str, requests: Sequence[GroupRequest]
+            self, model: str, requests: Sequence[TurnRequest]
         ) -> AsyncGenerator[Arrival, None]:
             yield arrival(sample(SampleId(requests[0].group, of), node(ids, versions=V1)))
 
@@ -379,7 +379,7 @@ def test_a_replica_that_refuses_a_probe_stays_out_and_the_run_continues() -> Non
 
     class OtherModel(SimulatedReplica):
         async def generate(
-            self, model: str, requests: Sequence[GroupRequest]
+            self, model: str, requests: Sequence[TurnRequest]
         ) -> AsyncGenerator[Arrival, None]:
             self.probes += 1
             raise UserError("this replica serves 'critic'")

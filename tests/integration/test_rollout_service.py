@@ -27,27 +27,25 @@ from atoll.weights.transport import shm
 from atoll.wire.codec.values import encode_version
 from atoll.wire.types import (
     FinishReason,
-    GroupId,
-    GroupRequest,
     PauseMode,
-    Sample,
     Sampling,
+    Trajectory,
+    TurnRequest,
     Version,
     VersionSpan,
 )
 from atoll.wire.v1 import rollout_pb2 as pb
-from tests.builders import run_config
+from tests.builders import group_id, run_config, turn_request
 from tests.tokens import CALLER, TOKEN
 
 GREEDY = Sampling(8, temperature=0.0)
 
 
-def ask(row: int, indices: Sequence[int] = (0, 1), prompt: Sequence[int] = (7, 30, 12)) -> GroupRequest:
-    group = GroupId("toy", 0, row)
-    return GroupRequest(group, np.array(prompt, np.int32), tuple(indices), (0,) * len(indices), GREEDY)
+def ask(row: int, indices: Sequence[int] = (0, 1), prompt: Sequence[int] = (7, 30, 12)) -> TurnRequest:
+    return turn_request(prompt, group=group_id(row), indices=indices, sampling=GREEDY)
 
 
-async def collect(client: RolloutClient, sampling: Sampling, *requests: GroupRequest) -> list[Sample]:
+async def collect(client: RolloutClient, sampling: Sampling, *requests: TurnRequest) -> list[Trajectory]:
     stream = client.generate("actor", [replace(request, sampling=sampling) for request in requests])
     return [sample async for arrival in stream for sample in arrival.samples]
 
@@ -99,8 +97,8 @@ async def test_samples_cross_the_wire_whole(client, tiny_qwen2):
         assert node.loss_mask.all()
         assert node.spans == (VersionSpan(AS_IN_FOLDER, 0, 8),)
         assert sample.finish_reason is FinishReason.LENGTH
-        assert (sample.provenance.replica, sample.provenance.incarnation) == ("rollout-0", "a1")
-        assert sample.provenance.started <= sample.provenance.finished
+        assert (sample.turns[0].origin.replica, sample.turns[0].origin.incarnation) == ("rollout-0", "a1")
+        assert sample.turns[0].started <= sample.turns[0].finished
 
 
 async def test_a_repeated_call_generates_nothing_twice(client):
@@ -182,8 +180,8 @@ async def test_abort_and_pause(client):
     await client.resume()
     samples = {str(sample.id): sample for sample in await call}
     assert samples["toy/0/2/1"].finish_reason is FinishReason.ABORT
-    assert samples["toy/0/2/1"].num_tokens == 0
-    assert samples["toy/0/1/1"].num_tokens == 100
+    assert samples["toy/0/2/1"].num_produced == 0
+    assert samples["toy/0/1/1"].num_produced == 100
 
 
 async def test_requests_at_fault_are_the_callers_errors(client):

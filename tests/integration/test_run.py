@@ -19,7 +19,7 @@ from atoll.coordinator.journal.dump import dumps as dump_files
 from atoll.coordinator.journal.dump import read_dump
 from atoll.runtime.clients import CoordinatorClient, RunStatus
 from atoll.runtime.errors import AtollError
-from atoll.wire.types import Group, Sample
+from atoll.wire.types import Group, Trajectory
 from tests.builders import arithmetic_run, run_config
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
@@ -312,14 +312,14 @@ def test_a_replica_whose_engine_dies_comes_back_with_the_weights_and_costs_no_sa
         """Its incarnations."""
         return re.findall(r"registered at \S+ as (\S+)", log.read_text())
 
-    def samples() -> Iterator[tuple[int, Sample]]:
+    def samples() -> Iterator[tuple[int, Trajectory]]:
         """Those that were trained on, and the version that they are to be of."""
         for number, groups in enumerate(dumps(config)):
             yield from ((number, sample) for group in groups for sample in group.samples)
 
     async def until_it_generates_again(client: CoordinatorClient) -> None:
         status = await step_reached(client, 1)
-        while not any(sample.provenance.incarnation in registered()[1:] for _, sample in samples()):
+        while not any(sample.turns[0].origin.incarnation in registered()[1:] for _, sample in samples()):
             status = await client.status(status.revision)
         await client.stop_run()
         await asyncio.Event().wait()

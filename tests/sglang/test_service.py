@@ -21,7 +21,8 @@ from atoll.runtime.clients import Caller, RolloutClient
 from atoll.runtime.errors import ServiceUnavailableError
 from atoll.runtime.server import Server
 from atoll.runtime.store import Store, embedded
-from atoll.wire.types import FinishReason, GroupId, GroupRequest, Sample, Sampling, ServiceEntry
+from atoll.wire.types import FinishReason, Sampling, ServiceEntry, Trajectory, TurnRequest
+from tests.builders import group_id, turn_request
 from tests.contract.engines import ENDLESS, reference_logits
 from tests.tokens import TOKEN
 
@@ -64,17 +65,17 @@ async def joined(changes: AsyncIterator[Joined | Left]) -> ServiceEntry:
     return change.entry
 
 
-def ask(prompt: int, max_new_tokens: int) -> GroupRequest:
+def ask(prompt: int, max_new_tokens: int) -> TurnRequest:
     sampling = Sampling(max_new_tokens, temperature=0.0)
-    return GroupRequest(GroupId("toy", 0, prompt), np.array(PROMPT, np.int32), (0, 1), (0, 0), sampling)
+    return turn_request(PROMPT, group=group_id(prompt), indices=(0, 1), sampling=sampling)
 
 
-async def generated(client: RolloutClient, request: GroupRequest) -> list[Sample]:
+async def generated(client: RolloutClient, request: TurnRequest) -> list[Trajectory]:
     async with aclosing(client.generate("actor", [request])) as arrivals:
         return [sample async for arrival in arrivals for sample in arrival.samples]
 
 
-async def check_ends_by_length(client: RolloutClient, request: GroupRequest) -> None:
+async def check_ends_by_length(client: RolloutClient, request: TurnRequest) -> None:
     samples = await generated(client, request)
     assert [sample.finish_reason for sample in samples] == [FinishReason.LENGTH] * 2
 
@@ -82,7 +83,7 @@ async def check_ends_by_length(client: RolloutClient, request: GroupRequest) -> 
 async def check_both_cuts(client: RolloutClient, model: Path) -> None:
     """SGLang's meaning of top_k beside top_p: either leaves tokens out, each of the whole distribution."""
     sampling = Sampling(20, temperature=0.7, top_k=12, top_p=0.5)
-    request = GroupRequest(GroupId("toy", 0, 5), np.array(PROMPT, np.int32), (0, 1), (0, 0), sampling)
+    request = turn_request(PROMPT, group=group_id(5), indices=(0, 1), sampling=sampling)
     for sample in await generated(client, request):
         (node,) = sample.nodes
         logits_TV = reference_logits(model, PROMPT, node.token_ids) / sampling.temperature

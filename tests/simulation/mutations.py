@@ -17,7 +17,7 @@ from atoll.coordinator.rollouts.calls import Call
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.source import GenerateSource
 from atoll.runtime.store import Script
-from atoll.wire.types import Group, JournalIndex, Prompt, Sample, SampleId, Version
+from atoll.wire.types import Group, JournalIndex, Prompt, SampleId, Trajectory, Version
 
 Mutation = Callable[[], AbstractContextManager[object]]
 
@@ -138,7 +138,7 @@ def handed_out_twice() -> AbstractContextManager[object]:
 def believed() -> AbstractContextManager[object]:
     """Whatever arrives is taken, in place of what was there."""
 
-    def take(self: PendingGroup, sample: Sample) -> bool:
+    def take(self: PendingGroup, sample: Trajectory) -> bool:
         self.samples[sample.id.index] = sample
         return True
 

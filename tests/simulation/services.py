@@ -15,20 +15,20 @@ import numpy as np
 
 from atoll.runtime.clients import Arrival, RewardInfo
 from atoll.runtime.errors import ServiceUnavailableError, UserError
-from atoll.wire.codec.samples import encode_samples
+from atoll.wire.codec.trajectories import encode_trajectories
 from atoll.wire.types import (
     FinishReason,
     Float32,
     Graded,
     GradingError,
     GroupId,
-    GroupRequest,
     PolicyBatch,
-    Sample,
     SampleId,
     ScoreItem,
     Segments,
     StepKey,
+    Trajectory,
+    TurnRequest,
     Verdict,
     Version,
     Written,
@@ -169,7 +169,9 @@ class FakeReplica:
         self._dice = dice
         self._fault_rate = fault_rate
         self._version = Version("", 0)
-        self._samples: dict[tuple[SampleId, int], asyncio.Task[Sample]] = {}  # of this lineage, by attempt
+        self._samples: dict[
+            tuple[SampleId, int], asyncio.Task[Trajectory]
+        ] = {}  # of this lineage, by attempt
 
     async def commit(self, version: Version, *, finish_running: bool) -> None:
         running = [task for task in self._samples.values() if not task.done()]
@@ -180,12 +182,8 @@ class FakeReplica:
             self._samples.clear()
         self._version = version
 
-    async def generate(self, model: str, requests: Sequence[GroupRequest]) -> AsyncGenerator[Arrival, None]:
-        asked = [
-            (SampleId(request.group, index), attempt)
-            for request in requests
-            for index, attempt in zip(request.indices, request.attempts, strict=True)
-        ]
+    async def generate(self, model: str, requests: Sequence[TurnRequest]) -> AsyncGenerator[Arrival, None]:
+        asked = [(id.sample, id.attempt) for request in requests for id in request.ids]
         missing = {self._begun(*key) for key in asked}
         while missing:
             done, missing = await asyncio.wait(missing, return_when=asyncio.FIRST_COMPLETED)
@@ -206,13 +204,13 @@ class FakeReplica:
 
     async def close(self) -> None: ...
 
-    def _begun(self, id: SampleId, attempt: int) -> asyncio.Task[Sample]:
+    def _begun(self, id: SampleId, attempt: int) -> asyncio.Task[Trajectory]:
         known = self._samples.get((id, attempt))
         if known is None or known.cancelled():
             known = self._samples[id, attempt] = asyncio.create_task(self._sample(id, attempt))
         return known
 
-    async def _sample(self, id: SampleId, attempt: int) -> Sample:
+    async def _sample(self, id: SampleId, attempt: int) -> Trajectory:
         tokens, begun = spelled(id), self._version
         await asyncio.sleep(self._dice.choice((0.2, 0.3, 0.5, 1.0, 1.0, 1.5, 6.0)))
         versions = [begun, begun, *([self._version] * (len(tokens) - 2))]  # a push may have come between
@@ -220,7 +218,7 @@ class FakeReplica:
         node = builders.node(tokens, versions=begun if begun == self._version else versions)
         return builders.sample(id, node, attempt=attempt, reason=reason, replica=self.name)
 
-    def _earlier(self, sample: Sample) -> asyncio.Task[Sample] | None:
+    def _earlier(self, sample: Trajectory) -> asyncio.Task[Trajectory] | None:
         """What an earlier attempt at it has become."""
         return self._samples.get((sample.id, sample.attempt - 1))
 
@@ -228,8 +226,8 @@ class FakeReplica:
         return self._dice.random() < self._fault_rate
 
 
-def arrival(samples: Sequence[Sample]) -> Arrival:
-    return Arrival.parse(encode_samples(samples).SerializeToString())
+def arrival(samples: Sequence[Trajectory]) -> Arrival:
+    return Arrival.parse(encode_trajectories(samples).SerializeToString())
 
 
 class FakeGrader:

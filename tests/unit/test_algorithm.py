@@ -18,8 +18,8 @@ from atoll.wire.types import (
     Float32,
     Group,
     PolicyBatch,
-    Sample,
     Segments,
+    Trajectory,
     TurnReward,
     ValueBatch,
 )
@@ -47,7 +47,7 @@ class Model:
         return np.array(self.answer, np.float32)
 
 
-def sample(prompt: int, index: int, ids: list[int], reward: float, cost: float) -> Sample:
+def sample(prompt: int, index: int, ids: list[int], reward: float, cost: float) -> Trajectory:
     rewards = (TurnReward(0, reward, {"exact_match": reward, "length_cost": cost}),)
     return builders.sample(sample_id(prompt, index), node(ids), rewards=rewards)
 
@@ -274,7 +274,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Group], list[Group]]:
     """Groups, and the same with masked tokens (a template's, a tool's) anywhere within their samples."""
     plain, padded = [], []
     for number in range(draw(st.integers(1, 3))):
-        both: tuple[list[Sample], list[Sample]] = ([], [])
+        both: tuple[list[Trajectory], list[Trajectory]] = ([], [])
         for index in range(2):
             ids = draw(st.lists(st.integers(3, 9), max_size=4))
             whole = sample(number, index, ids, draw(st.sampled_from([0.0, 0.5, 1.0])), 0.0)

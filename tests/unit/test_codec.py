@@ -1,6 +1,7 @@
 """Every domain type survives the wire unchanged."""
 
 import zlib
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -15,8 +16,14 @@ from atoll.wire.codec.batches import (
     split_by_groups,
 )
 from atoll.wire.codec.rewards import decode_score_item, decode_verdict, encode_score_item, encode_verdict
-from atoll.wire.codec.rollout import decode_sampling, encode_sampling
-from atoll.wire.codec.samples import decode_samples, encode_samples
+from atoll.wire.codec.rollout import (
+    decode_sampling,
+    decode_turn_request,
+    encode_sampling,
+    encode_turn_request,
+)
+from atoll.wire.codec.trajectories import decode_trajectories, encode_trajectories
+from atoll.wire.codec.values import encode_group_id
 from atoll.wire.codec.weights import (
     decode_catalog,
     decode_plan,
@@ -29,19 +36,20 @@ from atoll.wire.codec.weights import (
 )
 from atoll.wire.types import (
     BOX,
+    NEW_CONVERSATION,
     TRANSFER,
+    WHOLE,
     Batch,
     Catalog,
     FinishReason,
     Graded,
     GradingError,
     GroupId,
-    Node,
+    Message,
+    Origin,
     Plan,
     PolicyBatch,
-    Provenance,
     Published,
-    Sample,
     SampleId,
     Sampling,
     ScoreItem,
@@ -49,61 +57,128 @@ from atoll.wire.types import (
     StepKey,
     StreamManifest,
     SupervisedBatch,
+    ToolCall,
+    Trajectory,
+    TrajectoryStatus,
+    Turn,
+    TurnId,
+    TurnRequest,
     TurnReward,
     ValueBatch,
     Version,
-    VersionSpan,
 )
-from atoll.wire.v1 import trainer_pb2, types_pb2
+from atoll.wire.v1 import rollout_pb2, trainer_pb2, types_pb2
+from tests.builders import node
 
 GROUP = GroupId("toy/run", 2, 7)
 
 
-def node(parent: int, ids: list[int], spans: tuple[VersionSpan, ...]) -> Node:
-    return Node(
-        parent=parent,
-        token_ids=np.array(ids, np.int32),
-        loss_mask=np.array([True] * len(ids), np.bool_),
-        logprobs=-np.arange(len(ids), dtype=np.float32),
-        spans=spans,
-    )
+V3, V4 = Version("a3f0", 3), Version("a3f0", 4)
 
 
-def test_samples_round_trip() -> None:
-    spans = (VersionSpan(Version("a3f0", 3), 0, 1), VersionSpan(Version("a3f0", 4), 1, 2))
-    origin = Provenance("rollout-0", "9f", 10.0, 11.5)
-    samples = [
-        Sample(SampleId(GROUP, 1), 0, (node(-1, [8, 10], spans),), FinishReason.STOP, "46", origin),
-        Sample(
-            SampleId(GroupId("toy/run", 2, 9), 4),
-            2,
-            (node(-1, [], ()), node(0, [5, 6], spans)),
-            FinishReason.ABORT,
-            "",
-            origin,
-            (TurnReward(1, 0.5, {"exact_match": 1.0, "format": 0.0}, {"format": "boxed: two"}),),
-        ),
-    ]
-    wire = types_pb2.Samples.FromString(encode_samples(samples).SerializeToString())
-    back = decode_samples(wire)
-    for sent, got in zip(samples, back, strict=True):
-        for field in ("id", "attempt", "finish_reason", "text", "provenance", "rewards"):
-            assert getattr(sent, field) == getattr(got, field), field
+def turn(node: int, text: str, reason: FinishReason = FinishReason.STOP) -> Turn:
+    return Turn(node, reason, text, Origin("rollout-0", "9f"), 10.0 + node, 11.5)
+
+
+SINGLE = Trajectory(
+    SampleId(GROUP, 1), 0, (node([8, 10], versions=[V3, V4]),), (turn(0, "46"),), TrajectoryStatus.COMPLETED
+)
+# two turns after a tool's answer, one of them after the tool's answer was summarised, and one by a sub-agent
+BRANCHING = Trajectory(
+    SampleId(GroupId("toy/run", 2, 9), 4),
+    2,
+    (
+        node([5, 6], versions=V3),
+        node([7, 7, 7], [0, 0, 0], parent=0),
+        node([9], parent=1, versions=V4),
+        node([1, 2], [0, 0], parent=NEW_CONVERSATION),
+        node([], parent=3),
+    ),
+    (turn(0, "call"), turn(2, "so"), turn(4, "", FinishReason.LENGTH)),
+    TrajectoryStatus.COMPLETED,
+    rewards=(
+        TurnReward(0, 0.5, {"tool": 0.5}),
+        TurnReward(WHOLE, 1.0, {"exact_match": 1.0, "format": 0.0}, {"format": "boxed: two"}),
+    ),
+    reason="done",
+    messages=(
+        Message("assistant", "", (ToolCall("c1", "sum", '{"a": 1}'),)),
+        Message("tool", "3", tool_call_id="c1"),
+    ),
+    environment={"state": "solved"},
+)
+ABORTED = Trajectory(
+    SampleId(GROUP, 2), 1, (node([]),), (turn(0, "", FinishReason.ABORT),), TrajectoryStatus.ABORTED
+)
+
+
+@pytest.mark.parametrize("samples", [[SINGLE], [SINGLE, ABORTED], [BRANCHING], [SINGLE, BRANCHING, ABORTED]])
+def test_trajectories_round_trip(samples: list[Trajectory]) -> None:
+    wire = types_pb2.Trajectories.FromString(encode_trajectories(samples).SerializeToString())
+    for sent, got in zip(samples, decode_trajectories(wire), strict=True):
+        assert got._replace(nodes=()) == sent._replace(nodes=())
         for a, b in zip(sent.nodes, got.nodes, strict=True):
             assert (a.parent, a.spans) == (b.parent, b.spans)
             for array in ("token_ids", "loss_mask", "logprobs"):
                 np.testing.assert_array_equal(getattr(a, array), getattr(b, array))
 
 
+def test_single_turns_leave_out_the_columns_of_trees() -> None:
+    """So that they cost what they did, and what was written before there were turns is read."""
+    wire = encode_trajectories([SINGLE, ABORTED])
+    for column in ("turn_offsets", "turn_node", "status", "reason", "conversation", "rewards"):
+        assert not getattr(wire, column)
+
+
 def test_samples_with_missing_tokens_are_refused() -> None:
-    origin = Provenance("rollout-0", "9f", 10.0, 11.5)
-    sample = Sample(SampleId(GROUP, 1), 0, (node(-1, [8, 10], ()),), FinishReason.STOP, "46", origin)
-    wire = encode_samples([sample])
+    wire = encode_trajectories([SINGLE])
     wire.token_ids = wire.token_ids[:4]
     with pytest.raises(
         ValueError, match="1 token ids, 2 mask entries and 2 log-probabilities, expected as many"
     ):
-        decode_samples(wire)
+        decode_trajectories(wire)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"node_parent": [-1, 1, 1, -2, 3]}, "toy/run/2/9/4: a node whose parent is no earlier node"),
+        ({"node_parent": [-1, 0, 1, -3, 3]}, "a node whose parent is no earlier node"),
+        ({"turn_node": [0, 2, 5]}, r"produced nodes \[0, 2, 5\], expected some of its 5"),
+        ({"turn_offsets": [0, 2]}, r"offsets \[0, 2\], expected them to ascend from 0 to 3"),
+        (
+            {"turn_node": [1, 2, 4]},
+            r"rewards for nodes \[0\], expected -1 or what a turn produced: \[1, 2, 4\]",
+        ),
+        ({"span_end": [1, 1]}, "token 1 of a node of 2 is in no span, and the policy produced it"),
+        ({"span_offsets": [0, 1, 2, 2, 2, 2]}, "token 0 of a node of 3 is in a span, and the policy did not"),
+    ],
+)
+def test_a_tree_that_is_none_is_refused(changes: Mapping[str, list[int]], message: str) -> None:
+    wire = encode_trajectories([BRANCHING])
+    for column, values in changes.items():
+        del getattr(wire, column)[:]
+        getattr(wire, column).extend(values)
+    with pytest.raises(ValueError, match=message):
+        decode_trajectories(wire)
+
+
+def test_turn_requests_round_trip() -> None:
+    ids = tuple(TurnId(SampleId(GROUP, index), index + 1) for index in (0, 2))
+    later = (TurnId(SampleId(GROUP, 0), 1, 3), TurnId(SampleId(GROUP, 0), 1, 3, 1))
+    for request in (
+        TurnRequest(ids, np.array([5, 6], np.int32), Sampling(8, stop=("x",), seed=3)),
+        TurnRequest(later, np.array([5, 6, 7], np.int32), Sampling(8), "toy/run/2/7/0/1"),
+    ):
+        back = decode_turn_request(encode_turn_request(request))
+        assert (back.ids, back.sampling, back.session) == (request.ids, request.sampling, request.session)
+        np.testing.assert_array_equal(back.context_ids, request.context_ids)
+    assert [str(id) for id in later] == ["toy/run/2/7/0/1/3/0", "toy/run/2/7/0/1/3/1"]
+
+
+def test_a_request_for_no_turn_is_refused() -> None:
+    with pytest.raises(ValueError, match="a request for turns of group toy/run/2/7 names none"):
+        decode_turn_request(rollout_pb2.TurnRequest(group=encode_group_id(GROUP)))
 
 
 TREE = Segments(  # two groups: a prompt of 2 with responses of 1 and 3; a single segment of 2

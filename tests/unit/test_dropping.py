@@ -9,10 +9,10 @@ from atoll.wire.types import (
     FinishReason,
     Graded,
     GradingError,
-    GroupRequest,
-    Sample,
     SampleId,
     ScoreItem,
+    Trajectory,
+    TurnRequest,
     Verdict,
 )
 from tests import virtual_clock
@@ -30,11 +30,11 @@ class Peer:
         self.was_told = asyncio.Event()
         self._hangs = hangs
 
-    async def generate(self, model: str, requests: Sequence[GroupRequest]) -> AsyncGenerator[Arrival, None]:
+    async def generate(self, model: str, requests: Sequence[TurnRequest]) -> AsyncGenerator[Arrival, None]:
         samples = [
-            sample(SampleId(r.group, index), node([4, 5], versions=V3), attempt=attempt)
-            for r in requests
-            for index, attempt in zip(r.indices, r.attempts, strict=True)
+            sample(id.sample, node([4, 5], versions=V3), attempt=id.attempt)
+            for request in requests
+            for id in request.ids
         ]
         self.has_begun.set()
         yield arrival(*(s for s in samples if s.id.index == 0))
@@ -68,7 +68,7 @@ class Log:
     def __init__(self) -> None:
         self.events: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
 
-    async def finished(self, samples: Sequence[Sample], payload: bytes) -> None: ...
+    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
 
     async def retried(self, samples: Sequence[SampleId], reason: str) -> None:
         self.events.put_nowait((reason, samples[0].group.prompt))
@@ -140,12 +140,12 @@ def test_a_dropped_group_that_is_generated_already_costs_no_call() -> None:
 def test_samples_that_are_aborted_are_retried_for_the_reason_of_the_abort() -> None:
     class Aborts(Peer):
         async def generate(
-            self, model: str, requests: Sequence[GroupRequest]
+            self, model: str, requests: Sequence[TurnRequest]
         ) -> AsyncGenerator[Arrival, None]:
             async for arrived in super().generate(model, requests):
                 yield arrived
                 await self.was_told.wait()
-                id, attempt = SampleId(requests[0].group, 1), requests[0].attempts[-1]
+                id, attempt = SampleId(requests[0].group, 1), requests[0].ids[-1].attempt
                 part = sample(id, node([4], versions=V3), attempt=attempt, reason=FinishReason.ABORT)
                 yield arrival(part)
                 return

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from atoll.coordinator.algorithm import experience
 from atoll.coordinator.algorithm.metrics import critic_metrics, mean_of, step_metrics
 from atoll.coordinator.validation import set_metrics
-from atoll.wire.types import FinishReason, Group, Node, Sample, TurnReward, Version
+from atoll.wire.types import FinishReason, Group, Node, Trajectory, TurnReward, Version
 from tests import builders
 from tests.builders import prompt, sample_id
 
@@ -17,7 +17,7 @@ def node(parent: int, ids: list[int], mask: list[int], version: int = 0) -> Node
     return builders.node(ids, mask, parent=parent, logprobs=logprobs, versions=Version("l", version))
 
 
-def sample(number: int, index: int, *nodes: Node, score: float = 0.0) -> Sample:
+def sample(number: int, index: int, *nodes: Node, score: float = 0.0) -> Trajectory:
     return builders.sample(sample_id(number, index), *nodes, score=score)
 
 
@@ -122,12 +122,12 @@ def test_step_metrics_by_hand() -> None:
         "critic/score/mean": 1 / 3,
         "critic/score/max": 1,
         "critic/score/min": 0,
-        "response_length/mean": 2,
-        "response_length/max": 4,
+        "response_length/mean": 5 / 3,  # tokens of tools do not count
+        "response_length/max": 3,
         "response_length/min": 0,
         "response_length/clip_ratio": 1 / 3,
         "prompt_length/mean": 1.5,
-        "perf/total_num_tokens": 2 * 2 + 1 + 6,
+        "perf/total_num_tokens": 2 * 2 + 1 + 5,
         "staleness/mean": 1 / 3,
         "staleness/max": 1,
         "reward/exact_match/mean": 1 / 3,

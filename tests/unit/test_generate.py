@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +10,19 @@ from atoll.rollout import generate
 from atoll.rollout.engines.base import Completion
 from atoll.rollout.generate import Generator, linger_for
 from atoll.runtime.errors import UserError
-from atoll.wire.types import FinishReason, GroupId, GroupRequest, Sample, Sampling, Version, VersionSpan
+from atoll.wire.types import (
+    FinishReason,
+    GroupId,
+    SampleId,
+    Sampling,
+    Trajectory,
+    TurnId,
+    TurnRequest,
+    Version,
+    VersionSpan,
+)
 from tests import virtual_clock
+from tests.builders import turn_request
 
 GROUP = GroupId("toy", 0, 7)
 V3 = Version("a3f0", 3)
@@ -26,10 +36,10 @@ class ScriptedEngine:
         self.closed = 0
         self.news: asyncio.Queue[list[int] | Exception] = asyncio.Queue()
 
-    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Completion], None]:
+    async def generate(self, requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Completion], None]:
         for request in requests:
-            self.asked += zip(request.indices, request.attempts, strict=True)
-        attempts = {i: a for r in requests for i, a in zip(r.indices, r.attempts, strict=True)}
+            self.asked += [(id.sample.index, id.attempt) for id in request.ids]
+        attempts = {id.sample.index: id.attempt for request in requests for id in request.ids}
         try:
             while attempts:
                 news = await self.news.get()
@@ -42,9 +52,7 @@ class ScriptedEngine:
 
 def completion(index: int, attempt: int) -> Completion:
     return Completion(
-        group=GROUP,
-        index=index,
-        attempt=attempt,
+        id=TurnId(SampleId(GROUP, index), attempt),
         token_ids=np.array([8, 10, index], np.int32),
         logprobs=np.array([-0.1, -0.7, -0.2], np.float32),
         spans=(VersionSpan(V3, 0, 3),),
@@ -55,17 +63,16 @@ def completion(index: int, attempt: int) -> Completion:
     )
 
 
-def request(*indices: int, attempt: int = 0) -> GroupRequest:
-    ids = np.array([5, 6], np.int32)
-    return GroupRequest(GROUP, ids, indices, (attempt,) * len(indices), Sampling(3))
+def request(*indices: int, attempt: int = 0) -> TurnRequest:
+    return turn_request([5, 6], group=GROUP, indices=indices, attempt=attempt, sampling=Sampling(3))
 
 
-async def listen(generator: Generator, *requests: GroupRequest) -> list[list[Sample]]:
+async def listen(generator: Generator, *requests: TurnRequest) -> list[list[Trajectory]]:
     async with asyncio.timeout(10):
         return [samples async for samples in generator.generate(requests)]
 
 
-def indices(batches: list[list[Sample]]) -> list[list[int]]:
+def indices(batches: list[list[Trajectory]]) -> list[list[int]]:
     return [[sample.id.index for sample in batch] for batch in batches]
 
 
@@ -93,8 +100,8 @@ async def test_a_sample_is_a_tree_of_one_node(engine, generator):
     assert (node.parent, node.token_ids.tolist(), node.loss_mask.tolist()) == (-1, [8, 10, 1], [True] * 3)
     np.testing.assert_allclose(node.logprobs, [-0.1, -0.7, -0.2])
     assert node.spans == (VersionSpan(V3, 0, 3),)
-    assert (sample.provenance.replica, sample.provenance.incarnation) == ("rollout-0", "a1")
-    assert (sample.provenance.started, sample.provenance.finished) == (1.0, 2.0)
+    assert (sample.turns[0].origin.replica, sample.turns[0].origin.incarnation) == ("rollout-0", "a1")
+    assert (sample.turns[0].started, sample.turns[0].finished) == (1.0, 2.0)
 
 
 async def test_what_finishes_in_quick_succession_arrives_together(engine, generator):
@@ -230,8 +237,6 @@ async def test_an_error_reaches_every_listener_and_nothing_is_remembered(engine,
 
 
 async def test_requests_that_make_no_sense(engine, generator):
-    with pytest.raises(UserError, match="toy/0/7/1/0/0 is asked for twice"):
+    with pytest.raises(UserError, match="turn toy/0/7/1/0/0/0 is asked for twice"):
         await listen(generator, request(0, 1), request(1))
-    with pytest.raises(UserError, match="has 2 indices and 1 attempts"):
-        await listen(generator, replace(request(0, 1), attempts=(0,)))
     assert engine.asked == []

@@ -11,7 +11,7 @@ from atoll.coordinator.rewards.score_parts import ServerGrader
 from atoll.coordinator.rollouts.grading import Grading
 from atoll.coordinator.rollouts.groups import InFlight, PendingGroup, Sink
 from atoll.runtime.errors import StoreError
-from atoll.wire.types import GradingError, Sample, SampleId
+from atoll.wire.types import GradingError, SampleId, Trajectory
 from tests.builders import SAMPLING, node, prompt, sample, sample_id
 from tests.fake_rewards import FakeService, rewards_of
 from tests.fake_servers import Fake, World, now, reward_server, watched
@@ -29,7 +29,7 @@ class Recorder:
 
     def submit(self, number: int, num_samples: int = 2) -> PendingGroup:
         samples = [sample(sample_id(number, index), node([3, 4])) for index in range(num_samples)]
-        group = PendingGroup(prompt(number), number, SAMPLING, list[Sample | None](samples), 0)
+        group = PendingGroup(prompt(number), number, SAMPLING, list[Trajectory | None](samples), 0)
         self.groups[group.prompt.id] = (group, self)
         self.grading.submit(samples)
         return group
@@ -38,7 +38,7 @@ class Recorder:
         del self.groups[group.prompt.id]
         self.dropped_for[group.prompt.id.prompt] = reason
 
-    async def finished(self, samples: Sequence[Sample], payload: bytes) -> None: ...
+    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
 
     async def retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
 

@@ -11,7 +11,7 @@ from atoll.coordinator.algorithm.filters import DynamicSampling, scores_differ
 from atoll.coordinator.journal.dump import read_dump, write_dump
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.errors import AtollError
-from atoll.wire.types import Graded, Group, Sample, Sampling, TurnReward, Version
+from atoll.wire.types import Graded, Group, Sampling, Trajectory, TurnRequest, TurnReward, Version
 from tests import builders
 from tests.builders import group_id, node, prompt, sample_id
 
@@ -21,7 +21,7 @@ SAMPLING = Sampling(8, temperature=0.7, top_p=0.9, stop_token_ids=(1,), stop=("\
 GREEDY = Sampling(8, temperature=0.0, top_p=0.9, stop_token_ids=(1,), stop=("\n",), seed=3)
 
 
-def sample(index: int, versions: tuple[int, ...], *rewards: TurnReward, attempt: int = 0) -> Sample:
+def sample(index: int, versions: tuple[int, ...], *rewards: TurnReward, attempt: int = 0) -> Trajectory:
     """One token per version."""
     tokens = node([5 + attempt] * len(versions), versions=[Version("l", number) for number in versions])
     return builders.sample(sample_id(7, index), tokens, rewards=rewards, attempt=attempt)
@@ -31,6 +31,11 @@ def scored(*values: tuple[float, float]) -> Group:
     """By each sample's accuracy and penalty; the score is their sum."""
     rewards = [TurnReward(0, a + b, {"gsm8k": a, "overlong": b}) for a, b in values]
     return builders.group(*(sample(i, (4,), reward) for i, reward in enumerate(rewards)), ids=[1, 2])
+
+
+def drawn(request: TurnRequest) -> list[tuple[int, int]]:
+    """Index and attempt of each."""
+    return [(id.sample.index, id.attempt) for id in request.ids]
 
 
 def test_staleness_counts_from_the_oldest_token() -> None:
@@ -60,8 +65,8 @@ def test_pending_group_first_attempt_wins_and_a_retry_starts_over() -> None:
 def test_a_baseline_is_asked_for_greedily_and_kept_apart() -> None:
     pending = PendingGroup(PROMPT, 0, SAMPLING, [None, None, None], issued=3, has_baseline=True)
     sampled, greedy = pending.requests()
-    assert (sampled.indices, sampled.attempts, sampled.sampling) == ((0, 1), (0, 0), SAMPLING)
-    assert (greedy.indices, greedy.attempts, greedy.sampling) == ((2,), (0,), GREEDY)
+    assert (drawn(sampled), sampled.sampling) == ([(0, 0), (1, 0)], SAMPLING)
+    assert (drawn(greedy), greedy.sampling) == ([(2, 0)], GREEDY)
     for index, score in enumerate([1.0, 0.0, 0.25]):
         pending.accept(sample(index, (3,)))
         pending.grade(Graded(sample_id(7, index), score, {}))
@@ -72,13 +77,13 @@ def test_a_baseline_is_asked_for_greedily_and_kept_apart() -> None:
     assert [id.index for id in pending.ids()] == [0, 1, 2]
     pending.again([2])
     (again,) = pending.requests()
-    assert (again.indices, again.attempts, again.sampling) == ((2,), (1,), GREEDY)
+    assert (drawn(again), again.sampling) == ([(2, 1)], GREEDY)
 
 
 def test_a_group_without_baseline_is_one_request() -> None:
     pending = PendingGroup(PROMPT, 0, SAMPLING, [None, sample(1, (3,)), None], issued=3)
     (request,) = pending.requests()
-    assert (request.group, request.indices, request.sampling) == (ID, (0, 2), SAMPLING)
+    assert (request.group, drawn(request), request.sampling) == (ID, [(0, 0), (2, 0)], SAMPLING)
 
 
 def test_a_dump_carries_the_baseline(tmp_path: Path) -> None:

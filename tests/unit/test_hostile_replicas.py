@@ -21,13 +21,17 @@ from atoll.runtime.errors import (
     StoreError,
     UserError,
 )
-from atoll.wire.codec.samples import decode_payload, encode_samples
+from atoll.wire.codec.trajectories import decode_payload, encode_trajectories
 from atoll.wire.types import (
+    NEW_CONVERSATION,
+    WHOLE,
     FinishReason,
     GroupId,
-    GroupRequest,
-    Sample,
     SampleId,
+    Trajectory,
+    TrajectoryStatus,
+    TurnRequest,
+    TurnReward,
     Version,
     VersionSpan,
 )
@@ -36,10 +40,10 @@ from tests import virtual_clock
 from tests.builders import arrival, group_id, node, pending, sample, sample_id
 from tests.fake_replicas import V3, VOCAB_SIZE, Fleet
 
-Answer = Callable[[Sequence[Sample]], Arrival]
+Answer = Callable[[Sequence[Trajectory]], Arrival]
 
 
-def honest(samples: Sequence[Sample]) -> Arrival:
+def honest(samples: Sequence[Trajectory]) -> Arrival:
     return arrival(*samples)
 
 
@@ -52,12 +56,8 @@ class Peer:
         self.calls: list[list[GroupId]] = []
         self.aborted: list[str] = []
 
-    async def generate(self, model: str, requests: Sequence[GroupRequest]) -> AsyncGenerator[Arrival, None]:
-        asked = [
-            (SampleId(r.group, index), attempt)
-            for r in requests
-            for index, attempt in zip(r.indices, r.attempts, strict=True)
-        ]
+    async def generate(self, model: str, requests: Sequence[TurnRequest]) -> AsyncGenerator[Arrival, None]:
+        asked = [(id.sample, id.attempt) for request in requests for id in request.ids]
         self.asked += asked
         self.calls.append([r.group for r in requests])
         yield self.answer([made(id, attempt) for id, attempt in asked])
@@ -67,7 +67,7 @@ class Peer:
         return 1
 
 
-def made(id: SampleId, attempt: int) -> Sample:
+def made(id: SampleId, attempt: int) -> Trajectory:
     return sample(id, node([4, 5], versions=V3), attempt=attempt)
 
 
@@ -75,14 +75,14 @@ class Kept:
     """A sink that keeps what a journal would."""
 
     def __init__(self, expected: int) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[Trajectory] = []
         self.payloads: list[bytes] = []
         self.retries: list[str] = []
         self.dropped_for: list[str] = []
         self.done = asyncio.Event()
         self._expected = expected
 
-    async def finished(self, samples: Sequence[Sample], payload: bytes) -> None:
+    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None:
         self.samples += samples
         self.payloads.append(payload)
 
@@ -120,8 +120,8 @@ class Run(Fleet):
 def changed(**columns: object) -> Answer:
     """The message with some of its columns replaced."""
 
-    def answer(samples: Sequence[Sample]) -> Arrival:
-        message = encode_samples(samples)
+    def answer(samples: Sequence[Trajectory]) -> Arrival:
+        message = encode_trajectories(samples)
         for name, value in columns.items():
             message.ClearField(name)  # type: ignore[arg-type]
             if isinstance(value, bytes):
@@ -133,7 +133,7 @@ def changed(**columns: object) -> Answer:
     return answer
 
 
-def remade(change: Callable[[Sample], Sample]) -> Answer:
+def remade(change: Callable[[Trajectory], Trajectory]) -> Answer:
     return lambda samples: arrival(*map(change, samples))
 
 
@@ -146,7 +146,7 @@ def with_node(**fields: Any) -> Answer:
 
 
 def raises(error: Exception) -> Answer:
-    def answer(samples: Sequence[Sample]) -> Arrival:
+    def answer(samples: Sequence[Trajectory]) -> Arrival:
         raise error
 
     return answer
@@ -168,9 +168,12 @@ VIOLATIONS = {
     "an index below zero": (remade(lambda s: s._replace(id=sample_id(0, s.id.index - 9))), "toy/0/0/-9"),
     "another attempt": (remade(lambda s: s._replace(attempt=17)), "attempt 17"),
     "a sample twice": (lambda samples: arrival(*samples, samples[0]), "twice in one message"),
-    "a span that ends early": (with_node(spans=(VersionSpan(V3, 0, 1),)), r"tokens \[1, 2\)"),
+    "a span that ends early": (
+        with_node(spans=(VersionSpan(V3, 0, 1),)),
+        "token 1 of a node of 2 is in no span",
+    ),
     "a span beyond the tokens": (with_node(spans=(VersionSpan(V3, 0, 3),)), r"span \[0, 3\)"),
-    "no span": (with_node(spans=()), r"no span covers tokens \[0, 2\)"),
+    "no span": (with_node(spans=()), "token 0 of a node of 2 is in no span"),
     "an older version": (with_version(Version("run", 2)), "version run:2"),
     "a version that is not there yet": (with_version(Version("run", 4)), "version run:4"),
     "another lineage": (with_version(Version("stray", 3)), "version stray:3"),
@@ -183,6 +186,16 @@ VIOLATIONS = {
     "half a token": (changed(token_ids=b"\0" * 15), "multiple"),
     "a mask that is not boolean": (changed(loss_mask=b"\1\1\2\1"), "mask entry of 2"),
     "a parent that comes later": (changed(node_parent=(0, -1)), "parent"),
+    "a token that is not its own": (
+        with_node(loss_mask=np.array([1, 0], np.bool_)),
+        "token 1 of a node of 2",
+    ),
+    "a reward": (remade(lambda s: s.add_reward(TurnReward(WHOLE, 9.0, {}))), "rewards"),
+    "a tree": (remade(lambda s: s._replace(nodes=(*s.nodes, node([4], parent=0)))), "a single turn"),
+    "two turns": (remade(lambda s: s._replace(turns=(*s.turns, *s.turns))), "a single turn"),
+    "a conversation of its own": (with_node(parent=NEW_CONVERSATION), "a single turn"),
+    "another status": (remade(lambda s: s._replace(status=TrajectoryStatus.TRUNCATED)), "a single turn"),
+    "an environment's words": (remade(lambda s: s._replace(environment={"reward": "9"})), "a single turn"),
     "a finished sample without tokens": (
         remade(lambda s: s._replace(nodes=(node([], versions=V3),))),
         "without tokens",
@@ -227,7 +240,7 @@ def test_no_error_that_a_replica_answers_ends_the_run(error: AtollError) -> None
 
 
 def test_one_prompt_that_no_replica_takes_costs_its_group_alone() -> None:
-    def answer(samples: Sequence[Sample]) -> Arrival:
+    def answer(samples: Sequence[Trajectory]) -> Arrival:
         if any(s.id.group == group_id(1) for s in samples):
             raise UserError("the prompt is too long")
         return arrival(*samples)
@@ -272,7 +285,7 @@ def test_a_lost_stream_of_a_healthy_replica_is_joined_again() -> None:
 
     class Breaks(Peer):
         async def generate(
-            self, model: str, requests: Sequence[GroupRequest]
+            self, model: str, requests: Sequence[TurnRequest]
         ) -> AsyncGenerator[Arrival, None]:
             async for arrived in super().generate(model, requests):
                 yield arrival(arrived.samples[0])
@@ -308,7 +321,7 @@ def test_a_replica_whose_stream_is_lost_twice_with_nothing_between_is_unwell() -
     virtual_clock.run(scene())
 
 
-MESSAGE = encode_samples([made(sample_id(0, index), 0) for index in range(3)]).SerializeToString()
+MESSAGE = encode_trajectories([made(sample_id(0, index), 0) for index in range(3)]).SerializeToString()
 
 
 @given(st.data())
@@ -329,4 +342,4 @@ def test_whatever_bytes_arrive_are_samples_or_a_bad_answer(data: st.DataObject) 
             for span in n.spans:
                 covered[span.start : span.end] = True
             assert covered[n.loss_mask].all()
-    assert types_pb2.Samples.FromString(arrived.payload)
+    assert types_pb2.Trajectories.FromString(arrived.payload)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -13,7 +12,8 @@ from atoll.rollout.engines.local_model import LocalModel
 from atoll.rollout.engines.local_weights import Layout
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import read_spec
-from atoll.wire.types import GroupId, GroupRequest, Sampling, Version
+from atoll.wire.types import Sampling, TurnId, TurnRequest, Version
+from tests.builders import group_id, sample_id, turn_request
 
 
 class CountingModel(LocalModel):
@@ -35,17 +35,14 @@ class CountingModel(LocalModel):
         return super().decode(cache, tokens_B, positions_B, longest)
 
 
-def request(row: int, num_samples: int, num_tokens: int, length: int = 6) -> GroupRequest:
-    return GroupRequest(
-        GroupId("toy", 0, row),
-        np.full(length, 3 + row % 40, np.int32),
-        tuple(range(num_samples)),
-        (0,) * num_samples,
-        Sampling(num_tokens),
+def request(row: int, num_samples: int, num_tokens: int, length: int = 6) -> TurnRequest:
+    prompt = [3 + row % 40] * length
+    return turn_request(
+        prompt, group=group_id(row), indices=range(num_samples), sampling=Sampling(num_tokens)
     )
 
 
-def run(folder: Path, slots: int, requests: list[GroupRequest]) -> tuple[CountingModel, int]:
+def run(folder: Path, slots: int, requests: list[TurnRequest]) -> tuple[CountingModel, int]:
     model = CountingModel(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     decoder: Decoder[str] = Decoder(model, tokenizer, slots, 512, Version("", 0))
@@ -65,7 +62,7 @@ def test_a_group_is_prefilled_once_even_where_it_gets_slots_one_by_one(tiny_qwen
 
 def test_a_groups_greedy_sample_shares_its_prefill(tiny_qwen2):
     sampled = request(0, 8, 5)
-    greedy = replace(sampled, indices=(8,), attempts=(0,), sampling=Sampling(5, temperature=0.0))
+    greedy = replace(sampled, ids=(TurnId(sample_id(0, 8), 0),), sampling=Sampling(5, temperature=0.0))
     model, finished = run(tiny_qwen2, 16, [sampled, greedy, request(1, 2, 5)])
     assert finished == 11
     assert model.prefills == [2]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from atoll.rollout.engines.sampling import draw, stream_key, uniforms
+from atoll.wire.types import GroupId, SampleId, TurnId
 
 
 def test_stream_is_splitmix64():
@@ -16,19 +17,30 @@ def test_stream_is_splitmix64():
     np.testing.assert_array_equal(uniforms(keys, np.arange(4)), (expected >> np.uint64(12)) / 2.0**52)
 
 
+def key(seed: int, epoch: int, prompt: int, index: int, turn: int = 0, branch: int = 0) -> int:
+    return stream_key(seed, TurnId(SampleId(GroupId("toy", epoch, prompt), index), 0, turn, branch))
+
+
 def test_every_part_of_the_key_matters():
     base = (5, 1, 7, 3)
-    keys = {stream_key(*base)}
-    keys |= {stream_key(*(n + (i == j) for j, n in enumerate(base))) for i in range(4)}
-    keys |= {stream_key(*(n << 40 if i == j else n for j, n in enumerate(base))) for i in range(4)}
-    keys |= {stream_key(1, 5, 7, 3), stream_key(5, 1, 3, 7)}
-    assert len(keys) == 11
+    keys = {key(*base)}
+    keys |= {key(*(n + (i == j) for j, n in enumerate(base))) for i in range(4)}
+    keys |= {key(*(n << 40 if i == j else n for j, n in enumerate(base))) for i in range(4)}
+    keys |= {key(1, 5, 7, 3), key(5, 1, 3, 7)}
+    keys |= {key(*base, 1), key(*base, 0, 1), key(*base, 2), key(*base, 1, 1), key(*base, 1, 2)}
+    assert len(keys) == 16
     assert all(0 <= key < 1 << 64 for key in keys)
+
+
+def test_first_turns_and_other_attempts_draw_what_they_always_drew():
+    """As recorded before there were turns."""
+    id = TurnId(SampleId(GroupId("toy", 1, 7), 3), attempt=0)
+    assert stream_key(5, id) == stream_key(5, id._replace(attempt=4)) == 10529423894796280977
 
 
 def test_uniforms_fill_the_unit_interval():
     """Over samples at one position and over positions of one sample: moments and correlation."""
-    keys = np.array([stream_key(0, 0, 0, index) for index in range(20_000)], np.uint64)
+    keys = np.array([key(0, 0, 0, index) for index in range(20_000)], np.uint64)
     over_samples = uniforms(keys, np.full(20_000, 3))
     over_positions = uniforms(np.full(20_000, keys[0]), np.arange(20_000))
     for u in (over_samples, over_positions):

@@ -15,13 +15,15 @@ from atoll.rollout.engines.sglang.messages import (
     score_body,
 )
 from atoll.runtime.errors import UserError
-from atoll.wire.types import FinishReason, GroupId, GroupRequest, Sampling, Version, VersionSpan
+from atoll.wire.types import FinishReason, Sampling, TurnId, TurnRequest, Version, VersionSpan
+from tests.builders import group_id, sample_id, turn_request
 
+ID = TurnId(sample_id(7, 1), attempt=2)
 V3, V4 = Version("a3f0", 3), Version("a3f0", 4)
 
 
-def ask(sampling: Sampling) -> GroupRequest:
-    return GroupRequest(GroupId("toy", 0, 7), np.array([7, 30, 12], np.int32), (0, 1), (0, 2), sampling)
+def ask(sampling: Sampling) -> TurnRequest:
+    return turn_request([7, 30, 12], group=group_id(7), indices=(0, 1), sampling=sampling)
 
 
 def answer(**meta: object) -> dict[str, object]:
@@ -91,8 +93,8 @@ def test_what_sglang_cannot_report_is_refused() -> None:
 
 
 def test_an_answer_becomes_a_completion() -> None:
-    got = parse_completion(answer(), ask(Sampling(2)), 1, started=5.0)
-    assert (got.group, got.index, got.attempt) == (GroupId("toy", 0, 7), 1, 2)
+    got = parse_completion(answer(), ID, Sampling(2), started=5.0)
+    assert got.id == ID
     assert got.token_ids.tolist() == [36, 6]
     assert got.logprobs.tolist() == [-2.5, -3.25]
     assert got.spans == (VersionSpan(V3, 0, 1), VersionSpan(V4, 1, 2))
@@ -101,14 +103,14 @@ def test_an_answer_becomes_a_completion() -> None:
 
 def test_where_tokens_are_cut_off_their_log_probabilities_count() -> None:
     cut = answer(output_token_sampling_logprobs=[-0.5, -1.5])
-    got = parse_completion(cut, ask(Sampling(2, top_k=5)), 0, started=5.0)
+    got = parse_completion(cut, ID, Sampling(2, top_k=5), started=5.0)
     assert got.logprobs.tolist() == [-0.5, -1.5]
 
 
 @pytest.mark.parametrize("logprobs", [[[None, 36, None], [-3.25, 6, None]], [[-2.5, 36, None]], []])
 def test_a_token_without_a_finite_log_probability_is_an_error(logprobs: list[object]) -> None:
     with pytest.raises(SGLangError, match="2 tokens and the log-probabilities"):
-        parse_completion(answer(output_token_logprobs=logprobs), ask(Sampling(2)), 0, started=5.0)
+        parse_completion(answer(output_token_logprobs=logprobs), ID, Sampling(2), started=5.0)
 
 
 def test_scores_leave_out_the_first_token() -> None:

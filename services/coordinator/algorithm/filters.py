@@ -8,7 +8,7 @@ import numpy as np
 from atoll.config.functions import load
 from atoll.config.schema import FilterConfig
 from atoll.runtime.errors import AtollError, UserError
-from atoll.wire.types import Group, Sample
+from atoll.wire.types import Group, Trajectory
 
 
 def scores_differ(group: Group, *, component: str = "") -> bool:
@@ -23,7 +23,7 @@ def scores_differ(group: Group, *, component: str = "") -> bool:
     return len({component_of(sample, component) for sample in group.samples}) > 1
 
 
-def component_of(sample: Sample, grader: str) -> float:
+def component_of(sample: Trajectory, grader: str) -> float:
     """What a grader gave over all turns, before its weight. Raises UserError where the sample lacks it."""
     there = {name for reward in sample.rewards for name in reward.components}
     if grader not in there:

@@ -15,7 +15,7 @@ MAX_KIND_CHARACTERS = 40
 def step_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     scores = np.array([sample.score for sample in samples])
-    lengths = np.array([sample.num_tokens for sample in samples])
+    lengths = np.array([sample.num_produced for sample in samples])
     ages = np.array([sample.staleness(version) for sample in samples])
     prompt_lengths = np.array([len(group.prompt.token_ids) for group in groups])
     num_samples = np.array([len(group.samples) for group in groups])

@@ -11,7 +11,7 @@ import numpy as np
 from atoll.coordinator.fleet.replicas import Replica, Replicas, State, now
 from atoll.runtime.clients import Arrival
 from atoll.runtime.errors import AtollError, BadAnswerError, ServiceUnavailableError, UserError
-from atoll.wire.types import FinishReason, GroupId, GroupRequest, Sample, SampleId, Sampling
+from atoll.wire.types import FinishReason, GroupId, SampleId, Sampling, Trajectory, TurnId, TurnRequest
 
 SILENCE_S = 10.0  # with work in hand: so long at least before a replica is asked
 SILENCE = 3.0  # times what it has in hand, by its throughput
@@ -90,7 +90,7 @@ class Health:
         try:
             begun = now()
             probe = await self._probe(replica, ANSWER_S)
-            replica.alone = probe.num_tokens / max(now() - begun, 1e-3)
+            replica.alone = probe.num_produced / max(now() - begun, 1e-3)
             await self._admit(replica)
         except AtollError as error:
             if isinstance(error, UserError | BadAnswerError):
@@ -103,16 +103,12 @@ class Health:
         replica.asked = now()
         return True
 
-    async def _probe(self, replica: Replica, timeout_s: float) -> Sample:
+    async def _probe(self, replica: Replica, timeout_s: float) -> Trajectory:
         """One short greedy generation, never journaled. Raises ServiceUnavailableError if it fails, and
         BadAnswerError if the answer is not one to it."""
-        request = GroupRequest(
-            group=GroupId(self._run, next(self._numbers), 0),
-            prompt_ids=np.zeros(1, np.int32),
-            indices=(0,),
-            attempts=(0,),
-            sampling=Sampling(max_new_tokens=4, temperature=0.0),
-        )
+        id = SampleId(GroupId(self._run, next(self._numbers), 0), 0)
+        sampling = Sampling(max_new_tokens=4, temperature=0.0)
+        request = TurnRequest((TurnId(id, attempt=0),), np.zeros(1, np.int32), sampling)
         arrivals: list[Arrival] = []
         try:
             async with (
@@ -126,7 +122,7 @@ class Health:
         samples = [sample for arrival in arrivals for sample in arrival.samples]
         if not samples or samples[0].finish_reason is FinishReason.ABORT:
             raise ServiceUnavailableError("it ended a probe without an answer")
-        if [sample.id for sample in samples] != [SampleId(request.group, 0)]:
+        if [sample.id for sample in samples] != [id]:
             raise BadAnswerError(f"it answered a probe with {', '.join(str(s.id) for s in samples)}")
         largest_id, vocab_size = arrivals[0].largest_id, replica.info.vocab_size
         if not 0 <= largest_id < vocab_size:

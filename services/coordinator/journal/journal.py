@@ -26,8 +26,8 @@ from atoll.coordinator.journal.snapshot import (
 )
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.store import Script, Store
-from atoll.wire.codec.samples import decode_payload
-from atoll.wire.types import GroupId, JournalIndex, Sample, SampleId, Version
+from atoll.wire.codec.trajectories import decode_payload
+from atoll.wire.types import GroupId, JournalIndex, SampleId, Trajectory, Version
 
 
 class JournalError(AtollError):
@@ -75,7 +75,7 @@ class RestoredGroup:
     """A group in flight. Where `samples` has None, the attempt in `attempts` is to be generated."""
 
     id: GroupId
-    samples: tuple[Sample | None, ...]  # by index
+    samples: tuple[Trajectory | None, ...]  # by index
     attempts: tuple[int, ...]
 
 
@@ -114,7 +114,7 @@ class Journal:
         await self._write(scripts.ISSUE, _names(samples), cursor)
         self._ledger.issue(samples, cursor)
 
-    async def finish(self, samples: Sequence[Sample], payload: bytes) -> list[Sample]:
+    async def finish(self, samples: Sequence[Trajectory], payload: bytes) -> list[Trajectory]:
         """Keeps finished samples; returns those whose attempt was the first to finish.
 
         Refuses, and counts, what another attempt has won or what was dropped in the meantime.
@@ -288,7 +288,7 @@ class Journal:
                     last_payload = max(last_payload, *(int(words[1]) for words in numbers))
         await self._bulk_write(scripts.SEAL, last_issued, last_payload, index.cursor or "", *index.lineages)
 
-    async def _finished(self, ids: Sequence[SampleId]) -> dict[SampleId, Sample]:
+    async def _finished(self, ids: Sequence[SampleId]) -> dict[SampleId, Trajectory]:
         """Those of `ids` that are finished; a payload may hold other samples and attempts beside them."""
         entries = {id: entry.split() for id, entry in (await self._entries(ids)).items()}
         won = {id: int(words[3]) for id, words in entries.items() if len(words) == 4}
@@ -312,7 +312,7 @@ class Journal:
         return entries
 
 
-def _decode(payloads: Iterable[bytes]) -> list[Sample]:
+def _decode(payloads: Iterable[bytes]) -> list[Trajectory]:
     return [sample for payload in payloads for sample in decode_payload(payload)]
 
 

@@ -7,7 +7,7 @@ from atoll.coordinator.fleet.replicas import Replica
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.clients import Arrival
 from atoll.runtime.errors import BadAnswerError
-from atoll.wire.types import FinishReason, GroupRequest, SampleId
+from atoll.wire.types import FinishReason, SampleId, TurnRequest
 
 
 class Call:
@@ -20,11 +20,7 @@ class Call:
         self.is_refused = False  # as a request that the replica cannot take
         self._since = replica.version
         self._requests = [request for group in groups for request in group.requests()]
-        self._asked = {
-            SampleId(request.group, index): attempt
-            for request in self._requests
-            for index, attempt in zip(request.indices, request.attempts, strict=True)
-        }
+        self._asked = {id.sample: id.attempt for request in self._requests for id in request.ids}
         self._expected = dict(self._asked)
         self.prompt_tokens = sum(len(group.prompt.token_ids) for group in groups) / len(self)  # per sample
         for group in groups:
@@ -34,15 +30,12 @@ class Call:
     def __len__(self) -> int:
         return len(self._expected)
 
-    def requests(self) -> list[GroupRequest]:
+    def requests(self) -> list[TurnRequest]:
         """For what has not arrived."""
         requests = []
         for request in self._requests:
-            pairs = zip(request.indices, request.attempts, strict=True)
-            rest = [pair for pair in pairs if SampleId(request.group, pair[0]) in self._expected]
-            if rest:
-                indices, attempts = zip(*rest, strict=True)
-                requests.append(replace(request, indices=indices, attempts=attempts))
+            if rest := tuple(id for id in request.ids if id.sample in self._expected):
+                requests.append(replace(request, ids=rest))
         return requests
 
     def accept(self, arrival: Arrival) -> None:
@@ -76,7 +69,7 @@ class Call:
                     f"it sent tokens made by version {of}, expected one from {since} to {latest}"
                 )
         for sample in arrival.samples:
-            if sample.num_tokens == 0 and sample.finish_reason is not FinishReason.ABORT:
+            if sample.num_produced == 0 and sample.finish_reason is not FinishReason.ABORT:
                 raise BadAnswerError(f"it sent sample {sample.id} without tokens, expected at least one")
 
     def lost(self) -> Iterator[tuple[PendingGroup, list[int]]]:

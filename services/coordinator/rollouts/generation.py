@@ -16,7 +16,7 @@ from atoll.coordinator.rollouts.grading import Grading
 from atoll.coordinator.rollouts.groups import InFlight, PendingGroup, Sink
 from atoll.runtime.clients import Arrival
 from atoll.runtime.errors import AtollError, BadAnswerError, UserError
-from atoll.wire.types import FinishReason, GroupId, Sample, SampleId
+from atoll.wire.types import FinishReason, GroupId, SampleId, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class Generation:
 
     async def _receive(self, arrival: Arrival) -> None:
         """Accepts the first finished attempt of each sample and queues it for grading."""
-        accepted: dict[Sink, list[Sample]] = {}
+        accepted: dict[Sink, list[Trajectory]] = {}
         for sample in arrival.samples:
             if not (known := self._groups.get(sample.id.group)):
                 continue  # cancelled or dropped in the meantime

@@ -6,11 +6,11 @@ from typing import Generic, TypeVar
 
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.coordinator.rollouts.groups import InFlight, PendingGroup, Sink
-from atoll.wire.types import Graded, Sample, ScoreItem, Verdict
+from atoll.wire.types import Graded, ScoreItem, Trajectory, Verdict
 
 T = TypeVar("T")
 
-Judged = tuple[Sample, PendingGroup, Sink, Verdict]
+Judged = tuple[Trajectory, PendingGroup, Sink, Verdict]
 
 LINGER_S = 0.01  # in which samples gather for a batch: calls of one sample cost several times as much
 MAX_BATCH = 4096  # samples between two looks at other work: some ten milliseconds
@@ -28,10 +28,10 @@ class Grading:
         self._rewards = rewards
         self._groups = groups
         self._drop = drop
-        self._samples = _Inbox[Sample]()
+        self._samples = _Inbox[Trajectory]()
         self._judged = _Inbox[Judged]()
 
-    def submit(self, samples: Iterable[Sample]) -> None:
+    def submit(self, samples: Iterable[Trajectory]) -> None:
         self._samples.put(samples)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -48,7 +48,7 @@ class Grading:
             await asyncio.sleep(LINGER_S)
             await self._rewards.wait_for_turn()
 
-    async def _grade(self, samples: Sequence[Sample]) -> None:
+    async def _grade(self, samples: Sequence[Trajectory]) -> None:
         asked = {
             sample.id: (sample, *known)
             for sample in samples
@@ -98,7 +98,7 @@ class _Inbox(Generic[T]):
         return items
 
 
-def _score_item(sample: Sample, group: PendingGroup) -> ScoreItem:
+def _score_item(sample: Trajectory, group: PendingGroup) -> ScoreItem:
     return ScoreItem(
         id=sample.id,
         prompt=group.prompt.text,
@@ -106,6 +106,8 @@ def _score_item(sample: Sample, group: PendingGroup) -> ScoreItem:
         ground_truth=group.prompt.ground_truth,
         data_source=group.prompt.data_source,
         finish_reason=sample.finish_reason,
-        response_length=sample.num_tokens,
+        response_length=sample.num_produced,
         extra=group.prompt.extra,
+        messages=sample.messages,
+        environment=sample.environment,
     )

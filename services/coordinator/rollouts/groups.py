@@ -6,14 +6,16 @@ from typing import Protocol
 
 from atoll.coordinator.fleet.routing import Work
 from atoll.wire.types import (
+    WHOLE,
     Graded,
     Group,
     GroupId,
-    GroupRequest,
     Prompt,
-    Sample,
     SampleId,
     Sampling,
+    Trajectory,
+    TurnId,
+    TurnRequest,
     TurnReward,
     Version,
 )
@@ -26,7 +28,7 @@ class PendingGroup:
     prompt: Prompt
     order: int  # of issue: batches are put together in this order
     sampling: Sampling
-    samples: list[Sample | None]  # by index; None: being generated
+    samples: list[Trajectory | None]  # by index; None: being generated
     issued: int  # version number at issue
     has_baseline: bool = False  # the last sample is the greedy one, which is not trained on
     alone: bool = False  # it is asked for in a call of its own
@@ -49,7 +51,7 @@ class PendingGroup:
     def missing(self) -> tuple[int, ...]:
         return tuple(index for index, sample in enumerate(self.samples) if sample is None)
 
-    def requests(self) -> list[GroupRequest]:
+    def requests(self) -> list[TurnRequest]:
         """For what is missing: one request for the samples, one for the greedy baseline."""
         missing = self.missing
         if self.has_baseline and missing and missing[-1] == len(self.samples) - 1:
@@ -61,20 +63,15 @@ class PendingGroup:
         """What a replica would have to do for it."""
         return Work(self.prompt.id, self.prompt.token_ids, len(self.missing), self.sampling.max_new_tokens)
 
-    def _request(self, indices: tuple[int, ...], sampling: Sampling) -> GroupRequest:
-        return GroupRequest(
-            group=self.prompt.id,
-            prompt_ids=self.prompt.token_ids,
-            indices=indices,
-            attempts=tuple(self.attempts[index] for index in indices),
-            sampling=sampling,
-        )
+    def _request(self, indices: tuple[int, ...], sampling: Sampling) -> TurnRequest:
+        ids = tuple(TurnId(SampleId(self.prompt.id, index), self.attempts[index]) for index in indices)
+        return TurnRequest(ids, self.prompt.token_ids, sampling)
 
     @property
     def complete(self) -> bool:
         return all(self.graded)
 
-    def accept(self, sample: Sample) -> bool:
+    def accept(self, sample: Trajectory) -> bool:
         """The first finished attempt wins; False for a later one."""
         if self.samples[sample.id.index] is not None:
             return False
@@ -82,22 +79,23 @@ class PendingGroup:
         self._date(sample)
         return True
 
-    def forget(self, sample: Sample) -> None:
+    def forget(self, sample: Trajectory) -> None:
         """It was accepted, and is not to be: its attempt is still to come."""
         if self.samples[sample.id.index] is sample:
             self.samples[sample.id.index] = None
 
-    def _date(self, sample: Sample | None) -> None:
+    def _date(self, sample: Trajectory | None) -> None:
         if sample is not None and (number := sample.oldest_number) is not None:
             self.oldest[sample.id.index] = number
 
     def grade(self, verdict: Graded) -> None:
+        """Adds the verdict to what turns were rewarded with."""
         index = verdict.id.index
         sample = self.samples[index]
-        if sample is None:
-            return  # replaced while it was being graded
-        reward = TurnReward(len(sample.nodes) - 1, verdict.value, verdict.components, verdict.reasons)
-        self.samples[index] = sample.with_rewards((reward,))
+        if sample is None or self.graded[index]:
+            return  # replaced while it was being graded, or graded twice
+        reward = TurnReward(WHOLE, verdict.value, verdict.components, verdict.reasons)
+        self.samples[index] = sample.add_reward(reward)
         self.graded[index] = True
 
     def again(self, indices: Sequence[int]) -> None:
@@ -130,7 +128,7 @@ class PendingGroup:
 class Sink(Protocol):
     """Where groups go. A training run journals them, a validation only counts."""
 
-    async def finished(self, samples: Sequence[Sample], payload: bytes) -> None:
+    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None:
         """These samples are generated, not yet graded; `payload` holds them as they came."""
         ...
 

@@ -18,7 +18,7 @@ from atoll.coordinator.journal.journal import InFlight, Journal, RestoredGroup
 from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.errors import AtollError, UserError
-from atoll.wire.types import Group, GroupId, Prompt, Sample, SampleId, Sampling, Version
+from atoll.wire.types import Group, GroupId, Prompt, SampleId, Sampling, Trajectory, Version
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class GenerateSource:
         group.attempts = list(entry.attempts)
         return group
 
-    def _group(self, prompt: Prompt, order: int, samples: list[Sample | None]) -> PendingGroup:
+    def _group(self, prompt: Prompt, order: int, samples: list[Trajectory | None]) -> PendingGroup:
         return PendingGroup(prompt, order, self._sampling, samples, self._version, self._greedy_baseline)
 
     def _expects(self, last_chance: int) -> bool:
@@ -232,7 +232,7 @@ class GenerateSource:
 
     # What Generation reports
 
-    async def finished(self, samples: Sequence[Sample], payload: bytes) -> None:
+    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None:
         accepted = {sample.id for sample in await self._journal.finish(samples, payload)}
         for sample in samples:
             if sample.id not in accepted and (group := self._pending.get(sample.id.group)):

@@ -8,31 +8,23 @@ from atoll.wire.types import (
     Catalog,
     FinishReason,
     Float32,
-    GroupId,
-    GroupRequest,
     Int32,
     Membership,
     PauseMode,
     Plan,
-    SampleId,
     StreamManifest,
+    TurnId,
+    TurnRequest,
     Version,
     VersionSpan,
 )
 
 
-def request_id(group: GroupId, index: int, attempt: int) -> str:
-    """ "run/epoch/prompt/index/attempt/turn"; a sample of one turn has turn 0."""
-    return f"{SampleId(group, index)}/{attempt}/0"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One finished (or aborted) sample as the engine produced it."""
+    """One finished (or aborted) turn as the engine produced it."""
 
-    group: GroupId
-    index: int
-    attempt: int
+    id: TurnId
     token_ids: Int32  # [T] the response; includes the stop token
     logprobs: Float32  # [T] of the sampling distribution; at temperature 0, of the one at temperature 1
     spans: tuple[VersionSpan, ...]
@@ -51,6 +43,9 @@ class EngineInfo:
     running: int
     queued: int
     tokens_generated: int
+    tokens_prefilled: (
+        int  # of contexts: those whose keys and values were kept from a turn before do not count
+    )
 
 
 class Engine(Protocol):
@@ -65,19 +60,20 @@ class Engine(Protocol):
         """Another number for as long as tokens are produced. Raises if the engine does not answer."""
         ...
 
-    def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Completion], None]:
+    def generate(self, requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Completion], None]:
         """Yields completions as they finish, those of one decode step together.
 
-        What a sample draws depends on seed, epoch, prompt, index and position alone with `local`; SGLang
-        draws anew each time. Raises UserError for a request that the engine cannot take, such as ids outside
-        the vocabulary.
+        What a turn draws depends on seed, epoch, prompt, index, turn, branch and position alone with `local`;
+        SGLang draws anew each time. The keys and values of a session's last turn are kept until the next
+        commit, as far as there is room, so that the next turn computes only what it adds. Raises UserError
+        for a request that the engine cannot take, such as ids outside the vocabulary.
 
         Closing the iterator early (deadline, cancelled call) aborts what is left of it.
         """
         ...
 
     async def abort(self, id_prefix: str) -> int:
-        """Ends every request whose id (see `request_id`) starts with the prefix.
+        """Ends every request whose id (see `TurnId`) starts with the prefix.
 
         Their partial output is yielded by `generate` with finish reason ABORT. Returns how many.
         """

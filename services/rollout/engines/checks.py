@@ -4,14 +4,14 @@ and with it every other request."""
 import numpy as np
 
 from atoll.runtime.errors import UserError
-from atoll.wire.types import GroupRequest, Int32
+from atoll.wire.types import Int32, TurnRequest
 
 MIN_TEMPERATURE = 1e-6  # but for 0: what logits are divided by must leave them finite
 
 
-def check_request(request: GroupRequest, vocab_size: int, max_length: int, setting: str) -> None:
+def check_request(request: TurnRequest, vocab_size: int, max_length: int, setting: str) -> None:
     """Raises UserError. `max_length` is of prompt and response together, as the setting says."""
-    ids, sampling, what = request.prompt_ids, request.sampling, f"prompt {request.group}"
+    ids, sampling, what = request.context_ids, request.sampling, f"the context of {request.ids[0]}"
     if not 0 < len(ids) < max_length:
         raise UserError(
             f"{what} has {len(ids)} tokens, expected 1 to {max_length - 1}: "
@@ -27,7 +27,7 @@ def check_request(request: GroupRequest, vocab_size: int, max_length: int, setti
     )
     if not valid:
         raise UserError(
-            f"group {request.group}: {sampling}; expected max_new_tokens >= 1, temperature 0 or at "
+            f"{request.ids[0]}: {sampling}; expected max_new_tokens >= 1, temperature 0 or at "
             f"least {MIN_TEMPERATURE:g}, 0 < top_p <= 1, top_k >= 0 and stop strings that are not empty"
         )
 

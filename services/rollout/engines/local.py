@@ -34,12 +34,12 @@ from atoll.weights.transport.base import Receiver
 from atoll.wire.types import (
     Catalog,
     Float32,
-    GroupRequest,
     Int32,
     Membership,
     PauseMode,
     Plan,
     StreamManifest,
+    TurnRequest,
     Version,
 )
 
@@ -66,8 +66,8 @@ class _Call:
 
 
 class LocalEngine:
-    """See Engine. Replays nothing and keeps no prefix between calls, so a commit leaves nothing stale
-    but the keys and values of rows that go on."""
+    """See Engine. Between calls it keeps the keys and values of sessions alone, and a commit drops those, so
+    that nothing stale is left but the keys and values of rows that go on."""
 
     def __init__(
         self,
@@ -124,6 +124,7 @@ class LocalEngine:
             running=self._decoder.num_rows,
             queued=self._decoder.num_waiting,
             tokens_generated=self._decoder.tokens_generated,
+            tokens_prefilled=self._decoder.tokens_prefilled,
         )
 
     @property
@@ -133,7 +134,7 @@ class LocalEngine:
     async def progress(self) -> int:
         return self._decoder.tokens_generated
 
-    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Completion], None]:
+    async def generate(self, requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Completion], None]:
         for request in requests:
             check_request(request, self._model.spec.vocab_size, self._max_length, LENGTH_SETTING)
         call = _Call()
@@ -145,7 +146,7 @@ class LocalEngine:
         def leave() -> None:
             self._decoder.abort(lambda caller, _: caller is call)
 
-        missing = sum(len(request.indices) for request in requests)
+        missing = sum(len(request.ids) for request in requests)
         self._commands.put(partial(self._decoder.submit, requests, call))
         try:
             while missing:

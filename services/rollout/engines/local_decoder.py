@@ -19,10 +19,11 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from atoll.rollout.engines.base import Completion, request_id
+from atoll.rollout.engines.base import Completion
 from atoll.rollout.engines.local_model import KVCache, LocalModel, Prefix
+from atoll.rollout.engines.local_sessions import SessionCache
 from atoll.rollout.engines.sampling import draw, stream_key, uniforms
-from atoll.wire.types import FinishReason, Float32, GroupRequest, Int32, Version, VersionSpan
+from atoll.wire.types import FinishReason, Float32, Int32, TurnId, TurnRequest, Version, VersionSpan
 
 Call = TypeVar("Call")  # whoever asked; only handed back
 
@@ -55,26 +56,21 @@ class _Output:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ticket(Generic[Call]):
-    """One sample that somebody waits for."""
+    """One turn that somebody waits for."""
 
     call: Call
-    request: GroupRequest
-    index: int
-    attempt: int
+    request: TurnRequest
+    id: TurnId
     output: _Output | None = None  # of one that ran and was retracted
-
-    @property
-    def id(self) -> str:
-        return request_id(self.request.group, self.index, self.attempt)
 
     @property
     def num_produced(self) -> int:
         return 0 if self.output is None else len(self.output.token_ids_T)
 
     def ids(self) -> Int32:
-        """Prompt, and what was produced."""
-        prompt_ids = self.request.prompt_ids
-        return prompt_ids if self.output is None else np.concatenate([prompt_ids, self.output.token_ids_T])
+        """Context, and what was produced."""
+        context_ids = self.request.context_ids
+        return context_ids if self.output is None else np.concatenate([context_ids, self.output.token_ids_T])
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +83,11 @@ class _Waiting(Generic[Call]):
     @property
     def length(self) -> int:
         ticket = self.tickets[0]
-        return len(ticket.request.prompt_ids) + ticket.num_produced
+        return len(ticket.request.context_ids) + ticket.num_produced
+
+    @property
+    def session(self) -> str:
+        return self.tickets[0].request.session
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +105,7 @@ class Decoder(Generic[Call]):
     ) -> None:
         self.version = version
         self.tokens_generated = 0
+        self.tokens_prefilled = 0
         self._slots = slots
         self._max_length = max_length
         self._model = model
@@ -112,6 +113,7 @@ class Decoder(Generic[Call]):
         self._waiting: deque[_Waiting[Call]] = deque()
         self._running: list[_Running[Call]] = []
         self._cache = KVCache(model.spec, slots)
+        self._sessions = SessionCache(slots * max_length)
         self._rows = np.zeros(slots, ROW)
         self._stops_RW = np.full((slots, 1), -1)  # short lists are filled up with -1
         self._tokens_RT = np.zeros((slots, 1), np.int32)
@@ -126,18 +128,15 @@ class Decoder(Generic[Call]):
         """From any thread: the copy of the queue is taken in one go."""
         return sum(len(waiting.tickets) for waiting in self._waiting.copy())
 
-    def submit(self, requests: Sequence[GroupRequest], call: Call) -> None:
-        """Queues groups; their prompts are shorter than `max_length` and within the vocabulary.
+    def submit(self, requests: Sequence[TurnRequest], call: Call) -> None:
+        """Queues turns; their contexts are shorter than `max_length` and within the vocabulary.
 
-        Requests of one group that follow each other, which differ in sampling, share its prefill.
+        Requests of one group and context that follow each other, which differ in sampling, share its prefill.
         """
-        for _, same_group in groupby(requests, key=lambda request: request.group):
-            tickets = [
-                _Ticket(call, request, index, attempt)
-                for request in same_group
-                for index, attempt in zip(request.indices, request.attempts, strict=True)
-            ]
-            self._waiting.append(_Waiting(tickets))
+        for _, same in groupby(requests, key=lambda r: (r.group, r.context_ids.tobytes())):
+            self._waiting.append(
+                _Waiting([_Ticket(call, request, id) for request in same for id in request.ids])
+            )
 
     def step(self, admit: bool) -> list[tuple[Call, Completion]]:
         """One token for every running row, after waiting samples have got the free rows and their first."""
@@ -158,12 +157,12 @@ class Decoder(Generic[Call]):
         """Ends what `chosen` picks by caller and request id; returns it with its partial output."""
         aborted = []
         for waiting in self._waiting:
-            picked = [ticket for ticket in waiting.tickets if chosen(ticket.call, ticket.id)]
+            picked = [ticket for ticket in waiting.tickets if chosen(ticket.call, str(ticket.id))]
             aborted += [(ticket.call, self._unfinished(ticket)) for ticket in picked]
             waiting.tickets = [ticket for ticket in waiting.tickets if ticket not in picked]
         self._waiting = deque(waiting for waiting in self._waiting if waiting.tickets)
         tickets = [running.ticket for running in self._running]
-        rows = [row for row, ticket in enumerate(tickets) if chosen(ticket.call, ticket.id)]
+        rows = [row for row, ticket in enumerate(tickets) if chosen(ticket.call, str(ticket.id))]
         return aborted + self._finish(
             [(row, FinishReason.ABORT, self._text(self._response(row))) for row in rows]
         )
@@ -182,6 +181,7 @@ class Decoder(Generic[Call]):
             running.versions.append((version, int(row["produced"])))
         for waiting in self._waiting:
             waiting.prefix = None
+        self._sessions.clear()
 
     def _admit(self) -> list[tuple[Call, Completion]]:
         """Prefills waiting groups, or takes the kept prefix of the first; starts rows with their samples."""
@@ -191,13 +191,16 @@ class Decoder(Generic[Call]):
         longest, free = 0, self._slots - self.num_rows
         for waiting in self._waiting:
             longest = max(longest, waiting.length)
-            full = groups and (groups[0].prefix is not None or (len(groups) + 1) * longest > PREFILL_TOKENS)
+            alone = waiting.prefix is not None or waiting.session in self._sessions
+            full = groups and (alone or (len(groups) + 1) * longest > PREFILL_TOKENS)
             if full or len(tickets) == free:
                 break
             taken = waiting.tickets[: free - len(tickets)]
             prompts += [len(groups)] * len(taken)
             tickets += taken
             groups.append(waiting)
+            if alone:
+                break
         prefix = groups[0].prefix or self._prefill(groups)
         for number, waiting in enumerate(groups):
             waiting.tickets = waiting.tickets[prompts.count(number) :]
@@ -213,7 +216,13 @@ class Decoder(Generic[Call]):
 
     def _prefill(self, groups: Sequence[_Waiting[Call]]) -> Prefix:
         prompts = [waiting.tickets[0].ids() for waiting in groups]
+        if groups[0].session in self._sessions:
+            past, length = self._sessions.find(groups[0].session, prompts[0])
+            added_S = prompts[0][length:].astype(np.int64)
+            self.tokens_prefilled += len(added_S)
+            return self._model.extend(past, length, torch.from_numpy(added_S))
         lengths_P = np.array([len(prompt) for prompt in prompts])
+        self.tokens_prefilled += int(lengths_P.sum())
         tokens_PS = np.zeros((len(prompts), lengths_P.max()), np.int64)
         for row, prompt in zip(tokens_PS, prompts, strict=True):
             row[: len(prompt)] = prompt
@@ -224,12 +233,12 @@ class Decoder(Generic[Call]):
         first, now = self.num_rows, time.time()
         longest = 0
         for row, ticket in enumerate(tickets, first):
-            group, sampling, produced = ticket.request.group, ticket.request.sampling, ticket.num_produced
-            prompt_length = len(ticket.request.prompt_ids)
-            limit = min(sampling.max_new_tokens, self._max_length - prompt_length)
-            key = stream_key(sampling.seed, group.epoch, group.prompt, ticket.index)
+            sampling, produced = ticket.request.sampling, ticket.num_produced
+            context_length = len(ticket.request.context_ids)
+            limit = min(sampling.max_new_tokens, self._max_length - context_length)
+            key = stream_key(sampling.seed, ticket.id)
             how = sampling.temperature, sampling.top_p, sampling.top_k, bool(sampling.stop)
-            self._rows[row] = (key, prompt_length + produced, produced, limit, 0, *how)
+            self._rows[row] = (key, context_length + produced, produced, limit, 0, *how)
             stops = sampling.stop_token_ids
             self._stops_RW = _widened(self._stops_RW, len(stops), -1)
             self._stops_RW[row] = -1
@@ -237,7 +246,7 @@ class Decoder(Generic[Call]):
             output = ticket.output or _nothing(now)
             versions = [*output.versions, (self.version, produced)]
             self._running.append(_Running(ticket, output.started, versions))
-            longest = max(longest, prompt_length + limit)
+            longest = max(longest, context_length + limit)
         limits = self._rows["limit"][first : self.num_rows]
         self._tokens_RT = _widened(self._tokens_RT, limits.max(), 0)
         self._logprobs_RT = _widened(self._logprobs_RT, limits.max(), 0)
@@ -284,10 +293,19 @@ class Decoder(Generic[Call]):
             return []
         finished = []
         for row, reason, text in ended:
-            ticket = self._running[row].ticket
-            finished.append((ticket.call, _completion(ticket, self._output(row), reason, text)))
+            ticket, output = self._running[row].ticket, self._output(row)
+            finished.append((ticket.call, _completion(ticket, output, reason, text)))
+            if ticket.request.session:
+                self._keep(row, ticket.request, output)
         self._close_gaps({row for row, _, _ in ended})
         return finished
+
+    def _keep(self, row: int, request: TurnRequest, output: _Output) -> None:
+        """For the session's next turn. Keys and values that older weights computed are of no use to it."""
+        if all(version == self.version for version, _ in output.versions):
+            length = int(self._rows["length"][row])
+            ids_L = np.concatenate([request.context_ids, output.token_ids_T])[:length]
+            self._sessions.keep(request.session, ids_L, self._cache.past(row, length))
 
     def _unfinished(self, ticket: _Ticket[Call]) -> Completion:
         """Of a sample that waits."""
@@ -339,9 +357,7 @@ def _nothing(started: float) -> _Output:
 
 def _completion(ticket: _Ticket[Any], output: _Output, reason: FinishReason, text: str) -> Completion:
     return Completion(
-        group=ticket.request.group,
-        index=ticket.index,
-        attempt=ticket.attempt,
+        id=ticket.id,
         token_ids=output.token_ids_T,
         logprobs=output.logprobs_T,
         spans=_spans(output),

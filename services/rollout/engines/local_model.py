@@ -22,6 +22,20 @@ SPAN = 16  # cached positions are attended to in multiples of this: a ragged sof
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Past:
+    """Keys and values of the first positions of one sequence, as the cache had them."""
+
+    keys_YKDS: Tensor
+    values_YKSD: Tensor
+
+    def layers(self, length: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys [1, K, S, D] and values [1, K, S, D] of each layer: the first `length` positions."""
+        keys_YKSD = self.keys_YKDS[..., :length].transpose(2, 3).to(dtype)
+        values_YKSD = self.values_YKSD[:, :, :length].to(dtype)
+        return zip(keys_YKSD.unsqueeze(1).unbind(), values_YKSD.unsqueeze(1).unbind(), strict=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
     """What prefilling left of P prompts."""
 
@@ -90,6 +104,12 @@ class KVCache:
         self.keys_YBKDL[:, rows, :, :, :length] = prefix.keys_YPKDS[:, prompts_B]
         self.values_YBKLD[:, rows, :, :length] = prefix.values_YPKSD[:, prompts_B]
 
+    def past(self, row: int, length: int) -> Past:
+        """A copy of a row's first `length` positions."""
+        return Past(
+            self.keys_YBKDL[:, row, :, :, :length].clone(), self.values_YBKLD[:, row, :, :length].clone()
+        )
+
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copies the first `length` positions of rows `sources` to rows `targets`."""
         self.keys_YBKDL[:, targets, :, :, :length] = self.keys_YBKDL[:, sources, :, :, :length]
@@ -119,6 +139,17 @@ class LocalModel:
         hidden_PH, keys, values = self._read(tokens_PS, torch.arange(P) * S + lengths_P - 1)
         return Prefix(self._logits(hidden_PH), torch.stack(keys), torch.stack(values))
 
+    def extend(self, past: Past, length: int, tokens_S: Tensor) -> Prefix:
+        """Prefills one sequence, whose first `length` positions are those of `past`: only `tokens_S`, which
+        come after them, are computed."""
+        hidden_1H, keys, values = self._read(
+            tokens_S.unsqueeze(0),
+            torch.tensor([len(tokens_S) - 1]),
+            length,
+            list(past.layers(length, self.weights.embedding.dtype)),
+        )
+        return Prefix(self._logits(hidden_1H), torch.stack(keys), torch.stack(values))
+
     def score(self, tokens_T: Tensor) -> Tensor:
         """fp32 [T-1]: log-probability of each token but the first, given those before it."""
         hidden_TH, _, _ = self._read(tokens_T.unsqueeze(0), torch.arange(len(tokens_T) - 1))
@@ -129,22 +160,34 @@ class LocalModel:
             scores_T[part] = logprobs_TV.gather(1, tokens_T[1:][part, None]).squeeze(1)
         return scores_T
 
-    def _read(self, tokens_PS: Tensor, wanted: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def _read(
+        self,
+        tokens_PS: Tensor,
+        wanted: Tensor,
+        start: int = 0,
+        past: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """What the last layer says at the `wanted` ones of the P * S positions, and the keys [P, K, D, S] and
-        values [P, K, S, D] of each layer."""
+        values [P, K, S, D] of each layer. With `past`, keys and values [P, K, start, D] of each layer, the
+        tokens come after those, and what is returned begins with them."""
         P, S = tokens_PS.shape
-        rotary = torch.split_with_sizes(self._rotary_L2D[:S].repeat(P, 1, 1), [1, 1], 1)
+        rotary = torch.split_with_sizes(self._rotary_L2D[start : start + S].repeat(P, 1, 1), [1, 1], 1)
+        seen_SL = torch.ones(S, start + S, dtype=torch.bool).tril(start) if past else None
         hidden = torch.embedding(self.weights.embedding, tokens_PS.view(-1))
         keys, values = [], []
-        for layer in self.weights.layers:
+        for number, layer in enumerate(self.weights.layers):
             query_PNSD, key_PKSD, value_PKSD = (
                 heads_TMD.view(P, S, -1, self.spec.head_dim).transpose(1, 2)
                 for heads_TMD in self._project(layer, hidden, rotary)
             )
+            if past:
+                key_PKSD, value_PKSD = (
+                    torch.cat(pair, 2) for pair in zip(past[number], (key_PKSD, value_PKSD), strict=True)
+                )
             keys.append(key_PKSD.transpose(2, 3))
             values.append(value_PKSD)
             attended_PNSD = scaled_dot_product_attention(
-                query_PNSD, key_PKSD, value_PKSD, is_causal=True, enable_gqa=True
+                query_PNSD, key_PKSD, value_PKSD, seen_SL, is_causal=not past, enable_gqa=True
             )
             attended = attended_PNSD.transpose(1, 2).reshape(P * S, -1)
             if layer is self.weights.layers[-1]:  # nobody attends to what it says

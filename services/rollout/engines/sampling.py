@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atoll.wire.types import Float32, Int64, UInt64
+from atoll.wire.types import Float32, Int64, TurnId, UInt64
 
 Float64 = NDArray[np.float64]
 
@@ -20,10 +20,14 @@ _GOLDEN_U, _MIX_1_U, _MIX_2_U = np.uint64(_GOLDEN), np.uint64(_MIX_1), np.uint64
 _1, _12, _27, _30, _31 = (np.uint64(n) for n in (1, 12, 27, 30, 31))
 
 
-def stream_key(seed: int, epoch: int, prompt: int, index: int) -> int:
-    """Names a sample's random stream: 64 bits."""
+def stream_key(seed: int, id: TurnId) -> int:
+    """Names a turn's random stream: 64 bits. Another attempt at a turn draws the same."""
+    (group, index), turn, branch = id.sample, id.turn, id.branch
+    numbers = [seed, group.epoch, group.prompt, index]
+    if turn or branch:  # first turns draw what they drew when there were no others
+        numbers += [turn, branch]
     key = 0
-    for number in (seed, epoch, prompt, index):
+    for number in numbers:
         key = _mix_one((key + _GOLDEN + number) & _MASK)
     return key
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from atoll.wire.codec.samples import decode_samples, encode_samples
+from atoll.wire.codec.trajectories import decode_trajectories, encode_trajectories
 from atoll.wire.codec.values import decode_group_id, decode_version, encode_group_id, encode_version
 from atoll.wire.types import Group, JournalIndex, Prompt, Version
 from atoll.wire.v1 import journal_pb2, types_pb2
@@ -41,8 +41,8 @@ def encode_dump(step: int, version: Version, groups: Sequence[Group]) -> bytes:
         groups=[
             types_pb2.Group(
                 prompt=encode_prompt(group.prompt),
-                samples=encode_samples(group.samples),
-                baseline=encode_samples([group.baseline] if group.baseline else []),
+                samples=encode_trajectories(group.samples),
+                baseline=encode_trajectories([group.baseline] if group.baseline else []),
             )
             for group in groups
         ],
@@ -62,8 +62,8 @@ def decode_dump(content: bytes) -> tuple[int, Version, list[Group]]:
         [
             Group(
                 decode_prompt(group.prompt),
-                tuple(decode_samples(group.samples)),
-                next(iter(decode_samples(group.baseline)), None),
+                tuple(decode_trajectories(group.samples)),
+                next(iter(decode_trajectories(group.baseline)), None),
             )
             for group in message.groups
         ],

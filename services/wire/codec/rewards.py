@@ -6,9 +6,11 @@ from atoll.wire.types import (
     Graded,
     GradingError,
     Limits,
+    Message,
     SampleId,
     ScoreItem,
     Status,
+    ToolCall,
     Verdict,
 )
 from atoll.wire.v1 import reward_pb2
@@ -30,6 +32,10 @@ def put_score_item(message: reward_pb2.ScoreItem, item: ScoreItem) -> None:
     message.response_length = item.response_length
     if item.extra:
         message.extra.update(item.extra)
+    if item.messages:
+        message.messages.extend(map(encode_message, item.messages))
+    if item.environment:
+        message.environment.update(item.environment)
 
 
 def decode_score_item(message: reward_pb2.ScoreItem) -> ScoreItem:
@@ -42,7 +48,21 @@ def decode_score_item(message: reward_pb2.ScoreItem) -> ScoreItem:
         finish_reason=FinishReason(message.finish_reason),
         response_length=message.response_length,
         extra=dict(message.extra),
+        messages=tuple(map(decode_message, message.messages)),
+        environment=dict(message.environment),
     )
+
+
+def encode_message(message: Message) -> reward_pb2.Message:
+    calls = [reward_pb2.ToolCall(id=id, name=name, arguments=text) for id, name, text in message.tool_calls]
+    return reward_pb2.Message(
+        role=message.role, content=message.content, tool_calls=calls, tool_call_id=message.tool_call_id
+    )
+
+
+def decode_message(message: reward_pb2.Message) -> Message:
+    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls)
+    return Message(message.role, message.content, calls, message.tool_call_id)
 
 
 def encode_verdict(verdict: Verdict) -> reward_pb2.Verdict:

@@ -56,7 +56,7 @@ class JournalPayload(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     number: _builtins.str
     content: _builtins.bytes
-    """Samples, as they arrived"""
+    """Trajectories, as they arrived"""
     def __init__(
         self,
         *,

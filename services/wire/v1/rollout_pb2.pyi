@@ -50,16 +50,23 @@ PAUSE_MODE_ABORT: PauseMode.ValueType  # 4
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 @_typing.final
-class GroupRequest(_message.Message):
+class TurnRequest(_message.Message):
+    """One turn for each index, all after the same context, which is computed once."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
-    PROMPT_IDS_FIELD_NUMBER: _builtins.int
+    CONTEXT_IDS_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
-    prompt_ids: _builtins.bytes
-    """int32"""
+    TURN_FIELD_NUMBER: _builtins.int
+    BRANCH_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    context_ids: _builtins.bytes
+    """int32: everything that the model sees before the turn"""
+    session: _builtins.str
+    """its next turn extends this one; empty: there is none"""
     @_builtins.property
     def group(self) -> _types_pb2.GroupId: ...
     @_builtins.property
@@ -68,43 +75,54 @@ class GroupRequest(_message.Message):
     def attempt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> _types_pb2.Sampling: ...
+    @_builtins.property
+    def turn(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one per index; none: all 0"""
+
+    @_builtins.property
+    def branch(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one per index; none: all 0"""
+
     def __init__(
         self,
         *,
         group: _types_pb2.GroupId | None = ...,
-        prompt_ids: _builtins.bytes = ...,
+        context_ids: _builtins.bytes = ...,
         index: _abc.Iterable[_builtins.int] | None = ...,
         attempt: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _types_pb2.Sampling | None = ...,
+        turn: _abc.Iterable[_builtins.int] | None = ...,
+        branch: _abc.Iterable[_builtins.int] | None = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group", b"group", "index", b"index", "prompt_ids", b"prompt_ids", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branch", b"branch", "context_ids", b"context_ids", "group", b"group", "index", b"index", "sampling", b"sampling", "session", b"session", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GroupRequest: _TypeAlias = GroupRequest  # noqa: Y015
+Global___TurnRequest: _TypeAlias = TurnRequest  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
-    GROUPS_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRequest]:
-        """those of one group, as with two samplings, follow each other"""
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnRequest]:
+        """those of one context, as with two samplings, follow each other"""
 
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
-        groups: _abc.Iterable[Global___GroupRequest] | None = ...,
+        turns: _abc.Iterable[Global___TurnRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -114,17 +132,17 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 class GenerateReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SAMPLES_FIELD_NUMBER: _builtins.int
-    samples: _builtins.bytes
-    """an encoded Samples, which the journal keeps as it arrives"""
+    TURNS_FIELD_NUMBER: _builtins.int
+    turns: _builtins.bytes
+    """encoded Trajectories of one turn each, which the journal keeps as they arrive"""
     def __init__(
         self,
         *,
-        samples: _builtins.bytes = ...,
+        turns: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -136,7 +154,7 @@ class AbortRequest(_message.Message):
 
     ID_PREFIX_FIELD_NUMBER: _builtins.int
     id_prefix: _builtins.str
-    """of "run/epoch/prompt/index/attempt/turn"; "" aborts everything"""
+    """of "run/epoch/prompt/index/attempt/turn/branch"; "" aborts everything"""
     def __init__(
         self,
         *,

@@ -96,7 +96,7 @@ class RolloutServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams samples as they finish. Idempotent: a request id that is running or
+        """Streams turns as they finish. Idempotent: a request id that is running or
         finished is joined, never generated a second time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -33,7 +33,7 @@ class RolloutStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateReply]
-    """Streams samples as they finish. Idempotent: a request id that is running or
+    """Streams turns as they finish. Idempotent: a request id that is running or
     finished is joined, never generated a second time.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortReply]
@@ -58,7 +58,7 @@ class RolloutStub:
 class RolloutAsyncStub(RolloutStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateReply]  # type: ignore[assignment]
-    """Streams samples as they finish. Idempotent: a request id that is running or
+    """Streams turns as they finish. Idempotent: a request id that is running or
     finished is joined, never generated a second time.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortReply]  # type: ignore[assignment]
@@ -86,7 +86,7 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateReply], _abc.AsyncIterator[_rollout_pb2.GenerateReply]]:
-        """Streams samples as they finish. Idempotent: a request id that is running or
+        """Streams turns as they finish. Idempotent: a request id that is running or
         finished is joined, never generated a second time.
         """
 

@@ -3,6 +3,7 @@
 isort:skip_file
 """
 
+from atoll.wire.v1 import reward_pb2 as _reward_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -37,6 +38,25 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
+class _TrajectoryStatus:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TrajectoryStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TrajectoryStatus.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRAJECTORY_STATUS_UNSPECIFIED: _TrajectoryStatus.ValueType  # 0
+    TRAJECTORY_STATUS_COMPLETED: _TrajectoryStatus.ValueType  # 1
+    TRAJECTORY_STATUS_TRUNCATED: _TrajectoryStatus.ValueType  # 2
+    TRAJECTORY_STATUS_ABORTED: _TrajectoryStatus.ValueType  # 3
+
+class TrajectoryStatus(_TrajectoryStatus, metaclass=_TrajectoryStatusEnumTypeWrapper): ...
+
+TRAJECTORY_STATUS_UNSPECIFIED: TrajectoryStatus.ValueType  # 0
+TRAJECTORY_STATUS_COMPLETED: TrajectoryStatus.ValueType  # 1
+TRAJECTORY_STATUS_TRUNCATED: TrajectoryStatus.ValueType  # 2
+TRAJECTORY_STATUS_ABORTED: TrajectoryStatus.ValueType  # 3
+Global___TrajectoryStatus: _TypeAlias = TrajectoryStatus  # noqa: Y015
 
 @_typing.final
 class Tensor(_message.Message):
@@ -159,7 +179,7 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class TurnReward(_message.Message):
-    """Given at the last token of a node; a single-turn sample has one."""
+    """For the turn that produced a node, or for the whole trajectory."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -208,12 +228,13 @@ class TurnReward(_message.Message):
     COMPONENTS_FIELD_NUMBER: _builtins.int
     REASONS_FIELD_NUMBER: _builtins.int
     node: _builtins.int
+    """-1: the trajectory"""
     value: _builtins.float
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
     def reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """by component, where its grader gave one"""
+        """by component, if its grader gave one"""
 
     def __init__(
         self,
@@ -232,8 +253,54 @@ class TurnReward(_message.Message):
 Global___TurnReward: _TypeAlias = TurnReward  # noqa: Y015
 
 @_typing.final
+class Conversation(_message.Message):
+    """What graders read of a trajectory of several turns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EnvironmentEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_reward_pb2.Message]: ...
+    @_builtins.property
+    def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[_reward_pb2.Message] | None = ...,
+        environment: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Conversation: _TypeAlias = Conversation  # noqa: Y015
+
+@_typing.final
 class Origin(_message.Message):
-    """Who generated a sample."""
+    """Who generated a turn."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -256,10 +323,11 @@ class Origin(_message.Message):
 Global___Origin: _TypeAlias = Origin  # noqa: Y015
 
 @_typing.final
-class Samples(_message.Message):
-    """Trajectories in columns, of any groups. Sample i belongs to groups[group[i]] and owns nodes
-    [node_offsets[i], node_offsets[i+1]); node j owns tokens [token_offsets[j], token_offsets[j+1]) of
-    the flat arrays and spans [span_offsets[j], span_offsets[j+1]).
+class Trajectories(_message.Message):
+    """Trajectories in columns, of any groups. Trajectory i is a sample of groups[group[i]] and owns nodes
+    [node_offsets[i], node_offsets[i+1]) and turns [turn_offsets[i], turn_offsets[i+1]); node j owns tokens
+    [token_offsets[j], token_offsets[j+1]) of the flat arrays and spans [span_offsets[j], span_offsets[j+1]).
+    Columns that say nothing are left out: see 23 to 27.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -286,6 +354,11 @@ class Samples(_message.Message):
     SPAN_START_FIELD_NUMBER: _builtins.int
     SPAN_END_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
+    TURN_OFFSETS_FIELD_NUMBER: _builtins.int
+    TURN_NODE_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    CONVERSATION_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """int32"""
     loss_mask: _builtins.bytes
@@ -301,7 +374,9 @@ class Samples(_message.Message):
     @_builtins.property
     def attempt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def finish_reason(self) -> _containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]: ...
+    def finish_reason(self) -> _containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]:
+        """one entry a turn, like 6 to 10"""
+
     @_builtins.property
     def text(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -321,7 +396,9 @@ class Samples(_message.Message):
     @_builtins.property
     def node_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def node_parent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def node_parent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """an earlier node; -1: the group's prompt; -2: a conversation of its own"""
+
     @_builtins.property
     def token_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -338,7 +415,27 @@ class Samples(_message.Message):
     def span_end(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewards]:
-        """one entry a sample, or none where nothing is graded yet"""
+        """one entry a trajectory; none: nothing is graded yet"""
+
+    @_builtins.property
+    def turn_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """none: each trajectory has one turn, whose node is its first"""
+
+    @_builtins.property
+    def turn_node(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of its trajectory; none: as above"""
+
+    @_builtins.property
+    def status(self) -> _containers.RepeatedScalarFieldContainer[Global___TrajectoryStatus.ValueType]:
+        """none: as the last turn's finish reason says"""
+
+    @_builtins.property
+    def reason(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """none: all empty"""
+
+    @_builtins.property
+    def conversation(self) -> _containers.RepeatedCompositeFieldContainer[Global___Conversation]:
+        """none: all empty"""
 
     def __init__(
         self,
@@ -365,14 +462,19 @@ class Samples(_message.Message):
         span_start: _abc.Iterable[_builtins.int] | None = ...,
         span_end: _abc.Iterable[_builtins.int] | None = ...,
         rewards: _abc.Iterable[Global___Rewards] | None = ...,
+        turn_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        turn_node: _abc.Iterable[_builtins.int] | None = ...,
+        status: _abc.Iterable[Global___TrajectoryStatus.ValueType] | None = ...,
+        reason: _abc.Iterable[_builtins.str] | None = ...,
+        conversation: _abc.Iterable[Global___Conversation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "finished", b"finished", "group", b"group", "groups", b"groups", "index", b"index", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "node_offsets", b"node_offsets", "node_parent", b"node_parent", "origin", b"origin", "origins", b"origins", "rewards", b"rewards", "span_end", b"span_end", "span_offsets", b"span_offsets", "span_start", b"span_start", "span_version", b"span_version", "started", b"started", "text", b"text", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "conversation", b"conversation", "finish_reason", b"finish_reason", "finished", b"finished", "group", b"group", "groups", b"groups", "index", b"index", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "node_offsets", b"node_offsets", "node_parent", b"node_parent", "origin", b"origin", "origins", b"origins", "reason", b"reason", "rewards", b"rewards", "span_end", b"span_end", "span_offsets", b"span_offsets", "span_start", b"span_start", "span_version", b"span_version", "started", b"started", "status", b"status", "text", b"text", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "turn_node", b"turn_node", "turn_offsets", b"turn_offsets", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Samples: _TypeAlias = Samples  # noqa: Y015
+Global___Trajectories: _TypeAlias = Trajectories  # noqa: Y015
 
 @_typing.final
 class Rewards(_message.Message):
@@ -461,17 +563,17 @@ class Group(_message.Message):
     @_builtins.property
     def prompt(self) -> Global___Prompt: ...
     @_builtins.property
-    def samples(self) -> Global___Samples: ...
+    def samples(self) -> Global___Trajectories: ...
     @_builtins.property
-    def baseline(self) -> Global___Samples:
+    def baseline(self) -> Global___Trajectories:
         """the greedy sample, or none"""
 
     def __init__(
         self,
         *,
         prompt: Global___Prompt | None = ...,
-        samples: Global___Samples | None = ...,
-        baseline: Global___Samples | None = ...,
+        samples: Global___Trajectories | None = ...,
+        baseline: Global___Trajectories | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "prompt", b"prompt", "samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from atoll.config.schema import LoraConfig, SGLangConfig
-from atoll.rollout.engines.base import Completion, EngineInfo, request_id
+from atoll.rollout.engines.base import Completion, EngineInfo
 from atoll.rollout.engines.checks import check_request, check_sequence
 from atoll.rollout.engines.sglang import messages
 from atoll.rollout.engines.sglang.arguments import arguments_of, environment_of
@@ -28,12 +28,13 @@ from atoll.wire.types import (
     Catalog,
     FinishReason,
     Float32,
-    GroupRequest,
     Int32,
     Membership,
     PauseMode,
     Plan,
     StreamManifest,
+    TurnId,
+    TurnRequest,
     Version,
 )
 
@@ -56,16 +57,11 @@ class Limits:
 class _Job:
     """One sample, and whom it goes to."""
 
-    request: GroupRequest
-    position: int  # in the request
+    request: TurnRequest
+    id: TurnId
     inbox: asyncio.Queue[Completion | Exception]
     rid: str = ""  # SGLang's name for it: new at every try
     aborted: bool = False
-
-    @property
-    def id(self) -> str:
-        request = self.request
-        return request_id(request.group, request.indices[self.position], request.attempts[self.position])
 
 
 class SGLangEngine:
@@ -88,6 +84,7 @@ class SGLangEngine:
         self._changes: set[asyncio.Task[Any]] = set()  # of weights, and of how SGLang stands
         self._tries = 0
         self._tokens_generated = 0
+        self._tokens_prefilled = 0
         self._answers = 0  # of its schedulers, to `progress`
         self._pause: PauseMode | None = None
         self._committing = False
@@ -137,6 +134,7 @@ class SGLangEngine:
             running=sum(not job.aborted for job in self._running),
             queued=len(self._queue),
             tokens_generated=self._tokens_generated,
+            tokens_prefilled=self._tokens_prefilled,
         )
 
     @property
@@ -149,7 +147,7 @@ class SGLangEngine:
         self._answers += 1
         return self._answers
 
-    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncGenerator[list[Completion], None]:
+    async def generate(self, requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Completion], None]:
         for request in requests:
             check_request(request, self._vocab_size, self._limits.max_length, "rollout.sglang.context_length")
             messages.check_sampling(request.sampling, self._vocab_size, self._limits.max_candidates)
@@ -157,7 +155,7 @@ class SGLangEngine:
             raise self._server.death()
         inbox: asyncio.Queue[Completion | Exception] = asyncio.Queue()
         self._inboxes.add(inbox)
-        jobs = [_Job(request, i, inbox) for request in requests for i in range(len(request.indices))]
+        jobs = [_Job(request, id, inbox) for request in requests for id in request.ids]
         self._queue.extend(jobs)
         self._admit()
         missing = len(jobs)
@@ -174,7 +172,7 @@ class SGLangEngine:
                 self._end(jobs)
 
     async def abort(self, id_prefix: str) -> int:
-        return self._end(job for job in (*self._queue, *self._running) if job.id.startswith(id_prefix))
+        return self._end(job for job in (*self._queue, *self._running) if str(job.id).startswith(id_prefix))
 
     async def pause(self, mode: PauseMode) -> None:
         changed, self._pause = mode is not self._pause, mode
@@ -300,8 +298,9 @@ class SGLangEngine:
             job.request, job.rid, version, self._limits.max_length, self._vocab_size
         )
         answer = await self._server.post("/generate", body)
-        completion = messages.parse_completion(answer, job.request, job.position, started)
+        completion = messages.parse_completion(answer, job.id, job.request.sampling, started)
         self._tokens_generated += len(completion.token_ids)
+        self._tokens_prefilled += messages.num_prefilled(answer)
         if job.aborted:
             return completion
         if completion.finish_reason is FinishReason.ABORT:
@@ -316,7 +315,7 @@ class SGLangEngine:
             job.aborted = True
         self._queue = deque(job for job in self._queue if job not in waiting)
         for job in waiting:
-            job.inbox.put_nowait(messages.unstarted(job.request, job.position))
+            job.inbox.put_nowait(messages.unstarted(job.id))
         if running:
             task = asyncio.create_task(self._abort_running(running))
             self._aborting.add(task)

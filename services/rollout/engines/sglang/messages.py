@@ -13,9 +13,10 @@ from atoll.runtime.errors import AtollError, UserError
 from atoll.wire.types import (
     FinishReason,
     Float32,
-    GroupRequest,
     Int32,
     Sampling,
+    TurnId,
+    TurnRequest,
     Version,
     VersionSpan,
 )
@@ -32,17 +33,15 @@ def version_text(version: Version) -> str:
     return f"{version.lineage}/{version.number}"
 
 
-def generate_body(
-    request: GroupRequest, rid: str, version: Version, max_length: int, vocab_size: int
-) -> Json:
+def generate_body(request: TurnRequest, rid: str, version: Version, max_length: int, vocab_size: int) -> Json:
     """Asks for one sample. `version` keys the prefix cache: samples of one prompt share its keys and values,
     and none meets those of other weights."""
     sampling = request.sampling
-    room = max_length - len(request.prompt_ids)
+    room = max_length - len(request.context_ids)
     greedy = sampling.temperature == 0
     return {
         "rid": rid,
-        "input_ids": request.prompt_ids.tolist(),
+        "input_ids": request.context_ids.tolist(),
         "extra_key": version_text(version),
         "return_logprob": True,
         "return_sampling_mask": cuts_off(sampling),
@@ -69,9 +68,9 @@ def score_body(ids: Int32, version: Version) -> Json:
     }
 
 
-def parse_completion(answer: Json, request: GroupRequest, position: int, started: float) -> Completion:
-    """`position` is the sample's in the request. Raises SGLangError where the answer is no sample."""
-    meta, sampling = answer["meta_info"], request.sampling
+def parse_completion(answer: Json, id: TurnId, sampling: Sampling, started: float) -> Completion:
+    """Raises SGLangError if the answer is no completion."""
+    meta = answer["meta_info"]
     token_ids_T = np.array(answer["output_ids"], np.int32)
     if cuts_off(sampling):  # SGLang's other log-probabilities are those before tokens are cut off
         logprobs = meta.get("output_token_sampling_logprobs", [])
@@ -79,13 +78,11 @@ def parse_completion(answer: Json, request: GroupRequest, position: int, started
         logprobs = [logprob for logprob, *_ in meta.get("output_token_logprobs", [])]
     if len(logprobs) != len(token_ids_T) or None in logprobs:  # JSON has no NaN: SGLang says null
         raise SGLangError(
-            f"group {request.group}: SGLang gave {len(token_ids_T)} tokens and the log-probabilities "
+            f"{id}: SGLang gave {len(token_ids_T)} tokens and the log-probabilities "
             f"{logprobs[:4]}...; expected a finite one for each: the weights may be damaged"
         )
     return Completion(
-        group=request.group,
-        index=request.indices[position],
-        attempt=request.attempts[position],
+        id=id,
         token_ids=token_ids_T,
         logprobs=np.array(logprobs, np.float32),
         spans=tuple(
@@ -100,13 +97,17 @@ def parse_completion(answer: Json, request: GroupRequest, position: int, started
     )
 
 
-def unstarted(request: GroupRequest, position: int) -> Completion:
+def num_prefilled(answer: Json) -> int:
+    """Tokens of the context whose keys and values were not in the prefix cache."""
+    meta = answer["meta_info"]
+    return int(meta["prompt_tokens"]) - int(meta["cached_tokens"])
+
+
+def unstarted(id: TurnId) -> Completion:
     """A sample that was aborted before it reached SGLang."""
     now = time.time()
     return Completion(
-        group=request.group,
-        index=request.indices[position],
-        attempt=request.attempts[position],
+        id=id,
         token_ids=np.empty(0, np.int32),
         logprobs=np.empty(0, np.float32),
         spans=(),
