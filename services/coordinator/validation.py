@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.rollouts.producer import Producer
 from atoll.runtime.errors import AtollError
 from atoll.wire.types import Group, GroupId, Prompt, SampleId, Sampling, Trajectory
 
@@ -33,7 +33,7 @@ def set_metrics(name: str, groups: Sequence[Group]) -> dict[str, float]:
 
 
 async def evaluate(
-    sets: Sequence[ValidationSet], generation: Generation, run: str, version: int
+    sets: Sequence[ValidationSet], producer: Producer, run: str, version: int
 ) -> dict[str, float]:
     """Generates and grades every set; a group that cannot be graded is left out and counted.
 
@@ -53,7 +53,7 @@ async def evaluate(
             )
             for order, prompt in enumerate(validation_set.prompts)
         ]
-        generation.submit(groups, collector)
+        producer.submit(groups, collector)
         collectors.append(collector)
     metrics: dict[str, float] = {}
     for validation_set, collector in zip(sets, collectors, strict=True):

@@ -196,9 +196,11 @@ class Run:
 
     def check_nobody_idles(self) -> None:
         """No routed replica has a free slot while work waits."""
-        if self.generation._waiting:
+        if self.generation._dispatch._waiting:
             free = [replica.entry.name for replica in self.replicas if replica.seat.hungry]
-            assert not free, f"at {now():.3f} s {len(self.generation._waiting)} groups wait for {free}"
+            assert not free, (
+                f"at {now():.3f} s {len(self.generation._dispatch._waiting)} groups wait for {free}"
+            )
 
 
 async def chaos(seed: int) -> None:

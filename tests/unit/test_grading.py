@@ -9,10 +9,11 @@ import pytest
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.coordinator.rewards.score_parts import ServerGrader
 from atoll.coordinator.rollouts.grading import Grading
-from atoll.coordinator.rollouts.groups import InFlight, PendingGroup, Sink
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.rollouts.producer import GroupsInFlight, Sink
 from atoll.runtime.errors import StoreError
 from atoll.wire.types import GradingError, SampleId, Trajectory
-from tests.builders import SAMPLING, node, prompt, sample, sample_id
+from tests.builders import SAMPLING, group_id, node, prompt, sample, sample_id
 from tests.fake_rewards import FakeService, rewards_of
 from tests.fake_servers import Fake, World, now, reward_server, watched
 from tests.virtual_clock import timed
@@ -24,18 +25,18 @@ class Recorder:
     def __init__(self, rewards: Rewards) -> None:
         self.completed_at: dict[int, float] = {}
         self.dropped_for: dict[int, str] = {}
-        self.groups: InFlight = {}
+        self.groups = GroupsInFlight()
         self.grading = Grading(rewards, self.groups, self._drop)
 
     def submit(self, number: int, num_samples: int = 2) -> PendingGroup:
         samples = [sample(sample_id(number, index), node([3, 4])) for index in range(num_samples)]
         group = PendingGroup(prompt(number), number, SAMPLING, list[Trajectory | None](samples), 0)
-        self.groups[group.prompt.id] = (group, self)
+        self.groups.add(group, self)
         self.grading.submit(samples)
         return group
 
     async def _drop(self, group: PendingGroup, sink: Sink, reason: str) -> None:
-        del self.groups[group.prompt.id]
+        self.groups.remove(group.prompt.id)
         self.dropped_for[group.prompt.id.prompt] = reason
 
     async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
@@ -142,7 +143,7 @@ async def test_samples_of_a_group_that_is_gone_are_not_graded() -> None:
     own = FakeService()
     recorder = Recorder(rewards_of(own))
     recorder.submit(0)
-    recorder.groups.clear()
+    recorder.groups.remove(group_id(0))
     async with running(recorder):
         await asyncio.sleep(1)
     assert own.calls == []

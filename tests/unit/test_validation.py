@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from atoll.coordinator.rollouts.groups import PendingGroup, Sink
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.rollouts.producer import Sink
 from atoll.coordinator.validation import ValidationSet, evaluate
 from atoll.runtime.errors import AtollError
 from atoll.wire.types import Graded

@@ -1,168 +1,72 @@
-"""Prompts in, scored groups out: sends, receives, sends again what was lost, has samples graded.
-
-How they are graded is in grading.py.
-"""
+"""Prompts in, scored groups out: each sample is one turn of a replica, and graded."""
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 
-from atoll.coordinator.fleet.replicas import Replica, Replicas
+from atoll.coordinator.fleet.replicas import Replicas
 from atoll.coordinator.rewards.rewards import Rewards
-from atoll.coordinator.rollouts.calls import Call
+from atoll.coordinator.rollouts.dispatch import Dispatch
 from atoll.coordinator.rollouts.grading import Grading
-from atoll.coordinator.rollouts.groups import InFlight, PendingGroup, Sink
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.rollouts.producer import GroupsInFlight, Sink
 from atoll.runtime.clients import Arrival
-from atoll.runtime.errors import AtollError, BadAnswerError, UserError
-from atoll.wire.types import FinishReason, GroupId, SampleId, Trajectory
+from atoll.wire.types import FinishReason, GroupId, Trajectory
 
 log = logging.getLogger(__name__)
 
 
 class Generation:
+    """A Producer: dispatch before grading."""
+
     def __init__(
         self, replicas: Replicas, rewards: Rewards, *, model: str, max_attempts: int, timeout_s: float
     ) -> None:
         self._replicas = replicas
-        self._model = model
-        self._max_attempts = max_attempts
-        self._timeout_s = timeout_s
-        self._groups: InFlight = {}
+        self._groups = GroupsInFlight()
         self._grading = Grading(rewards, self._groups, self._drop)
-        self._waiting: OrderedDict[GroupId, PendingGroup] = OrderedDict()  # for a replica with room
-        self._filled = asyncio.Event()
-        self._calls: dict[GroupId, list[Call]] = {}  # those that a group is part of
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._dispatch = Dispatch(
+            replicas,
+            self._groups,
+            self._receive,
+            self._drop,
+            model=model,
+            max_attempts=max_attempts,
+            timeout_s=timeout_s,
+        )
 
     def submit(self, groups: Sequence[PendingGroup], sink: Sink) -> None:
-        """Generates and grades whatever the groups lack."""
         for group in groups:
-            self._groups[group.prompt.id] = (group, sink)
+            self._groups.add(group, sink)
             self._grading.submit(
                 sample
                 for sample, graded in zip(group.samples, group.graded, strict=True)
                 if sample is not None and not graded
             )
-        self._waiting.update((group.prompt.id, group) for group in groups if group.missing)
-        self._filled.set()
+        self._dispatch.submit(groups)
 
     def cancel(self, id: GroupId, reason: str) -> None:
-        """Forgets the group and frees its slots on the replicas that generate it."""
-        self._groups.pop(id, None)
-        self._waiting.pop(id, None)
-        for call in self._calls.get(id, ()):
-            task = asyncio.create_task(self._abort(call.replica, id, reason))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
-
-    async def _abort(self, replica: Replica, id: GroupId, reason: str) -> None:
-        """In the background: a replica that does not answer holds up nobody, and loses only some speed."""
-        log.info("asking %s to abort group %s: %s", replica.entry.name, id, reason)
-        try:
-            await replica.client.abort(f"{id}/")
-        except AtollError as error:
-            log.warning("%s did not abort group %s: %s", replica.entry.name, id, error)
+        self._groups.remove(id)
+        self._dispatch.cancel(id, reason)
 
     def take_metrics(self) -> dict[str, float]:
         """Of the replicas, since the last call."""
         return self._replicas.take_metrics()
 
     async def run(self) -> None:
-        """Runs until cancelled; an error of any part ends all of it."""
+        """Consumes what is submitted; runs until cancelled; an error of either part ends both."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._send(tasks))
+                self._dispatch.start(tasks)
                 self._grading.start(tasks)
         finally:
-            for abort in self._aborts:
-                abort.cancel()
-
-    async def _send(self, tasks: asyncio.TaskGroup) -> None:
-        """Consumes groups to send, oldest first; waits for one, and for a replica with room; unblocked by
-        `submit`, by what is lost, by finished samples and by joins."""
-        while True:
-            await self._filled.wait()
-            await self._replicas.wait_for_room(self._timeout_s)
-            waiting = (group.work() for group in self._waiting.values())
-            for replica, ids in self._replicas.share(waiting).items():
-                together = []
-                for id in ids:
-                    group = self._waiting.pop(id)
-                    if group.alone:
-                        tasks.create_task(self._follow(Call(replica, [group])))
-                    else:
-                        together.append(group)
-                if together:
-                    tasks.create_task(self._follow(Call(replica, together)))
-            if not self._waiting:
-                self._filled.clear()
-
-    async def _follow(self, call: Call) -> None:
-        """Consumes one Generate call; what it did not deliver is sent again."""
-        for group in call.groups:
-            self._calls.setdefault(group.prompt.id, []).append(call)
-        try:
-            async with aclosing(self._arrivals(call)) as arrivals:
-                async for arrival in arrivals:
-                    prompt_tokens = len(arrival.samples) * call.prompt_tokens
-                    self._replicas.finished(call.replica, arrival, prompt_tokens)
-                    await self._receive(arrival)
-        finally:
-            self._replicas.released(call.replica, len(call), len(call) * call.prompt_tokens)
-            for group in call.groups:
-                self._calls[group.prompt.id].remove(call)
-                if not self._calls[group.prompt.id]:
-                    del self._calls[group.prompt.id]
-        lost = [(group, indices) for group, indices in call.lost() if indices]
-        if call.is_refused and len(call.groups) > 1:  # by one of them, nobody knows which
-            for group, _ in lost:
-                group.alone = True
-            self._put_back([group for group, _ in lost])
-            return
-        if lost:
-            log.info("%d groups are generated again, in part: %s", len(lost), call.reason)
-        for group, indices in lost:
-            await self._retry(group, indices, call.reason)
-
-    async def _arrivals(self, call: Call) -> AsyncGenerator[Arrival, None]:
-        """What the replica sends; ends with the call, or with the replica's first error.
-
-        A stream that was lost is joined again while something arrives: the replica may well go on with the
-        samples. Raises nothing: whatever a replica does is its own fault, and `call` has the reason.
-        """
-        replica, name, may_join = call.replica, call.replica.entry.name, True
-        while call:
-            try:
-                async with aclosing(replica.client.generate(self._model, call.requests())) as stream:
-                    while arrival := await replica.next(stream):
-                        call.accept(arrival)
-                        may_join = True
-                        yield arrival
-                return
-            except UserError as error:
-                call.is_refused, call.reason = True, f"{name} refused it: {error}"
-                if len(call.groups) == 1:
-                    self._replicas.refused(replica, call.groups[0].prompt.id, error)
-                return
-            except AtollError as error:
-                call.reason = f"lost with {name}: {error}"
-                if isinstance(error, BadAnswerError):
-                    self._replicas.blame(replica, error)
-                elif may_join and replica.is_joinable_after(error):
-                    may_join = False
-                    log.warning("a stream of %s is joined again: %s", name, error)
-                    continue
-                else:
-                    self._replicas.suspend(replica, error)
-                return
+            self._dispatch.stop()
 
     async def _receive(self, arrival: Arrival) -> None:
         """Accepts the first finished attempt of each sample and queues it for grading."""
         accepted: dict[Sink, list[Trajectory]] = {}
         for sample in arrival.samples:
-            if not (known := self._groups.get(sample.id.group)):
+            if not (known := self._groups.find(sample.id.group)):
                 continue  # cancelled or dropped in the meantime
             group, sink = known
             if sample.finish_reason is not FinishReason.ABORT and group.accept(sample):
@@ -170,28 +74,6 @@ class Generation:
         for sink, finished in accepted.items():
             await sink.finished(finished, arrival.payload)
             self._grading.submit(finished)
-
-    async def _retry(self, group: PendingGroup, indices: Sequence[int], reason: str) -> None:
-        if not indices or group.prompt.id not in self._groups:
-            return
-        _, sink = self._groups[group.prompt.id]
-        group.again(indices)
-        for index in indices:
-            group.failures[index] += 1
-        if max(group.failures) >= self._max_attempts:
-            await self._drop(group, sink, f"{self._max_attempts} attempts failed, the last: {reason}")
-            return
-        await sink.retried([SampleId(group.prompt.id, index) for index in indices], reason)
-        if group.prompt.id not in self._groups:
-            return  # dropped meanwhile
-        self._put_back([group])
-
-    def _put_back(self, groups: Sequence[PendingGroup]) -> None:
-        for group in reversed(groups):
-            if group.prompt.id in self._groups:
-                self._waiting[group.prompt.id] = group
-                self._waiting.move_to_end(group.prompt.id, last=False)  # it was issued before what waits
-                self._filled.set()
 
     async def _drop(self, group: PendingGroup, sink: Sink, reason: str) -> None:
         """A group is dropped whole, never shrunk."""

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from atoll.coordinator.rewards.rewards import Rewards
-from atoll.coordinator.rollouts.groups import InFlight, PendingGroup, Sink
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.rollouts.producer import GroupsInFlight, Sink
 from atoll.wire.types import Graded, ScoreItem, Trajectory, Verdict
 
 T = TypeVar("T")
@@ -20,10 +21,10 @@ class Grading:
     def __init__(
         self,
         rewards: Rewards,
-        groups: InFlight,
+        groups: GroupsInFlight,
         drop: Callable[[PendingGroup, Sink, str], Awaitable[None]],
     ) -> None:
-        """`groups` are those in flight: one that is completed leaves it. `drop` takes out a group whose
+        """A group that is complete leaves `groups`. `drop` takes out a group whose
         sample could not be graded, with the reason."""
         self._rewards = rewards
         self._groups = groups
@@ -52,7 +53,7 @@ class Grading:
         asked = {
             sample.id: (sample, *known)
             for sample in samples
-            if (known := self._groups.get(sample.id.group))  # if not, it was cancelled or dropped
+            if (known := self._groups.find(sample.id.group))  # if not, it was cancelled or dropped
         }
         items = [_score_item(sample, group) for sample, group, _ in asked.values()]
 
@@ -65,7 +66,7 @@ class Grading:
         """Consumes verdicts; waits for them; unblocked by whoever gives them."""
         while True:
             for sample, group, sink, verdict in await self._judged.take_all():
-                known = self._groups.get(group.prompt.id)
+                known = self._groups.find(group.prompt.id)
                 if known is None or known[0] is not group or group.samples[sample.id.index] is not sample:
                     continue  # dropped, or replaced by another attempt
                 if not isinstance(verdict, Graded):
@@ -73,7 +74,7 @@ class Grading:
                     continue
                 group.grade(verdict)
                 if group.complete:
-                    del self._groups[group.prompt.id]
+                    self._groups.remove(group.prompt.id)
                     await sink.completed(group)
 
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from atoll.coordinator.fleet.routing import Work
 from atoll.wire.types import (
     WHOLE,
     Graded,
     Group,
-    GroupId,
     Prompt,
     SampleId,
     Sampling,
@@ -123,20 +121,3 @@ class PendingGroup:
 
     def ids(self) -> list[SampleId]:
         return [SampleId(self.prompt.id, index) for index in range(len(self.samples))]
-
-
-class Sink(Protocol):
-    """Where groups go. A training run journals them, a validation only counts."""
-
-    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None:
-        """These samples are generated, not yet graded; `payload` holds them as they came."""
-        ...
-
-    async def retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
-
-    async def completed(self, group: PendingGroup) -> None: ...
-
-    async def dropped(self, group: PendingGroup, reason: str) -> None: ...
-
-
-InFlight = dict[GroupId, tuple[PendingGroup, Sink]]  # groups on their way, and where each goes

@@ -15,8 +15,8 @@ from atoll.coordinator.algorithm.filters import NOTHING, Counters, DynamicSampli
 from atoll.coordinator.data.datasets import PromptSource
 from atoll.coordinator.journal.dump import read_dump
 from atoll.coordinator.journal.journal import InFlight, Journal, RestoredGroup
-from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.rollouts.producer import Producer
 from atoll.runtime.errors import AtollError, UserError
 from atoll.wire.types import Group, GroupId, Prompt, SampleId, Sampling, Trajectory, Version
 
@@ -54,7 +54,7 @@ class GenerateSource:
     def __init__(
         self,
         prompts: PromptSource,
-        generation: Generation,
+        producer: Producer,
         journal: Journal,
         *,
         sampling: Sampling,
@@ -67,7 +67,7 @@ class GenerateSource:
         dynamic_sampling: DynamicSampling | None,
     ) -> None:
         self._prompts = prompts
-        self._generation = generation
+        self._producer = producer
         self._journal = journal
         self._sampling = sampling
         self._prompts_per_step = prompts_per_step
@@ -166,7 +166,7 @@ class GenerateSource:
                 self._again(order, entry) for (order, _), entry in zip(waiting, loaded, strict=True)
             ] + await self._issue(room - len(waiting))
             self._pending |= {group.prompt.id: group for group in groups}
-            self._generation.submit(groups, self)
+            self._producer.submit(groups, self)
 
     async def _issue(self, count: int) -> list[PendingGroup]:
         """The next prompts; the journal has them and the cursor behind them when it returns."""
@@ -227,10 +227,10 @@ class GenerateSource:
             del self._ready[group.prompt.id]
             self._pending[group.prompt.id] = group
             await self.retried([SampleId(group.prompt.id, index) for index in stale], "stale")
-            self._generation.submit([group], self)
+            self._producer.submit([group], self)
         return urgent
 
-    # What Generation reports
+    # What the producer reports
 
     async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None:
         accepted = {sample.id for sample in await self._journal.finish(samples, payload)}
