@@ -1,15 +1,29 @@
 """`python -m atoll.trainer`: one trainer rank. Rank 0 serves and registers, the others follow it."""
 
+import asyncio
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 from atoll.config.errors import ConfigError
 from atoll.config.load import read_resolved, trainer_rank
+from atoll.config.schema import Role
 from atoll.runtime.errors import MemoryExhaustedError, UserError
-from atoll.runtime.process import EXIT_RANK_LOST, announce, parse_arguments, run_service
+from atoll.runtime.process import EXIT_RANK_LOST, ServiceContext, announce, parse_arguments, run_service
 from atoll.runtime.telemetry import configure_logging
+from atoll.trainer.folders import Folders
 from atoll.trainer.megatron import cpu_compat  # noqa: F401 - before anything of Megatron's
-from atoll.trainer.ranks import LEADER, RankLostError, follow, watched
-from atoll.trainer.service import Rank, TrainerService
+from atoll.trainer.rank import Rank
+from atoll.trainer.ranks import LEADER, RankLostError, watched
+from atoll.trainer.service import TrainerService
+
+
+async def build_leader(context: ServiceContext) -> TrainerService:
+    """Rank 0, in the thread in which it runs commands, behind its door."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
+    loop, role = asyncio.get_running_loop(), cast(Role, context.role)
+    rank = await loop.run_in_executor(thread, Rank, context.config, role, context.host)
+    return TrainerService(thread, rank, Folders(context.config.folder, context.exports))
 
 
 def run_follower() -> None:
@@ -20,7 +34,7 @@ def run_follower() -> None:
         rank = Rank(read_resolved(arguments.config), arguments.role, arguments.host)
         if arguments.ready_fd is not None:
             announce(arguments.ready_fd, "")
-        follow(rank.channel, rank.execute)
+        rank.follow()
         rank.close()
     except (UserError, ConfigError, MemoryExhaustedError) as error:
         sys.exit(f"{arguments.name}: {error}")
@@ -34,7 +48,7 @@ if __name__ == "__main__":
     try:
         with watched():
             if leads:
-                run_service("trainer", TrainerService.build)
+                run_service("trainer", build_leader)
             else:
                 run_follower()
     except RankLostError as error:

@@ -1,7 +1,8 @@
 """The command channel of a trainer fleet: rank 0 (the leader) gives commands, all ranks run them.
 
-A command is a method name and serialized requests, broadcast as bytes over a gloo group of its own;
-each rank answers with a serialized reply. A rank that dies closes its connections, which ends whatever
+A command is a method name and serialized requests, broadcast as bytes over a gloo group of its own. Each
+follower answers that it is done, or with its error, and with its reply only if the leader reads it. A rank
+that dies closes its connections, which ends whatever
 wait the others are in with RankLostError: nobody waits for a dead rank.
 """
 
@@ -20,8 +21,9 @@ IDLE_TIMEOUT = timedelta(days=365)  # followers wait for the next command as lon
 ANSWER_TIMEOUT = timedelta(minutes=10)  # the leader waits so long for a follower, its own part being done
 LEADER = 0
 STOP = ""  # the method name that ends the followers
+_DONE, _REPLY = b"", b"reply"  # what the leader wants to hear of them: that they have done it, or its reply
 
-Execute = Callable[[str, Sequence[bytes]], bytes]  # (method, requests) -> reply
+Execute = Callable[[str, Sequence[bytes]], list[bytes]]  # (method, requests) -> replies, one or a stream's
 
 
 class RankLostError(Exception):
@@ -36,37 +38,34 @@ class CommandChannel:
         timeout = ANSWER_TIMEOUT if self._rank == LEADER else IDLE_TIMEOUT
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def broadcast(self, parts: Sequence[bytes] = ()) -> list[bytes]:
+    def broadcast(self, parts: Sequence[bytes] = ()) -> Sequence[bytes]:
         """Returns the leader's `parts` on every rank; followers pass none and wait."""
-        lengths = np.array([len(part) for part in parts], "<i8")
-        header = torch.tensor([len(parts), int(lengths.sum())])
+        frame = _framed(parts)
+        size = torch.tensor([len(frame)])
         with watched():
-            dist.broadcast(header, LEADER, group=self._group)
-            num_parts, num_bytes = header.tolist()
-            frame = torch.empty(8 * num_parts + num_bytes, dtype=torch.uint8)
-            if self._rank == LEADER:
-                frame = _bytes_tensor(lengths.tobytes() + b"".join(parts))
+            dist.broadcast(size, LEADER, group=self._group)
+            if self._rank != LEADER:
+                frame = torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(frame, LEADER, group=self._group)
-        data = frame.numpy().tobytes()
-        ends = np.cumsum(np.frombuffer(data[: 8 * num_parts], "<i8")) + 8 * num_parts
-        return [data[start:end] for start, end in zip([8 * num_parts, *ends], ends, strict=False)]
+        return parts if self._rank == LEADER else _parts(frame)
 
-    def gather(self, part: bytes) -> list[bytes]:
-        """Returns every rank's part, in rank order, on the leader; nothing on followers."""
-        length = torch.tensor([len(part)])
-        if self._rank != LEADER:
-            with watched():
-                dist.send(length, LEADER, group=self._group)
-                dist.send(_bytes_tensor(part), LEADER, group=self._group)
-            return []
-        parts = [part]
+    def send(self, parts: Sequence[bytes]) -> None:
+        """Sends a follower's answer to the leader."""
+        frame = _framed(parts)
+        with watched():
+            dist.send(torch.tensor([len(frame)]), LEADER, group=self._group)
+            dist.send(frame, LEADER, group=self._group)
+
+    def gather(self) -> list[list[bytes]]:
+        """Returns every follower's answer, in rank order, on the leader."""
+        answers, size = [], torch.tensor([0])
         with watched():
             for rank in range(1, self._size):
-                dist.recv(length, rank, group=self._group)
-                frame = torch.empty(int(length), dtype=torch.uint8)
+                dist.recv(size, rank, group=self._group)
+                frame = torch.empty(int(size), dtype=torch.uint8)
                 dist.recv(frame, rank, group=self._group)
-                parts.append(frame.numpy().tobytes())
-        return parts
+                answers.append(_parts(frame))
+        return answers
 
 
 @contextmanager
@@ -83,52 +82,70 @@ def watched() -> Iterator[None]:
         ) from error
 
 
-def lead(channel: CommandChannel, execute: Execute, method: str, requests: Sequence[bytes]) -> list[bytes]:
-    """Runs a command on every rank, this one included; returns their replies in rank order.
+def lead(
+    channel: CommandChannel,
+    execute: Execute,
+    method: str,
+    requests: Sequence[bytes],
+    *,
+    ask_all: bool = False,
+) -> list[list[bytes]]:
+    """Runs a command on every rank, this one included; returns this rank's replies, and with `ask_all` those
+    of the others, in rank order.
 
     An AtollError leaves the ranks in step and is raised here, of its own class, whichever rank it came from.
     Any other exception of `execute` may leave half an update behind: the caller must end the process.
     """
-    channel.broadcast([method.encode(), *requests])
+    channel.broadcast([method.encode(), _REPLY if ask_all else _DONE, *requests])
     error: AtollError | None = None
-    reply = b""
+    replies: list[list[bytes]] = []
     try:
-        reply = execute(method, requests)
+        replies.append(execute(method, requests))
     except AtollError as raised:
         error = raised
-    replies = channel.gather(_answer(reply, error))
+    answers = channel.gather()
     if error is not None:
         raise error
-    for rank, answer in enumerate(replies):
-        if answer[:1] != b"\0":
-            name, _, text = answer[1:].decode().partition(" ")
+    for rank, [error_text, *reply] in enumerate(answers, start=1):
+        if error_text:
+            name, _, text = error_text.decode().partition(" ")
             raise getattr(errors, name, AtollError)(f"trainer rank {rank}: {text}")
-    return [answer[1:] for answer in replies]
+        if ask_all:
+            replies.append(reply)
+    return replies
 
 
 def follow(channel: CommandChannel, execute: Execute) -> None:
     """Runs the leader's commands until it says stop. Waits for the next one; unblocked by the leader's
     command or its death, which raises RankLostError."""
     while True:
-        name, *requests = channel.broadcast()
+        name, answer, *requests = channel.broadcast()
         method = name.decode()
         if method == STOP:
             return
         try:
-            answer = _answer(execute(method, requests), None)
+            replies = execute(method, requests)
         except AtollError as error:
-            answer = _answer(b"", error)
-        channel.gather(answer)
+            channel.send([f"{type(error).__name__} {error}".encode()])
+        else:
+            channel.send([b"", *(replies if answer == _REPLY else [])])
 
 
 def dismiss(channel: CommandChannel) -> None:
     """Ends the followers."""
-    channel.broadcast([STOP.encode()])
+    channel.broadcast([STOP.encode(), _DONE])
 
 
-def _answer(reply: bytes, error: AtollError | None) -> bytes:
-    return b"\0" + reply if error is None else b"\1" + f"{type(error).__name__} {error}".encode()
+def _framed(parts: Sequence[bytes]) -> torch.Tensor:
+    """uint8: the number of parts, their lengths, the parts."""
+    lengths = np.array([len(parts), *(len(part) for part in parts)], "<i8").tobytes()
+    return torch.frombuffer(bytearray().join([lengths, *parts]), dtype=torch.uint8)
 
 
-def _bytes_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+def _parts(frame: torch.Tensor) -> list[bytes]:
+    """The inverse."""
+    data = frame.numpy().data
+    num_parts = int(np.frombuffer(data, "<i8", 1)[0])
+    lengths = np.frombuffer(data, "<i8", num_parts, offset=8)
+    ends = 8 * (1 + num_parts) + np.cumsum(lengths)
+    return [bytes(data[end - length : end]) for end, length in zip(ends, lengths, strict=True)]

@@ -3,35 +3,43 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
+from atoll.config.schema import Role
 from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.trainer import ranks
 from atoll.trainer.folders import Folders
+from atoll.trainer.rank import Rank
 from atoll.trainer.ranks import CommandChannel, RankLostError, dismiss, follow, lead, watched
-from atoll.trainer.service import Rank, TrainerService
+from atoll.trainer.service import TrainerService
+from atoll.wire.codec.batches import put_segments, split_by_groups
+from atoll.wire.codec.values import decode_tensor
+from atoll.wire.types import Segments, Written
 from atoll.wire.v1 import trainer_pb2 as pb
+from tests.builders import run_config
 from tests.ranks import run_ranks
 
 SIZE = 2
 
 
-def join() -> tuple[CommandChannel, Callable[[str, Sequence[bytes]], bytes]]:
+def join() -> tuple[CommandChannel, ranks.Execute]:
     """A channel, and an `execute` that fails on follower 1 where it is told to."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
-    def execute(method: str, requests: Sequence[bytes]) -> bytes:
+    def execute(method: str, requests: Sequence[bytes]) -> list[bytes]:
         if method == "Fail" and rank == 1:
             raise UserError("no such thing")
-        return b"|".join([method.encode(), str(rank).encode(), *requests])
+        return [method.encode(), str(rank).encode(), *requests]
 
     return CommandChannel(), execute
 
@@ -41,12 +49,14 @@ def commands() -> None:
     if dist.get_rank() > 0:
         follow(channel, execute)
         return
-    assert lead(channel, execute, "Echo", [b"a", b"", b"bc"]) == [b"Echo|0|a||bc", b"Echo|1|a||bc"]
+    assert lead(channel, execute, "Echo", [b"a", b"", b"bc"]) == [[b"Echo", b"0", b"a", b"", b"bc"]]
     large = bytes(range(256)) * 20_000
-    assert lead(channel, execute, "Echo", [large]) == [b"Echo|0|" + large, b"Echo|1|" + large]
-    with pytest.raises(UserError, match=r"^trainer rank 1: no such thing"):
-        lead(channel, execute, "Fail", [])
-    assert lead(channel, execute, "Still", []) == [b"Still|0", b"Still|1"]
+    replies = lead(channel, execute, "Echo", [large], ask_all=True)
+    assert replies == [[b"Echo", b"0", large], [b"Echo", b"1", large]]
+    for ask_all in (False, True):
+        with pytest.raises(UserError, match=r"^trainer rank 1: no such thing"):
+            lead(channel, execute, "Fail", [], ask_all=ask_all)
+    assert lead(channel, execute, "Still", [], ask_all=True) == [[b"Still", b"0"], [b"Still", b"1"]]
     dismiss(channel)
 
 
@@ -90,12 +100,21 @@ class Broken:
         self.channel, _ = join()
         self.at_work, self.go_on = threading.Event(), threading.Event()
 
-    def execute(self, method: str, requests: Sequence[bytes]) -> bytes:
+    def execute(self, method: str, requests: Sequence[bytes]) -> list[bytes]:
         self.at_work.set()
         if dist.get_rank() == 0:
             self.go_on.wait()
             raise RuntimeError("no memory")
-        return b""
+        return []
+
+    def lead(self, method: str, requests: Sequence[bytes], *, ask_all: bool) -> list[list[bytes]]:
+        return lead(self.channel, self.execute, method, requests, ask_all=ask_all)
+
+    def writing(self, role: str, path: str) -> "Future[Written]":
+        raise NotImplementedError
+
+    def dismiss(self) -> None:
+        dismiss(self.channel)
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -112,9 +131,8 @@ def failing_leader(caller_leaves: bool) -> None:
 
 
 async def fail(rank: Broken, *, caller_leaves: bool) -> None:
-    service = TrainerService(ThreadPoolExecutor(1), cast(Rank, rank), Folders(Path("run")))
-    context = cast(Any, None)
-    first, second = (asyncio.create_task(service.Info(pb.TrainerInfoRequest(), context)) for _ in range(2))
+    service = TrainerService(ThreadPoolExecutor(1), rank, Folders(Path("run")))
+    first, second = (asyncio.create_task(service.run("Info", [b""])) for _ in range(2))
     await asyncio.to_thread(rank.at_work.wait)
     if caller_leaves:
         first.cancel()
@@ -146,3 +164,53 @@ def test_an_error_of_this_rank_is_no_loss_of_another() -> None:
 )
 def test_scene(scene: Callable[[], None]) -> None:
     assert len(run_ranks(scene, SIZE)) == SIZE
+
+
+def compute(model: Path, role: Role) -> int:
+    """Computes log-probabilities or values of 10,000 tokens on two data-parallel ranks. Returns what the
+    leader has, in numbers, and what the follower has sent, in bytes."""
+    section = {"parallel": {"data": 2}}
+    config = run_config(
+        {"model": {"path": model}, "trainer": section, "critic": section},
+        algorithm={"advantage": "gae", "kl": None},
+    )
+    rank = Rank(config, role, "127.0.0.1")
+    sent, send = [], dist.send
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        sent.append(tensor.numel() * tensor.element_size())
+        send(tensor, *args, **kwargs)
+
+    dist.send = counted  # of this process alone
+    if dist.get_rank() > 0:
+        rank.follow()
+        rank.close()
+        return sum(sent[:2])  # the size of its answer, and the answer
+    method, request, reply, field = {
+        "actor": ("ComputeLogprobs", pb.ComputeLogprobsRequest, pb.ComputeLogprobsReply, "logprobs"),
+        "critic": ("ComputeValues", pb.ComputeValuesRequest, pb.ComputeValuesReply, "values"),
+    }[role]
+    segments = Segments(
+        np.arange(10_000, dtype=np.int32) % 60,
+        np.arange(0, 10_001, 10),
+        np.full(1000, -1, np.int32),
+        np.arange(1000, dtype=np.int32),
+    )
+    chunks = [request(role=role) for _ in range(3)]
+    for chunk, (part, _) in zip(chunks, split_by_groups(segments, 4000), strict=True):
+        put_segments(chunk.segments, part)
+    [replies] = rank.lead(method, [chunk.SerializeToString() for chunk in chunks], ask_all=False)
+    values = [decode_tensor(getattr(reply.FromString(data), field)) for data in replies]
+    assert list(map(len, values)) == [4000, 4000, 2000]
+    with pytest.raises(UserError, match=f"the request is no {request.__name__}"):
+        rank.lead(method, [b"\xff"], ask_all=False)
+    rank.dismiss()
+    rank.close()
+    return sum(map(len, values))
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_follower_sends_no_values_that_nobody_reads(role: Role, tiny_qwen2: Path) -> None:
+    num_values, num_bytes_sent = run_ranks(compute, SIZE, tiny_qwen2, role)
+    assert num_values == 10_000
+    assert num_bytes_sent == 8 + 16  # [T] would be 40,000
