@@ -20,7 +20,7 @@ from atoll.cli.arithmetic import SHAPE, SPECIAL, build_arithmetic
 from atoll.cli.assets import prompt_row, write_model, write_rows
 from atoll.cli.processes import Fleet as Processes
 from atoll.cli.processes import Service, ServiceGroup
-from atoll.config.load import write_resolved
+from atoll.config.load import validate, write_resolved
 from atoll.config.schema import RunConfig
 from atoll.runtime.clients import Caller, CoordinatorClient
 from atoll.runtime.store import EmbeddedServer, embedded
@@ -106,7 +106,7 @@ def prepared_run(load: Load, folder: Path) -> RunConfig:
     text = "what is the sum of the two? " * PROMPT_TOKENS
     rows = [prompt_row(f"{i}: {text}"[:PROMPT_TOKENS], str(i), "bench", {"index": i}) for i in range(PROMPTS)]
     write_rows(folder / "train.parquet", rows)
-    config = RunConfig.model_validate(
+    config = validate(
         {
             "run": {"name": "bench", "dir": folder, "steps": 1_000_000},
             "model": {"path": folder / "model"},
@@ -119,7 +119,8 @@ def prepared_run(load: Load, folder: Path) -> RunConfig:
             "rollout": {"replicas": load.replicas, "sampling": {"max_new_tokens": load.tokens}},
             "checkpoint": {"every": CHECKPOINT_EVERY},
             "weights": {"canary_every": 0},
-        }
+        },
+        "bench",
     )
     config.folder.mkdir()
     write_resolved(config, config.folder / "config.json")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from atoll.config.load import validate
 from atoll.config.mode_rules import UNREAD
 from atoll.config.schema import RunConfig
 from atoll.coordinator.rollouts.groups import PendingGroup
@@ -150,7 +151,7 @@ def run_config(*trees: Tree, **sections: Any) -> RunConfig:
     for path in UNREAD[merged["run"].get("mode", "train")].settings:
         section, _, key = path.partition(".")
         (merged.get(section, {}) if key else merged).pop(key or section, None)
-    return RunConfig.model_validate(merged)
+    return validate(merged, "toy")
 
 
 def arithmetic_run(assets: Path, folder: Path) -> Tree:

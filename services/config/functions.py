@@ -2,6 +2,10 @@
 
 `check` judges name and parameters by the source alone, so that reading a config imports neither torch nor
 the user's code. `load` imports the code, once, when the service starts that calls it.
+
+This is the one upward dependency: a `Kind` names files of the coordinator, the trainer and the reward
+service, which are layers above this one, and no import says so. What is read there is a dict of functions,
+their signatures, and beside the dict, in `TRAITS`, what a function asks of other settings.
 """
 
 import ast
@@ -13,12 +17,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from atoll.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from atoll.config.schema import FunctionConfig
 
 PACKAGE = Path(__file__).parents[2]
 
@@ -34,6 +35,17 @@ class Kind:
     file: str  # where the built-in ones stand in a dict
     table: str  # its name
     signature: str
+    traits: tuple[str, ...] = ()  # that one may have; what they mean stands beside the dict
+
+
+class Named(Protocol):
+    """A function as a config names it: schema.FunctionConfig."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parameters(self) -> Mapping[str, Any]: ...
 
 
 ADVANTAGE = Kind(
@@ -41,12 +53,14 @@ ADVANTAGE = Kind(
     "atoll/coordinator/algorithm/advantage.py",
     "ADVANTAGES",
     "(trajectories: Trajectories, *, ...) -> Estimate",
+    ("needs_values", "needs_baseline", "group_relative", "reads_components"),
 )
 LOSS = Kind(
     "algorithm.loss",
     "atoll/trainer/losses/loss.py",
     "LOSSES",
     "(tokens: PolicyTokens, *, ...) -> tuple[Tensor, dict[str, Tensor]]",
+    ("sequence_mean", "without_ratio"),
 )
 FILTER = Kind(
     "algorithm.filter", "atoll/coordinator/algorithm/filters.py", "FILTERS", "(group: Group, *, ...) -> bool"
@@ -101,19 +115,22 @@ def check_server(name: str, parameters: Mapping[str, object]) -> None:
 def built_in(kind: Kind) -> Mapping[str, Definition]:
     """The definitions of a kind's built-in functions, by name."""
     module = ast.parse((PACKAGE / kind.file).read_bytes())
-    table = next(
-        node.value
-        for node in module.body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == kind.table
-    )
+    table = _assigned(module, kind.table)
     assert isinstance(table, ast.Dict)
     definitions = _imported(module) | _definitions(module)
     names = (ast.literal_eval(key) for key in table.keys if key is not None)
     return {name: definitions[ast.unparse(value)] for name, value in zip(names, table.values, strict=True)}
 
 
+@cache
+def traits(kind: Kind) -> Mapping[str, Collection[str]]:
+    """Those of a kind's built-in functions, by name; a function that is not there has none."""
+    table = _assigned(ast.parse((PACKAGE / kind.file).read_bytes()), "TRAITS")
+    return {} if table is None else ast.literal_eval(table)
+
+
 def load(
-    config: "FunctionConfig", known: Mapping[str, Callable[..., Any]], source: bytes | None = None
+    config: Named, known: Mapping[str, Callable[..., Any]], source: bytes | None = None
 ) -> Callable[..., Any]:
     """The function that `config` names, of `known` or the user's own, with its parameters bound.
 
@@ -261,6 +278,14 @@ def with_defaults(kind: Kind, name: str, parameters: Mapping[str, Any]) -> dict[
         if default is not None
     }
     return {**defaults, **parameters}
+
+
+def _assigned(module: ast.Module, name: str) -> ast.expr | None:
+    """What the module binds to an annotated name."""
+    for node in module.body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name:
+            return node.value
+    return None
 
 
 def _definitions(module: ast.Module) -> dict[str, Definition]:

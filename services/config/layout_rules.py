@@ -1,13 +1,11 @@
 """What the parallel layouts of a run ask of each other; what they ask of a model, its spec checks."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from atoll.config.schema import ParallelConfig, RunConfig
+from atoll.config.schema import ParallelConfig, RunConfig
 
 
-def _each_layout_is_one(config: "RunConfig") -> str | None:
+def _each_layout_is_one(config: RunConfig) -> str | None:
     for role, section in config.roles.items():
         table = f"{'trainer' if role == 'actor' else role}.parallel"
         if sentence := _broken(section.parallel, table):
@@ -15,7 +13,7 @@ def _each_layout_is_one(config: "RunConfig") -> str | None:
     return None
 
 
-def _broken(parallel: "ParallelConfig", table: str) -> str | None:
+def _broken(parallel: ParallelConfig, table: str) -> str | None:
     tensor, expert = parallel.tensor, parallel.expert
     if parallel.sequence and tensor == 1:
         return (
@@ -40,7 +38,7 @@ def _broken(parallel: "ParallelConfig", table: str) -> str | None:
     return None
 
 
-def _full_kl_has_one_stage(config: "RunConfig") -> str | None:
+def _full_kl_has_one_stage(config: RunConfig) -> str | None:
     kl, pipeline = config.algorithm.kl, config.trainer.parallel.pipeline
     if kl and kl.estimator == "full" and pipeline > 1:
         return (
@@ -50,7 +48,7 @@ def _full_kl_has_one_stage(config: "RunConfig") -> str | None:
     return None
 
 
-def _colocated_reference_lies_as_the_actor(config: "RunConfig") -> str | None:
+def _colocated_reference_lies_as_the_actor(config: RunConfig) -> str | None:
     reference, actor = config.reference, config.trainer.parallel
     is_its_own = reference.parallel not in (actor, type(actor)())
     if "reference" in config.roles and reference.placement == "colocated" and is_its_own:
@@ -61,7 +59,7 @@ def _colocated_reference_lies_as_the_actor(config: "RunConfig") -> str | None:
     return None
 
 
-RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
+RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _each_layout_is_one,
     _full_kl_has_one_stage,
     _colocated_reference_lies_as_the_actor,

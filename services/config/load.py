@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from atoll.config import functions
 from atoll.config.errors import ConfigError
+from atoll.config.rules import violations
 from atoll.config.schema import RunConfig
 
 Tree = dict[str, typing.Any]
@@ -30,12 +31,32 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     tree = _read(path, ())
     for override in overrides:
         _apply(tree, override)
-    return _validate(tree, str(path))
+    return validate(tree, str(path))
 
 
 def read_resolved(path: Path) -> RunConfig:
     """Reads the JSON that `write_resolved` wrote beside the run."""
-    return _validate(json.loads(path.read_text()), str(path))
+    return validate(json.loads(path.read_text()), str(path))
+
+
+def validate(tree: Tree, source: str) -> RunConfig:
+    """The config that `tree` holds; errors name its `source`.
+
+    Raises ConfigError with every wrong key or, if all are right, every rule that they break together.
+    """
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        sentences = [
+            _explain(problem["type"], problem["loc"], problem["msg"], problem.get("input"))
+            for problem in error.errors()
+        ]
+    else:
+        sentences = violations(config)
+        if not sentences:
+            return config
+    lines = "\n".join(sentences).splitlines()
+    raise ConfigError("\n".join(f"{source}: {line}" for line in lines))
 
 
 def write_resolved(config: RunConfig, path: Path) -> None:
@@ -162,20 +183,6 @@ def _apply(tree: Tree, override: str) -> None:
             raise ConfigError(f"--set {override}: {table} is not a table")
         tree = below
     tree[leaf] = value
-
-
-def _validate(tree: Tree, source: str) -> RunConfig:
-    try:
-        return RunConfig.model_validate(tree)
-    except ValidationError as error:
-        lines = [
-            line
-            for problem in error.errors()
-            for line in _explain(
-                problem["type"], problem["loc"], problem["msg"], problem.get("input")
-            ).splitlines()
-        ]
-        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
 
 
 def _explain(kind: str, location: tuple[int | str, ...], message: str, got: object) -> str:

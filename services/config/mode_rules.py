@@ -1,12 +1,11 @@
 """What each run.mode leaves unread, and settings that others switch off. See rules.py."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel
 
-if TYPE_CHECKING:
-    from atoll.config.schema import RunConfig
+from atoll.config.schema import RunConfig
 
 _OTHER_MODELS = ("cost_critic", "cost_model", "critic", "reference", "reward_model")
 
@@ -111,7 +110,7 @@ def is_changed(section: BaseModel, path: str) -> bool:
     return bool(getattr(section, name) != type(section).model_fields[name].default)
 
 
-def _the_mode_reads_it(config: "RunConfig") -> str | None:
+def _the_mode_reads_it(config: RunConfig) -> str | None:
     unread = UNREAD[config.run.mode]
     changed = [path for path in unread.settings if is_changed(config, path)]
     if changed:
@@ -119,7 +118,7 @@ def _the_mode_reads_it(config: "RunConfig") -> str | None:
     return None
 
 
-def _supervised_sets_are_not_sampled(config: "RunConfig") -> str | None:
+def _supervised_sets_are_not_sampled(config: RunConfig) -> str | None:
     for entry in config.validation.sets if config.run.mode == "supervised" else ():
         if any(is_changed(entry, name) for name in ("num_samples", "sampling")):
             return (
@@ -129,7 +128,7 @@ def _supervised_sets_are_not_sampled(config: "RunConfig") -> str | None:
     return None
 
 
-def _validation_has_sets(config: "RunConfig") -> str | None:
+def _validation_has_sets(config: RunConfig) -> str | None:
     names = ("every", "at_start", "at_end", "best")
     changed = [f"validation.{name}" for name in names if is_changed(config.validation, name)]
     if changed and not config.validation.sets:
@@ -137,7 +136,7 @@ def _validation_has_sets(config: "RunConfig") -> str | None:
     return None
 
 
-def _best_is_measured(config: "RunConfig") -> str | None:
+def _best_is_measured(config: RunConfig) -> str | None:
     best, sets = config.validation.best, config.validation.sets
     if config.run.mode == "supervised":
         measured = [f"{entry.name}/nll" for entry in sets]
@@ -152,7 +151,7 @@ def _best_is_measured(config: "RunConfig") -> str | None:
     return None
 
 
-def _models_are_asked(config: "RunConfig") -> str | None:
+def _models_are_asked(config: RunConfig) -> str | None:
     """Those that the recipe decides on; see RunConfig.roles."""
     advantage = config.algorithm.advantage.name
     if config.critic is not None and "critic" not in config.roles:
@@ -168,7 +167,7 @@ def _models_are_asked(config: "RunConfig") -> str | None:
     return None
 
 
-def _switches_are_on(config: "RunConfig") -> str | None:
+def _switches_are_on(config: RunConfig) -> str | None:
     """Settings of something that another setting switches off."""
     kl, coordinator = config.algorithm.kl, config.coordinator
     if coordinator.partial_rollouts and coordinator.max_staleness == 0:
@@ -185,7 +184,7 @@ def _switches_are_on(config: "RunConfig") -> str | None:
     return None
 
 
-RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
+RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _the_mode_reads_it,
     _supervised_sets_are_not_sampled,
     _validation_has_sets,

@@ -1,15 +1,12 @@
 """What settings ask of [rollout]. See rules.py."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from atoll.config.mode_rules import is_changed
-
-if TYPE_CHECKING:
-    from atoll.config.schema import RunConfig
+from atoll.config.schema import RunConfig
 
 
-def _the_engine_reads_its_table(config: "RunConfig") -> str | None:
+def _the_engine_reads_its_table(config: RunConfig) -> str | None:
     rollout = config.rollout
     table = rollout.local if rollout.engine == "sglang" else rollout.sglang
     if table == type(table)():
@@ -21,7 +18,7 @@ def _the_engine_reads_its_table(config: "RunConfig") -> str | None:
     )
 
 
-def _prompts_leave_room_to_answer(config: "RunConfig") -> str | None:
+def _prompts_leave_room_to_answer(config: RunConfig) -> str | None:
     """The rows themselves are measured when they are read, see RunConfig.longest_prompt."""
     new, prompt = config.rollout.sampling.max_new_tokens, config.data.max_prompt_tokens
     if config.sequence_limit is None or config.run.mode not in ("train", "rollout_only"):
@@ -35,7 +32,7 @@ def _prompts_leave_room_to_answer(config: "RunConfig") -> str | None:
     return None
 
 
-RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
+RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _the_engine_reads_its_table,
     _prompts_leave_room_to_answer,
 )

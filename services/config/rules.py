@@ -1,55 +1,42 @@
-"""What settings of different tables ask of each other: each rule is a sentence that says why, or None."""
+"""What settings of different tables ask of each other: each rule is a sentence that says why, or None.
+
+Reading applies them to a config whose tables are valid (load.py), so RunConfig knows nothing of them.
+"""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from atoll.config import functions, layout_rules, mode_rules, rollout_rules, training_rules, weight_rules
-
-if TYPE_CHECKING:
-    from atoll.config.schema import RunConfig
-
-GROUP_RELATIVE = (
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "opo",
-    "gpg",
-    "pass_at_k",
-    "gdpo",
-    "reinforce_pp_baseline",
-)
-SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
-WITHOUT_RATIO = ("reinforce",)
+from atoll.config.schema import RunConfig
 
 
-def violations(config: "RunConfig") -> list[str]:
+def violations(config: RunConfig) -> list[str]:
     """A sentence for each rule that the config breaks."""
     return [sentence for rule in RULES if (sentence := rule(config)) is not None]
 
 
-def _replay_has_batches(config: "RunConfig") -> str | None:
+def _replay_has_batches(config: RunConfig) -> str | None:
     if config.run.mode == "train_only" and config.data.replay is None:
         return 'run.mode = "train_only" starts no rollout service: set data.replay to a dump folder'
     return None
 
 
-def _prompts_come_from_somewhere(config: "RunConfig") -> str | None:
+def _prompts_come_from_somewhere(config: RunConfig) -> str | None:
     if config.run.mode != "train_only" and not config.data.train:
         return "no training data: add a [[data.train]] table with a path"
     return None
 
 
-def _groups_have_samples_to_compare(config: "RunConfig") -> str | None:
-    name = config.algorithm.advantage.name
-    if name in GROUP_RELATIVE and config.coordinator.samples_per_prompt == 1:
+def _groups_have_samples_to_compare(config: RunConfig) -> str | None:
+    advantage = config.algorithm.advantage
+    if advantage.has("group_relative") and config.coordinator.samples_per_prompt == 1:
         return (
-            f'algorithm.advantage = "{name}" compares the samples of a prompt: '
+            f'algorithm.advantage = "{advantage.name}" compares the samples of a prompt: '
             "set coordinator.samples_per_prompt to 2 or more"
         )
     return None
 
 
-def _minibatches_have_groups(config: "RunConfig") -> str | None:
+def _minibatches_have_groups(config: RunConfig) -> str | None:
     num_minibatches, num_groups = config.algorithm.num_minibatches, config.coordinator.prompts_per_step
     if num_groups < num_minibatches:
         return (
@@ -59,39 +46,42 @@ def _minibatches_have_groups(config: "RunConfig") -> str | None:
     return None
 
 
-def _remax_has_its_baseline(config: "RunConfig") -> str | None:
-    if config.algorithm.advantage.name == "remax" and not config.coordinator.greedy_baseline:
+def _baseline_is_generated(config: RunConfig) -> str | None:
+    advantage = config.algorithm.advantage
+    if advantage.has("needs_baseline") and not config.coordinator.greedy_baseline:
         return (
-            'algorithm.advantage = "remax" compares each sample with a greedy one of the same prompt: '
-            "set coordinator.greedy_baseline = true"
+            f'algorithm.advantage = "{advantage.name}" compares each sample with a greedy one of the same '
+            "prompt: set coordinator.greedy_baseline = true"
         )
     return None
 
 
-def _remax_baseline_is_scored_alike(config: "RunConfig") -> str | None:
+def _baseline_is_scored_alike(config: RunConfig) -> str | None:
+    advantage = config.algorithm.advantage
     other = "[reward_model]" if config.reward_model else "[algorithm.constraint]"
-    if config.algorithm.advantage.name == "remax" and (config.reward_model or config.algorithm.constraint):
+    if advantage.has("needs_baseline") and (config.reward_model or config.algorithm.constraint):
         return (
-            f'algorithm.advantage = "remax" knows of its greedy samples what reward.graders say, and nothing '
-            f'of {other}: take that out, or another advantage such as "rloo"'
+            f'algorithm.advantage = "{advantage.name}" knows of its greedy samples what reward.graders say, '
+            f'and nothing of {other}: take that out, or another advantage such as "rloo"'
         )
     return None
 
 
-def _gdpo_sees_the_whole_score(config: "RunConfig") -> str | None:
+def _components_are_the_whole_score(config: RunConfig) -> str | None:
+    advantage = config.algorithm.advantage
     kl_in_reward = config.algorithm.kl is not None and config.algorithm.kl.where == "reward"
     other = "[reward_model]" if config.reward_model else 'algorithm.kl.where = "reward"'
-    if config.algorithm.advantage.name == "gdpo" and (config.reward_model or kl_in_reward):
+    if advantage.has("reads_components") and (config.reward_model or kl_in_reward):
         return (
-            f'algorithm.advantage = "gdpo" combines reward.graders one by one and would leave out {other}: '
-            'take that out (a KL can go into the loss), or another advantage such as "grpo"'
+            f'algorithm.advantage = "{advantage.name}" combines reward.graders one by one and would leave '
+            f'out {other}: take that out (a KL can go into the loss), or another advantage such as "grpo"'
         )
     return None
 
 
-def _baseline_is_used(config: "RunConfig") -> str | None:
+def _baseline_is_used(config: RunConfig) -> str | None:
     advantage = config.algorithm.advantage
-    if config.coordinator.greedy_baseline and not (advantage.name == "remax" or advantage.is_users_own):
+    if config.coordinator.greedy_baseline and not (advantage.has("needs_baseline") or advantage.is_users_own):
         return (
             f'coordinator.greedy_baseline generates a sample per prompt that "{advantage.name}" does not '
             'look at: take it out, or set algorithm.advantage = "remax"'
@@ -99,8 +89,8 @@ def _baseline_is_used(config: "RunConfig") -> str | None:
     return None
 
 
-def _values_have_a_critic(config: "RunConfig") -> str | None:
-    if config.algorithm.needs_values and config.critic is None:
+def _values_have_a_critic(config: RunConfig) -> str | None:
+    if config.algorithm.advantage.has("needs_values") and config.critic is None:
         return (
             f'algorithm.advantage = "{config.algorithm.advantage.name}" needs the values of states: '
             "add a [critic] table"
@@ -108,9 +98,10 @@ def _values_have_a_critic(config: "RunConfig") -> str | None:
     return None
 
 
-def _cost_values_have_a_critic(config: "RunConfig") -> str | None:
+def _cost_values_have_a_critic(config: RunConfig) -> str | None:
     algorithm = config.algorithm
-    if algorithm.needs_values and algorithm.constraint and config.cost_critic is None:
+    needs_values = algorithm.advantage.has("needs_values")
+    if needs_values and algorithm.constraint and config.cost_critic is None:
         return (
             "[algorithm.constraint] estimates the cost's advantage as that of the reward, by "
             f'"{algorithm.advantage.name}", from values of its own: add a [cost_critic] table'
@@ -118,7 +109,7 @@ def _cost_values_have_a_critic(config: "RunConfig") -> str | None:
     return None
 
 
-def _constraint_has_a_cost(config: "RunConfig") -> str | None:
+def _constraint_has_a_cost(config: RunConfig) -> str | None:
     constraint = config.algorithm.constraint
     if constraint is None:
         return None
@@ -136,7 +127,7 @@ def _constraint_has_a_cost(config: "RunConfig") -> str | None:
     return None
 
 
-def _cost_model_is_used(config: "RunConfig") -> str | None:
+def _cost_model_is_used(config: RunConfig) -> str | None:
     constraint = config.algorithm.constraint
     if config.cost_model is not None and (constraint is None or constraint.cost is not None):
         return (
@@ -146,13 +137,13 @@ def _cost_model_is_used(config: "RunConfig") -> str | None:
     return None
 
 
-def _something_scores(config: "RunConfig") -> str | None:
+def _something_scores(config: RunConfig) -> str | None:
     if not config.reward.graders and config.reward_model is None:
         return "nothing scores a response: name a function in reward.graders, or add a [reward_model] table"
     return None
 
 
-def _code_has_limits_that_can_be_kept(config: "RunConfig") -> str | None:
+def _code_has_limits_that_can_be_kept(config: RunConfig) -> str | None:
     for grader in config.reward.graders:
         if grader.name != "code":
             continue
@@ -177,7 +168,7 @@ def _code_has_limits_that_can_be_kept(config: "RunConfig") -> str | None:
     return None
 
 
-def _graders_have_names_of_their_own(config: "RunConfig") -> str | None:
+def _graders_have_names_of_their_own(config: RunConfig) -> str | None:
     names = [grader.name for grader in config.reward.graders]
     if len(set(names)) < len(names):
         return (
@@ -186,7 +177,7 @@ def _graders_have_names_of_their_own(config: "RunConfig") -> str | None:
     return None
 
 
-def _servers_are_asked(config: "RunConfig") -> str | None:
+def _servers_are_asked(config: RunConfig) -> str | None:
     asked = config.reward.servers
     for server in config.servers:
         if server.kind == "reward" and server.name not in asked:
@@ -198,7 +189,7 @@ def _servers_are_asked(config: "RunConfig") -> str | None:
     return None
 
 
-def _servers_stand_there_once(config: "RunConfig") -> str | None:
+def _servers_stand_there_once(config: RunConfig) -> str | None:
     places = [(server.kind, server.name, server.url) for server in config.servers]
     for place in places:
         if places.count(place) > 1:
@@ -206,7 +197,7 @@ def _servers_stand_there_once(config: "RunConfig") -> str | None:
     return None
 
 
-def _filter_sees_the_whole_score(config: "RunConfig") -> str | None:
+def _filter_sees_the_whole_score(config: RunConfig) -> str | None:
     if config.algorithm.filter and config.reward_model:
         return (
             "algorithm.filter judges a group when it is graded, before [reward_model] has scored it: "
@@ -215,7 +206,7 @@ def _filter_sees_the_whole_score(config: "RunConfig") -> str | None:
     return None
 
 
-def _full_kl_sees_both_vocabularies(config: "RunConfig") -> str | None:
+def _full_kl_sees_both_vocabularies(config: RunConfig) -> str | None:
     kl = config.algorithm.kl
     colocated = config.reference.placement == "colocated"
     if kl and kl.estimator == "full" and not (kl.where == "loss" and colocated):
@@ -227,7 +218,7 @@ def _full_kl_sees_both_vocabularies(config: "RunConfig") -> str | None:
     return None
 
 
-def _straight_through_has_a_gradient(config: "RunConfig") -> str | None:
+def _straight_through_has_a_gradient(config: RunConfig) -> str | None:
     kl = config.algorithm.kl
     if kl and kl.estimator.endswith("+") and kl.where == "reward":
         return (
@@ -237,7 +228,7 @@ def _straight_through_has_a_gradient(config: "RunConfig") -> str | None:
     return None
 
 
-def _adaptive_kl_is_in_the_reward(config: "RunConfig") -> str | None:
+def _adaptive_kl_is_in_the_reward(config: RunConfig) -> str | None:
     kl = config.algorithm.kl
     if kl and kl.target is not None and kl.where == "loss":
         return (
@@ -247,7 +238,7 @@ def _adaptive_kl_is_in_the_reward(config: "RunConfig") -> str | None:
     return None
 
 
-def _correction_has_two_logprobs(config: "RunConfig") -> str | None:
+def _correction_has_two_logprobs(config: RunConfig) -> str | None:
     if config.algorithm.correction and config.algorithm.old_logprobs == "rollout":
         return (
             "algorithm.correction weighs the trainer's logprobs against the rollout engine's; with "
@@ -257,7 +248,7 @@ def _correction_has_two_logprobs(config: "RunConfig") -> str | None:
     return None
 
 
-def _correction_has_an_interval(config: "RunConfig") -> str | None:
+def _correction_has_an_interval(config: RunConfig) -> str | None:
     correction = config.algorithm.correction
     if correction is None:
         return None
@@ -274,9 +265,9 @@ def _correction_has_an_interval(config: "RunConfig") -> str | None:
     return None
 
 
-def _sequence_losses_are_averaged_by_sequence(config: "RunConfig") -> str | None:
+def _sequence_losses_are_averaged_by_sequence(config: RunConfig) -> str | None:
     algorithm = config.algorithm
-    if algorithm.loss.name in SEQUENCE_LOSSES and algorithm.aggregation != "seq_mean_token_mean":
+    if algorithm.loss.has("sequence_mean") and algorithm.aggregation != "seq_mean_token_mean":
         return (
             f'algorithm.loss = "{algorithm.loss.name}" is defined as a mean over sequences: '
             'set algorithm.aggregation = "seq_mean_token_mean"'
@@ -284,10 +275,10 @@ def _sequence_losses_are_averaged_by_sequence(config: "RunConfig") -> str | None
     return None
 
 
-def _updates_stay_on_policy_without_a_ratio(config: "RunConfig") -> str | None:
+def _updates_stay_on_policy_without_a_ratio(config: RunConfig) -> str | None:
     algorithm = config.algorithm
     num_updates = algorithm.num_minibatches * algorithm.num_epochs
-    if algorithm.loss.name in WITHOUT_RATIO and num_updates > 1:
+    if algorithm.loss.has("without_ratio") and num_updates > 1:
         return (
             f'algorithm.loss = "{algorithm.loss.name}" has no ratio to the policy that generated: after the '
             f"first of a step's {num_updates} updates it would be biased, and nothing would correct it: set "
@@ -296,9 +287,9 @@ def _updates_stay_on_policy_without_a_ratio(config: "RunConfig") -> str | None:
     return None
 
 
-def _samples_are_fresh_without_a_ratio(config: "RunConfig") -> str | None:
+def _samples_are_fresh_without_a_ratio(config: RunConfig) -> str | None:
     algorithm, staleness = config.algorithm, config.coordinator.max_staleness
-    if algorithm.loss.name in WITHOUT_RATIO and staleness and algorithm.correction is None:
+    if algorithm.loss.has("without_ratio") and staleness and algorithm.correction is None:
         return (
             f'algorithm.loss = "{algorithm.loss.name}" has no ratio to the policy that generated, which may '
             f"be coordinator.max_staleness = {staleness} versions old: add an [algorithm.correction], or set "
@@ -307,7 +298,7 @@ def _samples_are_fresh_without_a_ratio(config: "RunConfig") -> str | None:
     return None
 
 
-def _entropy_guard_leaves_room(config: "RunConfig") -> str | None:
+def _entropy_guard_leaves_room(config: RunConfig) -> str | None:
     low, high = config.guards.min_entropy, config.guards.max_entropy
     if low is not None and high is not None and low >= high:
         return (
@@ -317,7 +308,7 @@ def _entropy_guard_leaves_room(config: "RunConfig") -> str | None:
     return None
 
 
-def _flash_has_half_precision(config: "RunConfig") -> str | None:
+def _flash_has_half_precision(config: RunConfig) -> str | None:
     for role, section in config.roles.items():
         if section.attention == "flash" and section.dtype == "float32":
             table = "trainer" if role == "actor" else role
@@ -328,7 +319,7 @@ def _flash_has_half_precision(config: "RunConfig") -> str | None:
     return None
 
 
-def _validation_sets_have_names_of_their_own(config: "RunConfig") -> str | None:
+def _validation_sets_have_names_of_their_own(config: RunConfig) -> str | None:
     names = [entry.name for entry in config.validation.sets]
     for name in names:
         if names.count(name) > 1:
@@ -338,13 +329,13 @@ def _validation_sets_have_names_of_their_own(config: "RunConfig") -> str | None:
     return None
 
 
-def _warmup_has_rows(config: "RunConfig") -> str | None:
+def _warmup_has_rows(config: RunConfig) -> str | None:
     if config.warmup.steps and config.warmup.source is None:
         return "warmup.steps > 0 needs [warmup.source] with a path"
     return None
 
 
-def _warmup_target_is_measured(config: "RunConfig") -> str | None:
+def _warmup_target_is_measured(config: RunConfig) -> str | None:
     can_measure = config.validation.sets and config.run.mode == "train"
     if config.warmup.target_reward is not None and not can_measure:
         return (
@@ -354,14 +345,14 @@ def _warmup_target_is_measured(config: "RunConfig") -> str | None:
     return None
 
 
-RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
+RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _replay_has_batches,
     _prompts_come_from_somewhere,
     _groups_have_samples_to_compare,
     _minibatches_have_groups,
-    _remax_has_its_baseline,
-    _remax_baseline_is_scored_alike,
-    _gdpo_sees_the_whole_score,
+    _baseline_is_generated,
+    _baseline_is_scored_alike,
+    _components_are_the_whole_score,
     _baseline_is_used,
     _values_have_a_critic,
     _cost_values_have_a_critic,

@@ -20,7 +20,6 @@ from pydantic import (
 )
 
 from atoll.config import functions
-from atoll.config.rules import violations
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -66,6 +65,11 @@ class FunctionConfig(Section):
     @property
     def is_users_own(self) -> bool:
         return functions.is_users_own(self.name)
+
+    def has(self, trait: str) -> bool:
+        """Whether a built-in function has one of its kind's traits; a user's own has none."""
+        assert trait in self.kind.traits
+        return trait in functions.traits(self.kind).get(self.name, ())
 
 
 class SamplingConfig(Section):
@@ -393,10 +397,6 @@ class AlgorithmSection(Section):
     reweight: ReweightConfig | None = None
     constraint: ConstraintConfig | None = None
 
-    @property
-    def needs_values(self) -> bool:
-        return self.advantage.name in ("gae", "vapo")
-
 
 class GuardsSection(Section):
     """What ends or pauses a run that diverges; none: not watched. Non-finite metrics always do."""
@@ -527,7 +527,7 @@ class RunConfig(Section):
         """The models that the recipe needs, none other, and their settings."""
         algorithm = self.algorithm
         roles: dict[Role, RoleSection | None] = {"actor": self.trainer}
-        if algorithm.needs_values or algorithm.advantage.is_users_own:
+        if algorithm.advantage.has("needs_values") or algorithm.advantage.is_users_own:
             roles["critic"] = self.critic
             roles["cost_critic"] = self.cost_critic if algorithm.constraint else None
         if algorithm.kl:
@@ -567,9 +567,3 @@ class RunConfig(Section):
             for role, section in self.roles.items()
             if isinstance(section, kinds) and section.path is None
         )
-
-    @model_validator(mode="after")
-    def _combinations(self) -> "RunConfig":
-        if sentences := violations(self):
-            raise ValueError("\n".join(sentences))
-        return self

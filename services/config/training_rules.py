@@ -1,13 +1,11 @@
 """What settings of training ask of each other: schedules, adapters."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from atoll.config.schema import RunConfig
+from atoll.config.schema import RunConfig
 
 
-def _schedules_fit_the_run(config: "RunConfig") -> str | None:
+def _schedules_fit_the_run(config: RunConfig) -> str | None:
     steps = config.run.steps
     for name, section in (
         ("trainer", config.trainer),
@@ -36,7 +34,7 @@ def _schedules_fit_the_run(config: "RunConfig") -> str | None:
     return None
 
 
-def _adapters_are_the_actors(config: "RunConfig") -> str | None:
+def _adapters_are_the_actors(config: RunConfig) -> str | None:
     for role, section in (("critic", config.critic), ("cost_critic", config.cost_critic)):
         if section is not None and section.lora is not None:
             return (
@@ -46,7 +44,7 @@ def _adapters_are_the_actors(config: "RunConfig") -> str | None:
     return None
 
 
-def _recomputation_is_for_what_learns(config: "RunConfig") -> str | None:
+def _recomputation_is_for_what_learns(config: RunConfig) -> str | None:
     for role, section in config.roles.items():
         if role not in config.trained and section.recompute != "none":
             return (
@@ -56,7 +54,7 @@ def _recomputation_is_for_what_learns(config: "RunConfig") -> str | None:
     return None
 
 
-RULES: tuple[Callable[["RunConfig"], str | None], ...] = (
+RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _schedules_fit_the_run,
     _adapters_are_the_actors,
     _recomputation_is_for_what_learns,

@@ -1,13 +1,11 @@
 """What settings ask of [weights]. See rules.py."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from atoll.config.schema import RunConfig
+from atoll.config.schema import RunConfig
 
 
-def _deltas_travel(config: "RunConfig") -> str | None:
+def _deltas_travel(config: RunConfig) -> str | None:
     weights = config.weights
     if weights.delta and weights.stays_readable:
         return (
@@ -17,7 +15,7 @@ def _deltas_travel(config: "RunConfig") -> str | None:
     return None
 
 
-def _device_transports_have_devices(config: "RunConfig") -> str | None:
+def _device_transports_have_devices(config: RunConfig) -> str | None:
     transport, rollout = config.weights.transport, config.rollout
     on_gpus = rollout.engine == "sglang" and rollout.sglang.device == "cuda"
     if transport in ("nccl", "cuda_ipc") and not on_gpus:
@@ -28,4 +26,4 @@ def _device_transports_have_devices(config: "RunConfig") -> str | None:
     return None
 
 
-RULES: tuple[Callable[["RunConfig"], str | None], ...] = (_deltas_travel, _device_transports_have_devices)
+RULES: tuple[Callable[[RunConfig], str | None], ...] = (_deltas_travel, _device_transports_have_devices)

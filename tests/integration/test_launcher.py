@@ -18,7 +18,7 @@ from atoll.cli.processes import Fleet, Service, ServiceDiedError, ServiceGroup
 from atoll.cli.running import Run
 from atoll.cli.running import of as folders_run
 from atoll.cli.tokens import Tokens
-from atoll.config.load import read_resolved, write_resolved
+from atoll.config.load import read_resolved, validate, write_resolved
 from atoll.config.schema import RunConfig
 from atoll.runtime import store
 from atoll.runtime.clients import Caller, CoordinatorClient
@@ -259,7 +259,7 @@ def test_a_second_launcher_leaves_the_run_its_config(tmp_path: Path, monkeypatch
     def config(steps: int) -> RunConfig:
         data = {"train": [{"path": "train.parquet"}]}
         run = {"name": "toy", "steps": steps, "dir": tmp_path}
-        return RunConfig.model_validate({"run": run, "model": {"path": "model"}, "data": data})
+        return validate({"run": run, "model": {"path": "model"}, "data": data}, "toy")
 
     async def follow(client: CoordinatorClient) -> None:
         pytest.fail("it has begun")

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
 from atoll.cli.launcher import launch
+from atoll.config.load import validate
 from atoll.config.schema import RunConfig
 from atoll.runtime.clients import CoordinatorClient
 
@@ -26,7 +27,7 @@ NAMES = ("step", "actor/nll_loss", "actor/grad_norm", "actor/lr", "data/epoch")
 
 
 def config(assets: Path, folder: Path, name: str) -> RunConfig:
-    return RunConfig.model_validate(
+    return validate(
         {
             "run": {"name": name, "dir": folder, "steps": STEPS, "mode": "supervised"},
             "model": {"path": assets / "model"},
@@ -50,7 +51,8 @@ def config(assets: Path, folder: Path, name: str) -> RunConfig:
                 "best": "sums/nll",
             },
             "checkpoint": {"every": 5},
-        }
+        },
+        "supervised",
     )
 
 

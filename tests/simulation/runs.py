@@ -18,6 +18,7 @@ from unittest.mock import patch
 import redis
 
 from atoll.cli.audit import Report, audit
+from atoll.config.load import validate
 from atoll.config.schema import RunConfig
 from atoll.coordinator.assembly import Assembly
 from atoll.coordinator.beside import first_cause
@@ -94,7 +95,7 @@ def scene(seed: int, folder: Path) -> Scene:
         flat=dice.choice((0.0, 0.15)),
         refused=dice.choice((0.0, 0.0, 0.02)),
     )
-    return Scene(seed, RunConfig.model_validate(tree), fate, faults, dice.choice((0, 1, 2, 3, 3, 4, 4, 5, 5)))
+    return Scene(seed, validate(tree, "scene"), fate, faults, dice.choice((0, 1, 2, 3, 3, 4, 4, 5, 5)))
 
 
 def row(source: int, number: int) -> dict[str, object]:

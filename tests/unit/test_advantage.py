@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from atoll.coordinator.algorithm.advantage import (
     ADVANTAGES,
+    TRAITS,
     Float64,
     Trajectories,
     dr_grpo,
@@ -174,6 +175,30 @@ def test_what_an_estimator_lacks_is_named() -> None:
         vapo(MIXED)
     with pytest.raises(ValueError, match=r"set coordinator.greedy_baseline = true"):
         remax(MIXED)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_traits_are_what_estimators_do(name: str) -> None:
+    """What one needs is what it fails without. A group-relative one does not see a constant that is added to
+    a group's scores; one that reads components sees no other scores."""
+    traits = TRAITS.get(name, ())
+    groups, lengths = [0, 0, 0, 1, 1, 1], [2, 1, 3, 1, 1, 2]
+    batch = trajectories(groups, lengths, [1.0, 0.5, 2.0, 0.3, 0.7, 0.1])
+    given = {"values_T": np.full(10, 0.2), "baselines_N": np.full(6, 0.1)}
+    for trait, field in (("needs_values", "values_T"), ("needs_baseline", "baselines_N")):
+        lacking = replace(batch, **{key: value for key, value in given.items() if key != field})
+        if trait in traits:
+            with pytest.raises(ValueError, match=f"{name} "):
+                ADVANTAGES[name](lacking)
+        else:
+            ADVANTAGES[name](lacking)
+    advantages_T = ADVANTAGES[name](replace(batch, **given)).advantages_T
+    shifted = trajectories(groups, lengths, [2.0, 1.5, 3.0, 0.3, 0.7, 0.1])
+    is_same = np.allclose(ADVANTAGES[name](replace(shifted, **given)).advantages_T, advantages_T, atol=1e-9)
+    assert is_same == ("group_relative" in traits)
+    squared = replace(batch, **given, scores_N=batch.scores_N**2, rewards_T=batch.rewards_T**2)
+    is_same = np.array_equal(ADVANTAGES[name](squared).advantages_T, advantages_T)
+    assert is_same == ("reads_components" in traits)
 
 
 def test_whitening_of_one_token_or_none() -> None:

@@ -10,7 +10,7 @@ import pytest
 from atoll.config import functions
 from atoll.config.errors import ConfigError
 from atoll.config.functions import ADVANTAGE, FILTER, GRADER, LOSS, REWEIGHT, Kind, built_in, check, load
-from atoll.config.schema import GraderConfig
+from atoll.config.schema import AdvantageConfig, GraderConfig
 
 KINDS = [ADVANTAGE, LOSS, FILTER, REWEIGHT, GRADER]
 
@@ -62,6 +62,20 @@ def test_the_source_says_what_the_imported_dict_holds(kind: Kind) -> None:
         for name, definition in built_in(kind).items()
     }
     assert read == ast.literal_eval(imported.stdout)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.table)
+def test_traits_are_of_functions_that_there_are(kind: Kind) -> None:
+    table = functions.traits(kind)
+    assert table.keys() <= built_in(kind).keys()
+    assert {trait for traits in table.values() for trait in traits} == set(kind.traits)
+
+
+def test_a_config_knows_the_traits_of_its_function(mine: Path) -> None:
+    assert AdvantageConfig(name="gae").has("needs_values")
+    assert not AdvantageConfig(name="gae").has("group_relative")
+    assert not AdvantageConfig(name="reinforce_pp").has("needs_values")  # it has none at all
+    assert not AdvantageConfig(name=f"{mine}:anything").has("group_relative")
 
 
 def test_reading_imports_no_torch() -> None:

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from atoll.trainer.losses.loss import LOSSES, SELECTIONS, PolicyTokens, value_loss
+from atoll.trainer.losses.loss import LOSSES, SELECTIONS, TRAITS, PolicyTokens, value_loss
 
 NAMES = sorted(LOSSES)
 # such that some tokens of the random cases below are clipped and some are not
@@ -239,6 +240,14 @@ def holding_stopped(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
             return function(x)
 
     return call
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_without_ratio_looks_at_no_old_policy(name: str) -> None:
+    batch = random_tokens(0, (3, 2, 4))
+    loss_N, _ = apply(name, batch)
+    moved_N, _ = apply(name, replace(batch, old_logprobs_N=batch.old_logprobs_N - 0.1))
+    assert torch.equal(loss_N, moved_N) == ("without_ratio" in TRAITS.get(name, ()))
 
 
 @pytest.mark.parametrize("name", NAMES)

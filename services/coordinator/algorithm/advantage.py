@@ -219,6 +219,23 @@ ADVANTAGES: Mapping[str, Estimator] = {
     "gdpo": gdpo,
 }
 
+# What an estimator asks of other settings; without it a config is refused (services/config/rules.py).
+# needs_values: a [critic]. needs_baseline: coordinator.greedy_baseline. group_relative: at least two samples per
+# prompt. reads_components: a score by reward.graders and nothing else.
+TRAITS: Mapping[str, tuple[str, ...]] = {
+    "gae": ("needs_values",),
+    "vapo": ("needs_values",),
+    "grpo": ("group_relative",),
+    "dr_grpo": ("group_relative",),
+    "rloo": ("group_relative",),
+    "reinforce_pp_baseline": ("group_relative",),
+    "remax": ("needs_baseline",),
+    "opo": ("group_relative",),
+    "gpg": ("group_relative",),
+    "pass_at_k": ("group_relative",),
+    "gdpo": ("group_relative", "reads_components"),
+}
+
 
 def discounted_sums(terms_T: Float64, lengths_N: Int64, discount_N: Float64) -> Float64:
     """[T] y_t = x_t + discount y_{t+1} within each sample, 0 after its last token.

@@ -211,6 +211,16 @@ LOSSES: Mapping[str, TokenLoss] = {
     "reinforce": reinforce,
 }
 
+# What a loss asks of other settings; without it a config is refused (services/config/rules.py).
+# sequence_mean: aggregation = "seq_mean_token_mean". without_ratio: one update per step, on samples of the
+# policy itself or with a correction.
+TRAITS: Mapping[str, tuple[str, ...]] = {
+    "gspo": ("sequence_mean",),
+    "gmpo": ("sequence_mean",),
+    "sapo": ("sequence_mean",),
+    "reinforce": ("without_ratio",),
+}
+
 
 def choose_clip_cov(
     logprobs_N: Tensor,
