@@ -1,0 +1,28 @@
+"""Names to write against: `from atoll import Grade, ScoreItem`.
+
+Each is imported when it is first asked for, so `import atoll` alone loads neither torch nor gRPC nor numpy.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__all__ = ["Grade", "ScoreItem", "Trajectory", "load_config", "run"]
+
+if TYPE_CHECKING:
+    from atoll.cli.run import follow_to_end as run
+    from atoll.config.load import load as load_config
+    from atoll.wire.types import Grade, ScoreItem, Trajectory
+else:
+    _PLACES = {
+        "Grade": ("atoll.wire.types", "Grade"),
+        "Trajectory": ("atoll.wire.types", "Trajectory"),
+        "ScoreItem": ("atoll.wire.types", "ScoreItem"),
+        "load_config": ("atoll.config.load", "load"),
+        "run": ("atoll.cli.run", "follow_to_end"),
+    }
+
+    def __getattr__(name):
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, attribute = _PLACES[name]
+        return getattr(import_module(module), attribute)

@@ -26,8 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
     return follow_to_end(config, resume=arguments.resume)
 
 
-def follow_to_end(config: RunConfig, *, resume: bool) -> int:
-    """Launches, shows progress, then the summary. Returns the exit code."""
+def follow_to_end(config: RunConfig, *, resume: bool = False) -> int:
+    """Does what `atoll run` does: starts every service here, shows progress until the run ends, then its
+    summary. Returns the exit code: 0, or 130 if it was interrupted. Raises AtollError if the run fails."""
     print(f"run {config.run.name}: files and logs in {config.folder}")
     with progress.view() as show:
         completed = launch(config, lambda client: progress.follow(client, show), resume=resume)

@@ -389,19 +389,17 @@ class StepKey:
 
 
 class ScoreItem(NamedTuple):
-    """One trajectory to grade."""
+    """One trajectory to grade. A test sets what its grader reads: `ScoreItem(response="4", ground_truth="4")`."""
 
-    id: SampleId
-    prompt: str
-    response: str  # of the last turn
-    ground_truth: str
-    data_source: str
-    finish_reason: FinishReason  # of the last turn
-    response_length: int  # tokens that the policy produced, in all turns
+    id: SampleId = SampleId(GroupId("", 0, 0), 0)
+    prompt: str = ""
+    response: str = ""  # of the last turn
+    ground_truth: str = ""
+    data_source: str = ""
+    finish_reason: FinishReason = FinishReason.STOP  # of the last turn
+    response_length: int = 0  # tokens that the policy produced, in all turns
     extra: Mapping[str, str] = NO_TEXTS
-    messages: tuple[
-        Message, ...
-    ] = ()  # the conversation of several turns; of a single one: prompt and response
+    messages: tuple[Message, ...] = ()  # of several turns; of a single one prompt and response are all
     environment: Mapping[str, str] = NO_TEXTS  # what the environment said of it
 
 

@@ -220,8 +220,8 @@ ADVANTAGES: Mapping[str, Estimator] = {
 }
 
 # What an estimator asks of other settings; without it a config is refused (services/config/rules.py).
-# needs_values: a [critic]. needs_baseline: coordinator.greedy_baseline. group_relative: at least two samples per
-# prompt. reads_components: a score by reward.graders and nothing else.
+# needs_values: a [critic]. needs_baseline: coordinator.greedy_baseline. group_relative: at least two samples
+# per prompt. reads_components: a score by reward.graders and nothing else.
 TRAITS: Mapping[str, tuple[str, ...]] = {
     "gae": ("needs_values",),
     "vapo": ("needs_values",),

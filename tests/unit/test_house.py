@@ -1,0 +1,166 @@
+"""What holds for the package as a whole: how its modules import each other, how folders are filled, what the
+wheel contains and what `import atoll` offers."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import atoll
+from atoll.reward.verifiers.exact_match import exact_match
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "services"
+MAX_MODULES = 15  # of a folder: more is a list to search in
+
+
+def modules() -> dict[str, Path]:
+    """The package's own modules by name; generated code is left out."""
+    files = [file for file in PACKAGE.rglob("*.py") if PACKAGE / "wire" / "v1" not in file.parents]
+    return {_name(file): file for file in files}
+
+
+def _name(file: Path) -> str:
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(("atoll", *(part for part in parts if part != "__init__")))
+
+
+def imported(file: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Modules that a file imports anywhere in it, also within functions and for type checkers alone."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in known else node.module
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    known = modules()
+    assert {"atoll", "atoll.config.schema", "atoll.trainer.losses.loss"} <= known.keys()
+    graph = {name: set(imported(file, known)) for name, file in known.items()}
+    assert "atoll.config.schema" in graph["atoll.config.rules"]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+        pytest.fail(f"{' -> '.join(reversed(circle))}: take one of these imports out")
+
+
+def test_only_the_package_itself_imports_for_type_checkers_alone() -> None:
+    """Such an import hides a circle. The package offers its names lazily, and says with one what they are."""
+    hidden = [name for name, file in modules().items() if "TYPE_CHECKING" in file.read_text()]
+    assert hidden == ["atoll"]
+
+
+@pytest.mark.parametrize("service", ["coordinator", "trainer"])
+def test_no_folder_has_more_modules_than_one_sees_at_a_glance(service: str) -> None:
+    files = [file for file in (PACKAGE / service).rglob("*.py") if file.name != "__init__.py"]
+    counts = Counter(str(file.parent.relative_to(PACKAGE)) for file in files)
+    assert counts[service] > 1
+    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
+
+
+def test_import_atoll_loads_nothing_that_is_slow() -> None:
+    script = """
+import sys
+import atoll
+assert not {"torch", "grpc", "numpy", "pydantic", "atoll.wire.types"} & set(sys.modules)
+from atoll import Grade, ScoreItem, Trajectory, load_config
+import atoll.config.load, atoll.wire.types as types
+assert (Grade, ScoreItem, Trajectory) == (types.Grade, types.ScoreItem, types.Trajectory)
+assert atoll.Grade is Grade
+assert load_config is atoll.config.load.load
+assert not {"torch", "grpc"} & set(sys.modules)
+assert all(hasattr(atoll, name) for name in atoll.__all__)
+assert atoll.run is sys.modules["atoll.cli.run"].follow_to_end
+assert "torch" not in sys.modules
+assert not hasattr(atoll, "grade")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_grader_is_tested_with_what_it_reads() -> None:
+    assert exact_match(atoll.ScoreItem(response="4", ground_truth="4")) == 1.0
+    assert exact_match(atoll.ScoreItem(response="5", ground_truth="4")) == 0.0
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages: the wheel of this tree, and a stranger's package by the name of our folder."""
+    assert (ROOT / "atoll").readlink() == Path("services")
+    source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(PACKAGE, source / "services", ignore=shutil.ignore_patterns("__pycache__"))
+    (source / "atoll").symlink_to("services")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+    build = (*pip, "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source)
+    subprocess.run(build, check=True)
+    [wheel] = wheels.iterdir()
+    with zipfile.ZipFile(wheel) as file:
+        tops = {name.partition("/")[0] for name in file.namelist()}
+    assert tops == {"atoll", wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"}
+    subprocess.run((*pip, "install", "--no-index", "--no-deps", "--target", target, wheel), check=True)
+    (target / "services").mkdir()
+    (target / "services" / "__init__.py").write_text("OWNER = 'a stranger'\n")
+    return target
+
+
+def run_beside(installed: Path, *arguments: str) -> str:
+    """What the interpreter prints in an environment in which `installed` comes before this checkout."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=installed.parent,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+
+
+def test_the_wheel_leaves_a_package_named_services_alone(installed: Path) -> None:
+    script = "import atoll.cli.main, services; print(atoll.cli.main.__file__, services.OWNER, sep='\\n')"
+    lines = run_beside(installed, "-c", script).splitlines()
+    assert lines == [str(installed / "atoll" / "cli" / "main.py"), "a stranger"]
+
+
+USERS_OWN = """
+from atoll import Grade, ScoreItem, Trajectory, load_config, run
+from pathlib import Path
+from typing import assert_type
+
+
+def grader(item: ScoreItem, *, wanted: str = "") -> float | Grade:
+    assert_type(item.response, str)
+    return Grade(0.0, "none") if not item.response else float(item.response == (wanted or item.ground_truth))
+
+
+def total(sample: Trajectory) -> float:
+    return sample.score
+
+
+def main() -> int:
+    assert_type(load_config(Path("run.toml"), ["run.steps=2"]).run.steps, int)
+    return run(load_config(Path("run.toml")))
+"""
+
+
+def test_names_for_users_are_typed(installed: Path, tmp_path: Path) -> None:
+    mypy = ("-m", "mypy", "--strict", "--config-file", "", "--cache-dir", str(tmp_path / "cache"))
+    (tmp_path / "good.py").write_text(USERS_OWN)
+    run_beside(installed, *mypy, str(tmp_path / "good.py"))
+    (tmp_path / "bad.py").write_text("from atoll import Grade, Grads\nGrade('1')\n")
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        run_beside(installed, *mypy, str(tmp_path / "bad.py"))
+    assert re.findall(r"\[([a-z-]+)\]", raised.value.stdout) == ["attr-defined", "arg-type"]
