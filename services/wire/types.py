@@ -389,7 +389,7 @@ class StepKey:
 
 
 class ScoreItem(NamedTuple):
-    """One trajectory to grade. A test of a grader sets what that reads, such as `response` and `ground_truth`."""
+    """One trajectory to grade. A test of a grader sets what it reads, such as `response`, `ground_truth`."""
 
     id: SampleId = SampleId(GroupId("", 0, 0), 0)
     prompt: str = ""
