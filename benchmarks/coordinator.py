@@ -22,7 +22,8 @@ from atoll.cli.processes import Fleet as Processes
 from atoll.cli.processes import Service, ServiceGroup
 from atoll.config.load import validate, write_resolved
 from atoll.config.schema import RunConfig
-from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.store import EmbeddedServer, embedded
 from atoll.runtime.tokenizer import tokenizer_digest
 from benchmarks.coordinator_fleet import Fleet

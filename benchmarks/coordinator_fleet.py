@@ -18,7 +18,8 @@ import grpc.aio
 import numpy as np
 
 from atoll.rollout.generate import MAX_LINGER_S, linger_for
-from atoll.runtime.clients import MAX_MESSAGE_BYTES, Caller, CoordinatorClient
+from atoll.runtime.clients.base import MAX_MESSAGE_BYTES, Caller
+from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import AtollError, ServiceUnavailableError
 from atoll.runtime.process import new_incarnation
 from atoll.wire.codec.weights import encode_catalog

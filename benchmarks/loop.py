@@ -14,7 +14,7 @@ from atoll.cli.arithmetic import build_arithmetic
 from atoll.cli.launcher import launch
 from atoll.config.load import load
 from atoll.config.schema import RunConfig
-from atoll.runtime.clients import RunStatus
+from atoll.wire.info import RunStatus
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.toml"
 

@@ -19,7 +19,8 @@ import numpy as np
 import psutil
 
 from atoll.config.load import TOKEN
-from atoll.runtime.clients import Caller, RewardClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.reward import RewardClient
 from atoll.runtime.errors import OverloadedError
 from atoll.wire.types import FinishReason, GradingError, GroupId, SampleId, ScoreItem
 

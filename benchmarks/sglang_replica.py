@@ -13,7 +13,7 @@ from atoll.config.schema import SGLangConfig
 from atoll.rollout.engines.sglang.engine import SGLangEngine
 from atoll.rollout.service import RolloutService
 from atoll.runtime.server import Server
-from atoll.wire.types import Version
+from atoll.wire.types import ReceiverSetup, Version
 
 
 async def main(folder: Path) -> None:
@@ -22,10 +22,9 @@ async def main(folder: Path) -> None:
         dtype="float32",
         threads=1,
         config=SGLangConfig.model_validate({"device": "cpu", "log_level": "warning"}),
-        transport="shm",
-        deadline_s=60.0,
         start_timeout_s=600.0,
         version=Version("", 0),
+        setup=ReceiverSetup("shm", deadline_s=60.0),
     )
     service = RolloutService(engine, "rollout-0", "bench")
     server = await Server.start(

@@ -20,11 +20,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from atoll.config.transports import TRANSPORTS
 from atoll.rollout.refit import Refit
 from atoll.trainer.publish import Publisher
 from atoll.weights.plan import plan
 from atoll.weights.transport.base import open_receiver, open_sender
-from atoll.wire.types import BOX, Catalog, Membership, Plan, Published, StreamManifest, Version
+from atoll.wire.types import (
+    BOX,
+    Catalog,
+    Membership,
+    Plan,
+    Published,
+    PublishRequest,
+    PushPart,
+    StreamManifest,
+    Version,
+)
 
 NUM_TENSORS, ROWS, COLUMNS = 339, 1080, 2048  # of float32: 3.0 GB
 PART_ELEMENTS = 256 << 20  # 1 GiB: three rounds
@@ -39,7 +50,10 @@ class Writer:
         self._weights = torch.rand(NUM_TENSORS * ROWS * COLUMNS, device=device)
         self._copy = torch.zeros_like(self._weights)
         self._publisher = Publisher(
-            0, [self._weights], partial(open_sender, transport, DEADLINE_S, "127.0.0.1")
+            0,
+            [self._weights],
+            partial(open_sender, transport, DEADLINE_S, "127.0.0.1"),
+            stays_readable=TRANSPORTS[transport].stays_readable,
         )
 
     def train(self) -> None:
@@ -52,7 +66,9 @@ class Writer:
         return copied(pairs)
 
     def publish(self, version: Version, membership: Membership, plan: Plan, part: int) -> Published:
-        return self._publisher.publish(version, "float32", {plan.id: membership}, [plan], part)
+        return self._publisher.publish(
+            PublishRequest(version, "float32", {plan.id: membership}, [plan], part)
+        )
 
 
 class Reader:
@@ -68,7 +84,7 @@ class Reader:
     def receive(
         self, version: Version, streams: Sequence[StreamManifest], plan: Plan, membership: Membership
     ) -> int:
-        return self._refit.receive(version, streams, plan, membership)
+        return self._refit.receive(PushPart(version, streams, plan, membership))
 
     def commit(self, version: Version) -> None:
         self._refit.commit(version)

@@ -22,22 +22,25 @@ import numpy as np
 import torch
 
 from atoll.config.schema import WeightsSection
+from atoll.config.transports import TRANSPORTS
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.weight_sync.canary import Canary
 from atoll.coordinator.weight_sync.sync import WeightSync
 from atoll.rollout.refit import Refit
-from atoll.runtime.clients import Caller, RolloutClient, RolloutInfo, TrainerClient, TrainerInfo
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.rollout import RolloutClient
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.trainer.publish import Publisher
 from atoll.weights.transport import shm
 from atoll.weights.transport.base import open_receiver, open_sender
+from atoll.wire.info import RolloutInfo, TrainerInfo
 from atoll.wire.types import (
     BOX,
     Catalog,
-    Membership,
-    Plan,
     Published,
+    PublishRequest,
+    PushPart,
     ServiceEntry,
-    StreamManifest,
     Version,
 )
 
@@ -211,7 +214,10 @@ class Writer:
         self._copy = torch.ones_like(self._parameters)
         self._segment = shm.Segment(num_bytes)
         self._publisher = Publisher(
-            0, [self._parameters], lambda parts: open_sender(transport, DEADLINE_S, "127.0.0.1", parts)
+            0,
+            [self._parameters],
+            lambda parts: open_sender(transport, DEADLINE_S, "127.0.0.1", parts),
+            stays_readable=TRANSPORTS[transport].stays_readable,
         )
 
     def location(self) -> str:
@@ -227,15 +233,8 @@ class Writer:
         self._segment.memory.view(torch.float32).copy_(self._parameters)
         return int(self._segment.memory[-1])
 
-    def publish(
-        self,
-        version: Version,
-        dtype: str,
-        members: Mapping[str, Membership],
-        new_plans: Sequence[Plan],
-        part: int,
-    ) -> Published:
-        return self._publisher.publish(version, dtype, members, new_plans, part)
+    def publish(self, request: PublishRequest) -> Published:
+        return self._publisher.publish(request)
 
 
 class Reader:
@@ -253,14 +252,8 @@ class Reader:
     def last_byte(self) -> int:
         return int(self._memory[-1])
 
-    def receive(
-        self,
-        version: Version,
-        streams: Sequence[StreamManifest],
-        plan: Plan | None,
-        membership: Membership,
-    ) -> int:
-        num_bytes = self._refit.receive(version, streams, plan, membership)
+    def receive(self, part: PushPart) -> int:
+        num_bytes = self._refit.receive(part)
         self._arrived += num_bytes
         return num_bytes
 
@@ -283,8 +276,8 @@ class _Trainer:
     async def info(self) -> TrainerInfo:
         return TrainerInfo("", 1, 1, 1, 1, 1, 1, 0, 0, "", (self._catalog,), ("actor",))
 
-    async def publish_weights(self, *arguments: object) -> Published:
-        return cast(Published, await self._worker("publish", *arguments))
+    async def publish_weights(self, request: PublishRequest) -> Published:
+        return cast(Published, await self._worker("publish", request))
 
 
 class _Replica:
@@ -293,8 +286,8 @@ class _Replica:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    async def receive_weights(self, *arguments: object) -> int:
-        return cast(int, await self._worker("receive", *arguments))
+    async def receive_weights(self, part: PushPart) -> int:
+        return cast(int, await self._worker("receive", part))
 
     async def commit_weights(self, version: Version, *, finish_running: bool) -> float:
         return cast(float, await self._worker("commit", version))

@@ -15,7 +15,8 @@ from atoll.cli.arithmetic import build_arithmetic
 from atoll.cli.plan_weights import trainer_catalogs
 from atoll.config.load import TOKEN
 from atoll.config.schema import ParallelConfig
-from atoll.runtime.clients import Caller, RolloutClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.model_spec import read_spec
 from benchmarks.weight_push import Pusher, Worker, Writer, flat, interleaved
 

@@ -11,7 +11,7 @@ from atoll.runtime.model_spec import ModelSpec
 from atoll.trainer.publish import Publisher
 from atoll.weights.plan import plan
 from atoll.weights.transport import shm
-from atoll.wire.types import Catalog, Membership, Version
+from atoll.wire.types import Catalog, Membership, PublishRequest, PushPart, Version
 
 SPEC = ModelSpec(
     vocab_size=8192,
@@ -43,16 +43,21 @@ def run() -> dict[str, Any]:
 def _push(tp_size: int) -> dict[str, list[int]]:
     sources, targets = trainer_catalogs(SPEC, TRAINER), replica_catalogs(SPEC, tp_size)
     found = plan(sources, targets, part_elements=PART_ELEMENTS)
-    publishers = [Publisher(rank, _buffers(catalog), shm.Sender) for rank, catalog in enumerate(sources)]
+    publishers = [
+        Publisher(rank, _buffers(catalog), shm.Sender, stays_readable=True)
+        for rank, catalog in enumerate(sources)
+    ]
     refits = [
         Refit(_buffers(catalog), Version("", 0), shm.Receiver(), rank) for rank, catalog in enumerate(targets)
     ]
     got = [0] * tp_size
     for part in range(int(found.transfers["round"].max()) + 1):
         for publisher in publishers:
-            streams = publisher.publish(VERSION, "float32", {found.id: ALONE}, [found], part).streams
+            streams = publisher.publish(
+                PublishRequest(VERSION, "float32", {found.id: ALONE}, [found], part)
+            ).streams
             for rank, refit in enumerate(refits):
-                got[rank] += refit.receive(VERSION, streams, found, ALONE)
+                got[rank] += refit.receive(PushPart(VERSION, streams, found, ALONE))
     for refit in refits:
         refit.commit(VERSION)  # raises where a slice is missing
     own = [_num_elements(catalog) * 4 for catalog in targets]

@@ -14,7 +14,7 @@ from atoll.config.load import validate
 from atoll.config.mode_rules import UNREAD
 from atoll.config.schema import RunConfig
 from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.runtime.clients import Arrival
+from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.model_spec import ModelSpec
 from atoll.wire.codec.trajectories import encode_payload
 from atoll.wire.types import (

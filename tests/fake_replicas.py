@@ -6,7 +6,7 @@ from typing import Any
 
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.rollouts.generation import Generation
-from atoll.runtime.clients import Caller
+from atoll.runtime.clients.base import Caller
 from atoll.wire.types import Graded, ScoreItem, ServiceEntry, Version
 from tests.fake_rewards import rewards_of
 

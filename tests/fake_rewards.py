@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from atoll.coordinator.rewards.rewards import Rewards
-from atoll.runtime.clients import RewardInfo
+from atoll.wire.info import RewardInfo
 from atoll.wire.types import Graded, GradingError, SampleId, ScoreItem, Verdict
 from tests.fake_servers import now
 

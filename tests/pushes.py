@@ -31,7 +31,7 @@ from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.weight_sync.canary import Canary
 from atoll.coordinator.weight_sync.push_report import PushReport
 from atoll.coordinator.weight_sync.sync import WeightSync
-from atoll.runtime.clients import TrainerClient
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.wire.types import (
     Float32,
     GroupId,

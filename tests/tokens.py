@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from atoll.runtime.clients import Caller
+from atoll.runtime.clients.base import Caller
 
 TOKEN: Final = "a-token-of-the-tests"
 CALLER: Final = Caller(fence=1, token=TOKEN)

@@ -14,7 +14,7 @@ import numpy as np
 
 from atoll.config.load import write_resolved
 from atoll.config.schema import ParallelConfig
-from atoll.runtime.clients import TrainerClient
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.ports import reserved_port
 from atoll.wire.types import PolicyBatch, Segments, StepKey
 from tests.builders import run_config

@@ -10,7 +10,8 @@ from atoll.cli.tokens import Tokens
 from atoll.config.load import read_resolved
 from atoll.config.schema import RunConfig
 from atoll.coordinator.journal.checkpoints import ACTOR, Checkpoints
-from atoll.runtime.clients import Caller, TrainerClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import UserError
 
 FENCE = 1  # no coordinator ever gives this fleet orders

@@ -15,7 +15,8 @@ from atoll.cli.processes import Fleet, Service, ServiceGroup
 from atoll.cli.tokens import Tokens
 from atoll.config.load import write_private, write_resolved
 from atoll.config.schema import Role, RunConfig
-from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.runtime.store import embedded
 

@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from atoll.runtime.clients import CoordinatorClient, RunStatus
+from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import ServiceUnavailableError
+from atoll.wire.info import RunStatus
 from atoll.wire.types import ServerHealth
 
 LINE_EVERY_S = 1.0

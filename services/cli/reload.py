@@ -4,7 +4,7 @@ import argparse
 import asyncio
 
 from atoll.cli import running
-from atoll.runtime.clients import RewardClient
+from atoll.runtime.clients.reward import RewardClient
 from atoll.runtime.errors import UserError
 
 

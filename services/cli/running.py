@@ -10,7 +10,8 @@ from atoll.cli.launcher import ADDRESS_FILE
 from atoll.cli.tokens import OPERATOR_TOKEN_FILE, TOKEN_FILE
 from atoll.config.load import OPERATOR_TOKEN, TOKEN, access_token, given_token
 from atoll.config.schema import RunSection
-from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import UserError
 
 RUNS = RunSection.model_fields["dir"].default

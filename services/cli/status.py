@@ -8,8 +8,8 @@ from pathlib import Path
 
 from atoll.cli import progress, running
 from atoll.cli.launcher import ADDRESS_FILE
-from atoll.runtime.clients import RunStatus
 from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.wire.info import RunStatus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from atoll.config import functions
+from atoll.config.transports import TRANSPORTS
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -450,8 +451,7 @@ class WeightsSection(Section):
 
     @property
     def stays_readable(self) -> bool:
-        """Readers come to a version in the trainer's memory, late ones too; else it is sent to each."""
-        return self.transport in ("shm", "cuda_ipc")
+        return TRANSPORTS[self.transport].stays_readable
 
 
 class ServerConfig(Section):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from atoll.config.schema import RunConfig
+from atoll.config.transports import TRANSPORTS
 
 
 def _deltas_travel(config: RunConfig) -> str | None:
@@ -18,7 +19,7 @@ def _deltas_travel(config: RunConfig) -> str | None:
 def _device_transports_have_devices(config: RunConfig) -> str | None:
     transport, rollout = config.weights.transport, config.rollout
     on_gpus = rollout.engine == "sglang" and rollout.sglang.device == "cuda"
-    if transport in ("nccl", "cuda_ipc") and not on_gpus:
+    if TRANSPORTS[transport].on_gpus and not on_gpus:
         return (
             f'weights.transport = "{transport}" ends in the memory of GPUs, and the replicas have none: set '
             'rollout.engine = "sglang" and rollout.sglang.device = "cuda", or the transport to "shm" or "tcp"'

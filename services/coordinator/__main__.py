@@ -20,7 +20,7 @@ from atoll.coordinator.rewards.terms import Terms
 from atoll.coordinator.service import OPERATORS_MAY, CoordinatorService
 from atoll.external.addresses import Addresses, is_loopback
 from atoll.external.protocols import connect
-from atoll.runtime.clients import Caller
+from atoll.runtime.clients.base import Caller
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.process import announce
 from atoll.runtime.server import Admitted, Server

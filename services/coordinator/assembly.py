@@ -38,7 +38,8 @@ from atoll.coordinator.validation import evaluate
 from atoll.coordinator.warmup import NoWarmUp, SupervisedWarmUp, WarmUp
 from atoll.coordinator.weight_sync.canary import Canary
 from atoll.coordinator.weight_sync.sync import WeightSync
-from atoll.runtime.clients import Caller, TrainerClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.runtime.store import Store
 from atoll.runtime.telemetry import MetricsFile

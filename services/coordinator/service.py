@@ -8,7 +8,8 @@ import grpc.aio
 from atoll.coordinator.control import Control
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.rewards.servers import Servers
-from atoll.wire.codec.fleet import decode_server, decode_service, encode_server_health, encode_service
+from atoll.wire.codec.fleet import decode_server, decode_service, encode_run_status
+from atoll.wire.info import RunStatus
 from atoll.wire.v1 import coordinator_pb2 as pb
 from atoll.wire.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 
@@ -59,17 +60,19 @@ class CoordinatorService(CoordinatorServicer):
     async def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         remaining = context.time_remaining() - ANSWER_BEFORE_DEADLINE_S
         progress = await self._control.follow(request.seen, max(remaining, 0.0))
-        return pb.StatusReply(
-            run=self._run,
-            state=progress.state.value,
-            step=progress.step,
-            num_steps=progress.num_steps,
-            version=progress.version,
-            error=progress.error,
-            services=[encode_service(entry) for entry in self._registry.services()],
-            metrics=progress.metrics,
-            revision=progress.revision,
-            servers=[encode_server_health(health) for health in self._servers.health()],
+        return encode_run_status(
+            RunStatus(
+                run=self._run,
+                state=progress.state.value,
+                step=progress.step,
+                num_steps=progress.num_steps,
+                version=progress.version,
+                error=progress.error,
+                services=tuple(self._registry.services()),
+                metrics=progress.metrics,
+                revision=progress.revision,
+                servers=tuple(self._servers.health()),
+            )
         )
 
     async def PauseRun(self, request: pb.PauseRunRequest, context: grpc.ServicerContext) -> pb.PauseRunReply:

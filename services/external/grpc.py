@@ -14,7 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from atoll.external.answers import Options, hidden, read_options, told
 from atoll.external.base import Json, Tool, ToolResult
-from atoll.runtime.clients import Caller, RewardClient, TrainerClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.reward import RewardClient
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import (
     AtollError,
     BadAnswerError,

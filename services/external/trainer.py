@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from atoll.external.answers import Options, read_options
 from atoll.external.grpc import Connection
-from atoll.runtime.clients import TrainerClient
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import BadAnswerError, UserError
 from atoll.wire.types import ExternalServer, Graded, GradingError, ScoreItem, Segments, Verdict
 

@@ -15,7 +15,14 @@ from atoll.reward.sandbox.base import Sandbox
 from atoll.reward.sandbox.host import start_sandbox
 from atoll.runtime.errors import OverloadedError, UserError
 from atoll.runtime.process import ServiceContext
-from atoll.wire.codec.rewards import decode_execute, decode_score_item, encode_execution, encode_verdict
+from atoll.wire.codec.rewards import (
+    decode_execute,
+    decode_score_item,
+    encode_execution,
+    encode_reward_info,
+    encode_verdict,
+)
+from atoll.wire.info import RewardInfo
 from atoll.wire.types import Limits
 from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 
@@ -96,7 +103,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         self, request: reward_pb2.DescribeRequest, context: Context
     ) -> reward_pb2.DescribeReply:
         tier = self._sandbox.tier if self._sandbox else ""
-        return reward_pb2.DescribeReply(graders=self._panel.names, sandbox=tier, max_queued=self._max_queued)
+        return encode_reward_info(RewardInfo(tuple(self._panel.names), self._max_queued, tier))
 
     async def Reload(self, request: reward_pb2.ReloadRequest, context: Context) -> reward_pb2.ReloadReply:
         """Where a file cannot be loaded, nothing changes."""

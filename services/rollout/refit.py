@@ -12,7 +12,7 @@ from atoll.runtime.errors import WeightPushError
 from atoll.weights.boxes import copy_boxes, side_views, stream_views
 from atoll.weights.delta import decode
 from atoll.weights.transport.base import Receiver
-from atoll.wire.types import TRANSFER, Membership, Plan, StreamManifest, Version
+from atoll.wire.types import TRANSFER, Membership, Plan, PushPart, StreamManifest, Version
 
 
 @dataclass(slots=True)
@@ -56,30 +56,25 @@ class Refit:
         self._arrived: dict[int, int] = {}  # checksums of the incoming version, by transfer
         self._lock = Lock()
 
-    def receive(
-        self,
-        version: Version,
-        streams: Sequence[StreamManifest],
-        plan: Plan | None,
-        membership: Membership,
-    ) -> int:
-        """Copies what the streams hold for this rank and checks it; returns bytes copied.
+    def receive(self, part: PushPart) -> int:
+        """Copies what the part holds for this rank and checks it; returns bytes copied.
 
-        A version comes in one call or in several; `plan` comes with the first stream that needs it.
+        A version comes in one call or in several; the plan comes with the first stream that needs it.
         Boxes that already hold the expected bytes are not copied. Raises WeightPushError where a slice
         is wrong: nothing of the version counts as arrived then. A call of an epoch that is over, which may
         come late, is refused and changes nothing.
         """
+        version, membership = part.version, part.membership
         with self._lock:
             if membership.epoch < self._epoch:
                 raise WeightPushError(
                     f"a part for epoch {membership.epoch}, but epoch {self._epoch} has begun: it is void"
                 )
             self._epoch = membership.epoch
-            if plan is not None and plan.id != self._plan.id:
-                self._use(plan)
+            if part.plan is not None and part.plan.id != self._plan.id:
+                self._use(part.plan)
             if version == self.version:
-                for stream in streams:  # others of its epoch may wait for this rank all the same
+                for stream in part.streams:  # others of its epoch may wait for this rank all the same
                     self._take(stream, membership)
                 return 0
             if version.lineage == self.version.lineage and version.number < self.version.number:
@@ -88,7 +83,7 @@ class Refit:
                 self._forget()
                 self._incoming = version
             try:
-                num_bytes = sum(self._receive_stream(stream, membership) for stream in streams)
+                num_bytes = sum(self._receive_stream(stream, membership) for stream in part.streams)
                 if not self._in_place:
                     self._fill_from_live()
                 return num_bytes

@@ -7,21 +7,27 @@ from contextlib import aclosing
 from typing import Any, Self
 
 import grpc.aio
-import numpy as np
 import torch
 
-from atoll.config.schema import LoraConfig, RunConfig
+from atoll.config.schema import RunConfig
 from atoll.rollout.engines.base import Engine
 from atoll.rollout.engines.local import LocalEngine
 from atoll.rollout.generate import LINGER_S, Generator, linger_for
 from atoll.runtime.errors import UserError
 from atoll.runtime.process import ServiceContext
 from atoll.weights.transport.base import open_receiver
-from atoll.wire.codec.rollout import decode_turn_request
+from atoll.wire.codec.rollout import (
+    decode_score_tokens,
+    decode_turn_request,
+    encode_checksums,
+    encode_rollout_info,
+    encode_token_scores,
+)
 from atoll.wire.codec.trajectories import encode_payload
-from atoll.wire.codec.values import decode_version, encode_tensor, encode_version
-from atoll.wire.codec.weights import decode_membership, decode_plan, decode_stream, encode_catalog
-from atoll.wire.types import PauseMode, Version
+from atoll.wire.codec.values import decode_version
+from atoll.wire.codec.weights import decode_push_part
+from atoll.wire.info import RolloutInfo
+from atoll.wire.types import LoraSpec, PauseMode, ReceiverSetup, Version
 from atoll.wire.v1 import rollout_pb2 as pb
 from atoll.wire.v1 import rollout_pb2_grpc, types_pb2
 
@@ -85,13 +91,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     async def ReceiveWeights(
         self, request: pb.ReceiveWeightsRequest, context: Context
     ) -> pb.ReceiveWeightsReply:
-        num_bytes = await self._engine.receive(
-            decode_version(request.version),
-            [decode_stream(stream) for stream in request.streams],
-            decode_plan(request.plan) if request.HasField("plan") else None,
-            decode_membership(request.membership),
-        )
-        return pb.ReceiveWeightsReply(num_bytes=num_bytes)
+        return pb.ReceiveWeightsReply(num_bytes=await self._engine.receive(decode_push_part(request)))
 
     async def CommitWeights(
         self, request: pb.CommitWeightsRequest, context: Context
@@ -123,40 +123,35 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         return pb.RollbackWeightsReply()
 
     async def ScoreTokens(self, request: pb.ScoreTokensRequest, context: Context) -> pb.ScoreTokensReply:
-        sequences = [np.frombuffer(ids, "<i4") for ids in request.sequences]
-        logprobs = await self._engine.score_tokens(sequences)
-        return pb.ScoreTokensReply(logprobs=encode_tensor(np.concatenate(logprobs)))
+        return encode_token_scores(await self._engine.score_tokens(decode_score_tokens(request)))
 
     async def Checksums(self, request: pb.ChecksumsRequest, context: Context) -> pb.ChecksumsReply:
-        version, checksums = await self._engine.checksums()
-        return pb.ChecksumsReply(
-            version=encode_version(version),
-            tensors=list(checksums),
-            checksums=encode_tensor(np.array(list(checksums.values()), np.uint64)),
-        )
+        return encode_checksums(*await self._engine.checksums())
 
     async def Progress(self, request: types_pb2.ProgressRequest, context: Context) -> types_pb2.ProgressReply:
         return types_pb2.ProgressReply(count=await self._engine.progress())
 
     async def Info(self, request: pb.RolloutInfoRequest, context: Context) -> pb.RolloutInfoReply:
         info = self._engine.info()
-        return pb.RolloutInfoReply(
-            name=self._name,
-            incarnation=self._incarnation,
-            version=encode_version(self._engine.version),
-            vocab_size=info.vocab_size,
-            max_length=info.max_length,
-            slots=info.slots,
-            dtype=info.dtype,
-            boxes=[encode_catalog(catalog) for catalog in self._engine.catalogs()],
-            running=info.running,
-            queued=info.queued,
-            tokens_generated=info.tokens_generated,
+        return encode_rollout_info(
+            RolloutInfo(
+                name=self._name,
+                incarnation=self._incarnation,
+                version=self._engine.version,
+                vocab_size=info.vocab_size,
+                max_length=info.max_length,
+                slots=info.slots,
+                dtype=info.dtype,
+                catalogs=self._engine.catalogs(),
+                running=info.running,
+                queued=info.queued,
+                tokens_generated=info.tokens_generated,
+            )
         )
 
 
 async def _start_local(config: RunConfig) -> Engine:
-    rollout, weights = config.rollout, config.weights
+    rollout, setup = config.rollout, _receiver_setup(config)
     torch.set_num_threads(rollout.threads)
     return await asyncio.to_thread(
         LocalEngine,
@@ -165,8 +160,8 @@ async def _start_local(config: RunConfig) -> Engine:
         slots=rollout.local.slots,
         max_length=rollout.local.max_length,
         version=AS_IN_FOLDER,
-        receiver=open_receiver(weights.transport, weights.deadline_s),
-        lora=_pushed_adapters(config),
+        receiver=open_receiver(setup.transport, setup.deadline_s),
+        lora=setup.lora,
     )
 
 
@@ -178,15 +173,13 @@ async def _start_sglang(config: RunConfig) -> Engine:
         dtype=config.rollout.dtype,
         threads=config.rollout.threads,
         config=config.rollout.sglang,
-        transport=config.weights.transport,
-        deadline_s=config.weights.deadline_s,
         start_timeout_s=config.coordinator.start_timeout_s,
         version=AS_IN_FOLDER,
-        lora=_pushed_adapters(config),
+        setup=_receiver_setup(config),
     )
 
 
-def _pushed_adapters(config: RunConfig) -> LoraConfig | None:
-    """Those that are pushed alone; None where whole weights are."""
-    lora = config.trainer.lora
-    return lora if lora is not None and lora.push == "adapter" else None
+def _receiver_setup(config: RunConfig) -> ReceiverSetup:
+    weights, lora = config.weights, config.trainer.lora
+    pushed = LoraSpec(lora.rank, lora.alpha, lora.targets) if lora and lora.push == "adapter" else None
+    return ReceiverSetup(weights.transport, weights.deadline_s, pushed)

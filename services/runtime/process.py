@@ -21,7 +21,8 @@ import grpc.aio
 from atoll.config.errors import ConfigError
 from atoll.config.load import access_token, read_resolved, trainer_rank
 from atoll.config.schema import Role, RunConfig
-from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.deaths import Deaths
 from atoll.runtime.errors import (
     AtollError,

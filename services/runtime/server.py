@@ -13,7 +13,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from atoll.runtime.clients import ERROR_KEY, FENCE_KEY, MAX_MESSAGE_BYTES
+from atoll.runtime.clients.base import ERROR_KEY, FENCE_KEY, MAX_MESSAGE_BYTES
 from atoll.runtime.errors import AtollError, StaleFenceError, UnauthenticatedError, UserError
 
 _log = logging.getLogger(__name__)

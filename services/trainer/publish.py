@@ -1,6 +1,6 @@
 """A trainer rank's side of a weight push: cast, pack and checksum, round by round."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from atoll.runtime.errors import WeightPushError
 from atoll.weights.boxes import checksum, copy_boxes, side_views, stream_views
 from atoll.weights.delta import encode
 from atoll.weights.transport.base import Sender
-from atoll.wire.types import Membership, Plan, Published, StreamManifest, Version
+from atoll.wire.types import Membership, Plan, Published, PublishRequest, StreamManifest, Version
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -28,15 +28,18 @@ class Publisher:
         open_sender: OpenSender,
         refresh: Callable[[], None] | None = None,
         *,
+        stays_readable: bool,
         delta: bool = False,
     ) -> None:
         """`buffers` are those that the rank's catalog indexes; their storage must not be replaced. They are
-        the live weights, or are made equal to them by `refresh`, which is called once for a version. `delta`:
-        what differs from the last version travels, where that is less and the members hold it."""
+        the live weights, or are made equal to them by `refresh`, which is called once for a version.
+        `stays_readable`: a trait of the transport, see config/transports.py. `delta`: what differs from the
+        last version travels, where that is less and the members hold it."""
         self._rank = rank
         self._buffers = buffers
         self._open_sender = open_sender
         self._refresh = refresh
+        self._stays_readable = stays_readable
         self._delta = delta
         self._version: Version | None = None  # of the last publish
         self._is_live = False  # the live weights are still that version's
@@ -46,16 +49,8 @@ class Publisher:
         """The live weights are about to change: of the last version there is what was sent, and no more."""
         self._is_live = False
 
-    def publish(
-        self,
-        version: Version,
-        dtype: str,
-        members: Mapping[str, Membership],
-        new_plans: Sequence[Plan],
-        part: int,
-    ) -> Published:
-        """Sends round `part` of the live weights to the members of each plan, by its id; rounds come in order
-        from 0.
+    def publish(self, request: PublishRequest) -> Published:
+        """Sends a part of the live weights to the members of each plan; parts come in order from 0.
 
         Repeating a call answers from its record. In another epoch the version is sent again from round 0,
         although the weights may have been trained on since. Where every byte equals the last version's, and
@@ -63,10 +58,17 @@ class Publisher:
         sent, a part out of order, an epoch that is over, a version that is no longer live and was not packed
         for these replicas, and where a part before this one did not arrive.
         """
-        for plan in new_plans:
+        version, dtype, members = request.version, request.dtype, request.members
+        for plan in request.new_plans:
             if (plan.id, dtype) not in self._streams:
                 self._streams[plan.id, dtype] = _Stream(
-                    self._rank, plan, self._buffers, DTYPES[dtype], self._open_sender, self._delta
+                    self._rank,
+                    plan,
+                    self._buffers,
+                    DTYPES[dtype],
+                    self._open_sender,
+                    self._stays_readable,
+                    self._delta,
                 )
         if unknown := [plan_id for plan_id in members if (plan_id, dtype) not in self._streams]:
             raise WeightPushError(f"trainer rank {self._rank} has no plan {unknown[0]}: send the plan again")
@@ -76,7 +78,7 @@ class Publisher:
             self._version, self._is_live = version, True
         return merged(
             [
-                self._streams[plan_id, dtype].write(version, part, membership, is_live=self._is_live)
+                self._streams[plan_id, dtype].write(version, request.part, membership, is_live=self._is_live)
                 for plan_id, membership in members.items()
             ]
         )
@@ -105,6 +107,7 @@ class _Stream:
         buffers: Sequence[torch.Tensor],
         dtype: torch.dtype,
         open_sender: OpenSender,
+        stays_readable: bool,
         delta: bool,
     ) -> None:
         self._transfers = plan.transfers[plan.transfers["source"] == rank]
@@ -116,12 +119,12 @@ class _Stream:
         self._part_bytes = [int(sizes[part].sum()) for part in self._parts]
         self._rank, self._plan_id, self._dtype, self._delta = rank, plan.id, dtype, delta
         self._sources = side_views(buffers, self._transfers, "source")
-        self._sender = open_sender(self._part_bytes)
+        self._sender, self._stays_readable = open_sender(self._part_bytes), stays_readable
         self._checksums = np.zeros(len(self._transfers), np.uint64)  # of what was packed
         # Where the transport does not keep a version, the host does: for members of a later epoch.
         on_device = any(buffer.is_cuda for buffer in buffers)
         self._kept = [
-            torch.zeros(0 if self._sender.keeps else size, dtype=torch.uint8, pin_memory=on_device)
+            torch.zeros(0 if self._stays_readable else size, dtype=torch.uint8, pin_memory=on_device)
             for size in self._part_bytes
         ]
         self._version: Version | None = None
@@ -133,7 +136,7 @@ class _Stream:
     def write(self, version: Version, part: int, membership: Membership, *, is_live: bool) -> Published:
         if part >= self._num_rounds:  # another plan has more
             return Published((), 0, True)
-        epoch = 0 if self._sender.keeps else membership.epoch
+        epoch = 0 if self._stays_readable else membership.epoch
         if part == 0 and (version, epoch) != (self._version, self._epoch):
             self._begin(version, epoch, membership)
         if (version, epoch) != (self._version, self._epoch) or part > len(self._sent):
@@ -151,7 +154,7 @@ class _Stream:
 
     def _begin(self, version: Version, epoch: int, membership: Membership) -> None:
         whole = len(self._sent) == self._num_rounds  # the last version was sent to its end
-        if whole and self._sender.keeps and self._unchanged():
+        if whole and self._stays_readable and self._unchanged():
             self._version = version  # and the new one is the same
             return
         self._sender.begin(membership)
@@ -209,7 +212,7 @@ class _Stream:
         views = stream_views(room, self._transfers[run], self._dtype)
         self._checksums[run] = copy_boxes(views, self._sources[run])
         self._packed = part + 1
-        if self._sender.keeps:
+        if self._stays_readable:
             return None
         delta = None
         if self._members_hold_last:

@@ -32,8 +32,10 @@ from atoll.trainer.roles import build_roles, join_ranks, section_name, section_o
 from atoll.trainer.step import Learner
 from atoll.weights.transport.base import open_sender
 from atoll.wire.codec.batches import decode_forward_backward, decode_segments, decode_step_key, join_segments
-from atoll.wire.codec.values import decode_version, encode_tensor
-from atoll.wire.codec.weights import decode_membership, decode_plan, encode_catalog, encode_published
+from atoll.wire.codec.trainer import encode_trainer_info
+from atoll.wire.codec.values import encode_tensor
+from atoll.wire.codec.weights import decode_publish, encode_published
+from atoll.wire.info import TrainerInfo
 from atoll.wire.types import Float32, Segments, Written
 from atoll.wire.v1 import trainer_pb2 as pb
 
@@ -105,7 +107,12 @@ class Rank:
             weights = self._config.weights
             sender = partial(open_sender, weights.transport, weights.deadline_s, self._host)
             self._publisher = Publisher(
-                dist.get_rank(), self._pushed.buffers, sender, self._pushed.refresh, delta=weights.delta
+                dist.get_rank(),
+                self._pushed.buffers,
+                sender,
+                self._pushed.refresh,
+                stays_readable=weights.stays_readable,
+                delta=weights.delta,
             )
 
     def _explained(self, phase: str) -> AbstractContextManager[None]:
@@ -149,7 +156,7 @@ class Rank:
         role = self._held(request.role)
         model = self._forwards[role].model
         boxes = self._pushed.catalog if self._pushed and role == self._role else catalog(model)[0]
-        return pb.TrainerInfoReply(
+        info = TrainerInfo(
             model=str(model.folder),
             world_size=self._parallel.world_size,
             tensor_parallel=self._parallel.tensor,
@@ -160,9 +167,10 @@ class Rank:
             num_parameters=sum(prod(shape) for shape in shapes(model.spec).values()),
             vocab_size=model.spec.vocab_size,
             tokenizer_digest=tokenizer_digest(model.folder),
-            shards=[encode_catalog(boxes)],
-            roles=list(self._forwards),
+            shards=(boxes,),
+            roles=tuple(self._forwards),
         )
+        return encode_trainer_info(info)
 
     def _compute_logprobs(self, chunks: Sequence[pb.ComputeLogprobsRequest]) -> Sequence[Message]:
         """One reply per chunk."""
@@ -201,17 +209,7 @@ class Rank:
                 f"the {request.role} is not published: replicas generate with the actor's weights"
             )
         self._memory[self._role].bring(Part.PARAMETERS)
-        published = self._publisher.publish(
-            decode_version(request.version),
-            request.dtype,
-            {
-                plan_id: decode_membership(membership)
-                for plan_id, membership in zip(request.plan_ids, request.members, strict=True)
-            },
-            [decode_plan(plan) for plan in request.plans],
-            request.part,
-        )
-        return encode_published(published)
+        return encode_published(self._publisher.publish(decode_publish(request)))
 
     def _save_checkpoint(self, request: pb.SaveCheckpointRequest) -> pb.SaveCheckpointReply:
         self._checkpointer.save(self._trained(request.role, Part.OPTIMIZER), Path(request.path))

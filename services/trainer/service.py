@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from atoll.trainer import progress
 from atoll.trainer.folders import Folders
+from atoll.wire.codec.trainer import join_trainer_infos
 from atoll.wire.types import Written
 from atoll.wire.v1 import trainer_pb2 as pb
 from atoll.wire.v1 import types_pb2
@@ -150,16 +151,7 @@ class TrainerService:
 
 
 def _merge_info(replies: Sequence[bytes]) -> Message:
-    """Rank 0's, with the shards of all: those that several ranks keep alike, once."""
-    infos = [pb.TrainerInfoReply.FromString(reply) for reply in replies]
-    merged, numbers = infos[0], dict[bytes, int]()
-    for info in infos:
-        [boxes] = info.shards[:1]
-        number = numbers.setdefault(boxes.SerializeToString(deterministic=True), len(numbers))
-        if number == len(merged.shards):
-            merged.shards.append(boxes)
-        merged.shard_of_rank.append(number)
-    return merged
+    return join_trainer_infos([pb.TrainerInfoReply.FromString(reply) for reply in replies])
 
 
 def _merge_published(replies: Sequence[bytes]) -> Message:

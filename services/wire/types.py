@@ -23,7 +23,7 @@ create and to hash, and there is a dozen of them per sample. All else is a froze
 long because every noun that crosses a service boundary stands here, once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
@@ -567,12 +567,51 @@ class StreamManifest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PushPart:
+    """What one replica receives in one call: a part of a version, or all of it."""
+
+    version: Version
+    streams: Sequence[StreamManifest]  # those of its plan
+    plan: Plan | None  # of its class; None: sent before
+    membership: Membership
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublishRequest:
+    """Which part of a version the trainer sends, and to whom."""
+
+    version: Version
+    dtype: str  # that the replicas serve with
+    members: Mapping[str, Membership]  # of each plan that it is sent by, by the plan's id
+    new_plans: Sequence[Plan]  # those that the trainer has not been sent before
+    part: int  # round of the plans
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Published:
     """One part of a version, as one trainer rank (or, merged, all of them) wrote it."""
 
     streams: tuple[StreamManifest, ...]
     num_bytes: int  # written for this part; 0 where the bytes equal those of the last publish
     last: bool  # there is no further part
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """Low-rank adapters on the matrices of some names: alpha / rank times B A is added to each."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # such as "q_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverSetup:
+    """How versions come to a replica."""
+
+    transport: str  # as in [weights]
+    deadline_s: float  # for a part to arrive
+    lora: LoraSpec | None = None  # adapters, where they alone are pushed
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ from atoll.wire.types import (
     BOX,
     Catalog,
     Membership,
+    PublishRequest,
+    PushPart,
     Sampling,
     TurnRequest,
     Version,
@@ -107,15 +109,17 @@ class FakeTrainer:
         self._plan = plan(
             [Catalog(self._names, np.array(boxes, BOX))], engine.catalogs(), part_elements=1 << 20
         )
-        self._publisher = Publisher(0, [self._buffer], shm.Sender)
+        self._publisher = Publisher(0, [self._buffer], shm.Sender, stays_readable=True)
 
     async def stage(self, engine: Engine, folder: Path, version: Version) -> None:
         tensors = load_file(folder / "model.safetensors")
         self._buffer.copy_(torch.cat([tensors[name].flatten() for name in self._names]))
         dtype, published, part = engine.info().dtype, None, 0
         while published is None or not published.last:
-            published = self._publisher.publish(version, dtype, {self._plan.id: ALONE}, [self._plan], part)
-            await engine.receive(version, published.streams, self._plan, ALONE)
+            published = self._publisher.publish(
+                PublishRequest(version, dtype, {self._plan.id: ALONE}, [self._plan], part)
+            )
+            await engine.receive(PushPart(version, published.streams, self._plan, ALONE))
             part += 1
 
     def close(self) -> None:

@@ -14,7 +14,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from atoll.runtime.clients import Caller, RolloutClient, TrainerClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.rollout import RolloutClient
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import (
     AtollError,
     BadAnswerError,

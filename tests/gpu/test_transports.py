@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from atoll.config.transports import TRANSPORTS
 from atoll.rollout.refit import Refit
 from atoll.runtime.errors import WeightPushError
 from atoll.trainer.publish import DTYPES, Publisher
@@ -16,7 +17,7 @@ from atoll.weights.boxes import checksum, copy_boxes, device_checksum
 from atoll.weights.delta import decode, encode
 from atoll.weights.plan import plan
 from atoll.weights.transport.base import open_receiver, open_sender
-from atoll.wire.types import Membership, Published, Version
+from atoll.wire.types import Membership, Published, PublishRequest, PushPart, Version
 from tests.ranks import run_ranks
 from tests.unit.weight_layouts import Shard, random_model, shards
 
@@ -57,7 +58,11 @@ def check_pushes(transport: str, dtype: str, delta: bool) -> None:
     publisher = refit = None
     if rank == 0:
         publisher = Publisher(
-            0, mine, lambda parts: open_sender(transport, DEADLINE_S, "", parts), delta=delta
+            0,
+            mine,
+            lambda parts: open_sender(transport, DEADLINE_S, "", parts),
+            delta=delta,
+            stays_readable=TRANSPORTS[transport].stays_readable,
         )
     else:
         refit = Refit(mine, V0, open_receiver(transport, DEADLINE_S))
@@ -72,7 +77,7 @@ def check_pushes(transport: str, dtype: str, delta: bool) -> None:
             if publisher is not None:
                 Shard(source.catalog, mine).fill(model)
                 members = {weight_plan.id: Membership(1, num_members)}
-                published = [publisher.publish(version, dtype, members, [weight_plan], part)]
+                published = [publisher.publish(PublishRequest(version, dtype, members, [weight_plan], part))]
             dist.broadcast_object_list(published)
             assert published[0] is not None
             last, part = published[0].last, part + 1
@@ -82,8 +87,8 @@ def check_pushes(transport: str, dtype: str, delta: bool) -> None:
                 if transport == "cuda_ipc" and part == 1:
                     wrong = [replace(s, checksums=s.checksums ^ 1) for s in published[0].streams]
                     with pytest.raises(WeightPushError, match="nothing was committed"):
-                        refit.receive(version, wrong, weight_plan, membership)
-                refit.receive(version, published[0].streams, weight_plan, membership)
+                        refit.receive(PushPart(version, wrong, weight_plan, membership))
+                refit.receive(PushPart(version, published[0].streams, weight_plan, membership))
             dist.barrier()
         assert (num_bytes < 1000) == (delta and version == V2)
         if refit is not None:

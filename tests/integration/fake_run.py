@@ -10,7 +10,7 @@ from pathlib import Path
 from atoll.cli.launcher import supervise
 from atoll.cli.processes import Service, ServiceDiedError, ServiceGroup
 from atoll.cli.tokens import Tokens
-from atoll.runtime.clients import CoordinatorClient
+from atoll.runtime.clients.coordinator import CoordinatorClient
 
 FAKE = Path(__file__).with_name("fake_service.py")
 

@@ -8,7 +8,8 @@ import sys
 from functools import partial
 
 from atoll.config.load import access_token
-from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.process import announce
 from atoll.runtime.server import Server
 from atoll.wire.types import ServiceEntry

@@ -20,7 +20,8 @@ from atoll.cli.launcher import launch
 from atoll.config.load import load
 from atoll.rollout.engines.local import LocalEngine
 from atoll.rollout.service import AS_IN_FOLDER, RolloutService
-from atoll.runtime.clients import CoordinatorClient, RolloutClient
+from atoll.runtime.clients.coordinator import CoordinatorClient
+from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.server import Server
 from atoll.weights.transport import shm

@@ -26,7 +26,8 @@ from atoll.coordinator.journal.ledger import LEDGER, Ledger
 from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.source import GenerateSource
-from atoll.runtime.clients import Arrival, Caller
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.errors import AtollError, EngineDiedError, StoreError, UserError
 from atoll.runtime.store import Script, Store, embedded
 from atoll.wire.codec.trajectories import encode_payload

@@ -24,11 +24,14 @@ from atoll.coordinator.control import Control
 from atoll.coordinator.fleet.registry import Joined, Left, Registry
 from atoll.coordinator.journal.dump import dumps, read_dump
 from atoll.coordinator.service import CoordinatorService
-from atoll.runtime.clients import Caller, CoordinatorClient, RunStatus, TrainerClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.coordinator import CoordinatorClient
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import ServiceUnavailableError
 from atoll.runtime.ports import reserved_port
 from atoll.runtime.server import Server
 from atoll.runtime.store import Store
+from atoll.wire.info import RunStatus
 from tests.builders import arithmetic_run, run_config
 from tests.tokens import TOKEN
 

@@ -21,7 +21,8 @@ from atoll.cli.tokens import Tokens
 from atoll.config.load import read_resolved, validate, write_resolved
 from atoll.config.schema import RunConfig
 from atoll.runtime import store
-from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import UnauthenticatedError, UserError
 from atoll.runtime.process import EXIT_GAVE_UP, EXIT_RANK_LOST
 from tests.integration.fake_run import fake

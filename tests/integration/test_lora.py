@@ -28,9 +28,12 @@ from atoll.weights.plan import plan
 from atoll.weights.transport import shm
 from atoll.wire.types import (
     Catalog,
+    LoraSpec,
     Membership,
     Plan,
     Published,
+    PublishRequest,
+    PushPart,
     Sampling,
     Segments,
     StreamManifest,
@@ -103,15 +106,15 @@ def check_push(learner: Learner, base: Path, lora: LoraConfig) -> int:
             max_length=64,
             version=OLD,
             receiver=shm.Receiver(),
-            lora=lora if lora.push == "adapter" else None,
+            lora=LoraSpec(lora.rank, lora.alpha, lora.targets) if lora.push == "adapter" else None,
         )
     sources: list[Catalog] = gathered(served.catalog)
     (targets, *_) = gathered(engine.catalogs()[0] if engine else None)
     way = plan(sources, [targets], part_elements=1 << 20)
-    publisher = Publisher(dist.get_rank(), served.buffers, shm.Sender, served.refresh)
+    publisher = Publisher(dist.get_rank(), served.buffers, shm.Sender, served.refresh, stays_readable=True)
     rounds: list[Published] = []
     while not rounds or not rounds[-1].last:
-        rounds.append(publisher.publish(NEW, "float32", {way.id: ALONE}, [way], len(rounds)))
+        rounds.append(publisher.publish(PublishRequest(NEW, "float32", {way.id: ALONE}, [way], len(rounds))))
     published = merged(rounds)
     streams = [stream for part in gathered(published.streams) for stream in part]
     completion = asyncio.run(receive_and_generate(engine, streams, way)) if engine else None
@@ -133,7 +136,7 @@ def gathered(value: Any) -> list[Any]:
 async def receive_and_generate(engine: LocalEngine, streams: list[StreamManifest], way: Plan) -> Completion:
     request = turn_request(PROMPT, sampling=SAMPLING)
     try:
-        await engine.receive(NEW, streams, way, ALONE)
+        await engine.receive(PushPart(NEW, streams, way, ALONE))
         await engine.commit(NEW)
         async with aclosing(engine.generate([request])) as stream:
             (completion,) = await anext(stream)

@@ -15,7 +15,8 @@ from atoll.coordinator.fleet.replicas import Replica, Replicas, State
 from atoll.coordinator.fleet.routing import AHEAD_S
 from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.runtime.clients import Arrival, Caller
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.wire.types import (
     Graded,

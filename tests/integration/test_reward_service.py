@@ -28,7 +28,8 @@ from atoll.reward import graders
 from atoll.reward.graders import Panel
 from atoll.reward.sandbox.base import Dialogue
 from atoll.reward.service import RewardService
-from atoll.runtime.clients import Caller, RewardClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.reward import RewardClient
 from atoll.runtime.errors import OverloadedError, ServiceUnavailableError, UserError
 from atoll.runtime.server import Server
 from atoll.runtime.store import Store

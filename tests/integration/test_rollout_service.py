@@ -18,8 +18,7 @@ import torch
 from atoll.config.load import write_resolved
 from atoll.rollout.engines.local import LocalEngine
 from atoll.rollout.service import AS_IN_FOLDER, RolloutService
-from atoll.runtime import clients
-from atoll.runtime.clients import RolloutClient
+from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.errors import AtollError, EngineDiedError, ServiceUnavailableError, UserError
 from atoll.runtime.process import EXIT_GAVE_UP
 from atoll.runtime.server import Server
@@ -156,7 +155,7 @@ async def test_samples_of_one_step_come_in_one_message(client):
 async def test_expired_and_cancelled_calls_free_their_slots(client, monkeypatch):
     endless = Sampling(500)
     impatient = RolloutClient(client.address, CALLER)
-    monkeypatch.setattr(clients, "CEILING_S", 0.2)
+    monkeypatch.setattr("atoll.runtime.clients.rollout.CEILING_S", 0.2)
     with pytest.raises(ServiceUnavailableError, match="no answer within"):
         await collect(impatient, endless, *(ask(row, range(8)) for row in range(20)))
     await impatient.close()

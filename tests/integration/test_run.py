@@ -17,8 +17,9 @@ from atoll.cli.launcher import launch
 from atoll.config.schema import RunConfig
 from atoll.coordinator.journal.dump import dumps as dump_files
 from atoll.coordinator.journal.dump import read_dump
-from atoll.runtime.clients import CoordinatorClient, RunStatus
+from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import AtollError
+from atoll.wire.info import RunStatus
 from atoll.wire.types import Group, Trajectory
 from tests.builders import arithmetic_run, run_config
 

@@ -16,12 +16,15 @@ import pytest
 from atoll.coordinator.control import Control
 from atoll.coordinator.fleet.registry import Joined, Left, Registry
 from atoll.coordinator.service import OPERATORS_MAY, CoordinatorService
-from atoll.runtime.clients import Caller, CoordinatorClient, PauseMode, RewardClient, RolloutClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.coordinator import CoordinatorClient
+from atoll.runtime.clients.reward import RewardClient
+from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.errors import StaleFenceError, UnauthenticatedError, UserError
 from atoll.runtime.process import EXIT_GAVE_UP
 from atoll.runtime.server import Admitted, Server
 from atoll.runtime.store import EmbeddedServer, Store
-from atoll.wire.types import ServiceEntry
+from atoll.wire.types import PauseMode, ServiceEntry
 from tests.tokens import TOKEN
 
 # A reward service that answers Describe with its incarnation and can be paused; config's run.seed 13

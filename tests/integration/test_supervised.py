@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedul
 from atoll.cli.launcher import launch
 from atoll.config.load import validate
 from atoll.config.schema import RunConfig
-from atoll.runtime.clients import CoordinatorClient
+from atoll.runtime.clients.coordinator import CoordinatorClient
 
 pytestmark = [pytest.mark.long, pytest.mark.rerun_once]
 

@@ -12,7 +12,7 @@ from atoll.cli.launcher import ranks_of
 from atoll.cli.processes import Fleet
 from atoll.config.load import write_resolved
 from atoll.external.protocols import connect
-from atoll.runtime.clients import TrainerClient
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import UserError
 from atoll.wire.types import (
     ExternalServer,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from atoll.config.schema import ParallelConfig
-from atoll.runtime.clients import TrainerClient
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import LostStateError, ServiceUnavailableError, UserError
 from atoll.runtime.process import EXIT_RANK_LOST
-from atoll.wire.types import Segments, ValueBatch, Version
+from atoll.wire.types import PublishRequest, Segments, ValueBatch, Version
 from tests.tokens import CALLER
 from tests.trainer_fleet import TEMPERATURE, batch, fleet, key, update
 
@@ -154,7 +154,7 @@ async def drive_critic(address: str, folder: Path) -> None:
         np.testing.assert_array_equal(await client.compute_values(segments), after)
 
         with pytest.raises(UserError, match="the critic is not published"):
-            await client.publish_weights(Version("a3f0", 1), "float32", {}, [], 0)
+            await client.publish_weights(PublishRequest(Version("a3f0", 1), "float32", {}, [], 0))
         with pytest.raises(UserError, match="a value model has no log-probabilities"):
             await client.compute_logprobs(segments)
         with pytest.raises(UserError, match="the critic learns from ValueBatch, got PolicyBatch"):

@@ -3,7 +3,7 @@ killed with SIGKILL in the middle of a push, and one that joins late. The test i
 
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -19,7 +19,16 @@ from atoll.runtime.errors import WeightPushError
 from atoll.trainer.publish import Publisher, merged
 from atoll.weights.plan import plan
 from atoll.weights.transport.base import open_receiver, open_sender
-from atoll.wire.types import BOX, Catalog, Membership, Plan, Published, StreamManifest, Version
+from atoll.wire.types import (
+    BOX,
+    Catalog,
+    Membership,
+    Plan,
+    Published,
+    PublishRequest,
+    PushPart,
+    Version,
+)
 
 pytestmark = pytest.mark.long
 
@@ -48,13 +57,15 @@ class TrainerRank:
         self._rank = rank
         self._buffer = values(0, rank, 2).clone()
         opens = partial(open_sender, "tcp", DEADLINE_S, "127.0.0.1")
-        self._publisher = Publisher(rank, [self._buffer], opens)
+        self._publisher = Publisher(rank, [self._buffer], opens, stays_readable=False)
 
     def train(self, seed: int) -> None:
         self._buffer.copy_(values(seed, self._rank, 2))
 
     def publish(self, version: Version, membership: Membership, plan: Plan, part: int) -> Published:
-        return self._publisher.publish(version, "float32", {plan.id: membership}, [plan], part)
+        return self._publisher.publish(
+            PublishRequest(version, "float32", {plan.id: membership}, [plan], part)
+        )
 
 
 class ReplicaRank:
@@ -63,10 +74,8 @@ class ReplicaRank:
         buffer = torch.zeros(TENSORS * ROWS // 2 * COLUMNS)
         self._refit = Refit([buffer], V0, open_receiver("tcp", DEADLINE_S), rank)
 
-    def receive(
-        self, version: Version, streams: Sequence[StreamManifest], plan: Plan, membership: Membership
-    ) -> int:
-        return self._refit.receive(version, streams, plan, membership)
+    def receive(self, part: PushPart) -> int:
+        return self._refit.receive(part)
 
     def holds(self, version: Version, seed: int) -> bool:
         """Commits, and compares with the model."""
@@ -149,14 +158,13 @@ def test_a_push_survives_a_killed_replica_and_a_late_one(workers):
                 threads.submit(
                     worker,
                     "receive",
-                    version,
-                    published.streams,
-                    weight_plan,
-                    Membership(epoch, len(replicas), m),
+                    PushPart(
+                        version, published.streams, weight_plan, Membership(epoch, len(replicas), member)
+                    ),
                 )
                 for worker in replica
             ]
-            for m, replica in enumerate(replicas)
+            for member, replica in enumerate(replicas)
         ]
 
     def push(version: Version, epoch: int, replicas: list[list[Worker]]) -> None:

@@ -12,6 +12,7 @@ from atoll.config.schema import ParallelConfig
 from atoll.runtime.errors import ServiceUnavailableError
 from atoll.weights.transport import shm
 from atoll.wire.types import (
+    PushPart,
     ServiceEntry,
 )
 from tests.pushes import (
@@ -153,12 +154,13 @@ async def check_corruption(run: Run, folder: Path) -> None:
         first_is_done.set()
         return num_bytes
 
-    async def receive_corrupted(version: object, streams: Sequence, *rest: object) -> int:
+    async def receive_corrupted(part: PushPart) -> int:
         await first_is_done.wait()
-        byte = shm.attach(streams[0].location)[streams[0].offset + streams[0].num_bytes // 2 :][:1]
+        stream = part.streams[0]
+        byte = shm.attach(stream.location)[stream.offset + stream.num_bytes // 2 :][:1]
         byte ^= 1
         try:
-            return await receive[second](version, streams, *rest)
+            return await receive[second](part)
         finally:
             byte ^= 1
 

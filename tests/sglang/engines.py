@@ -6,7 +6,7 @@ from pathlib import Path
 from atoll.config.schema import SGLangConfig
 from atoll.rollout.engines.base import Engine
 from atoll.rollout.engines.sglang.engine import SGLangEngine
-from atoll.wire.types import Version
+from atoll.wire.types import ReceiverSetup, Version
 
 V0 = Version("a3f0", 0)
 
@@ -21,10 +21,9 @@ def started_with(tp_size: int) -> Callable[[Path], Awaitable[Engine]]:
             dtype="float32",
             threads=1,
             config=SGLangConfig.model_validate(settings),
-            transport="shm",
-            deadline_s=30.0,
             start_timeout_s=600.0,
             version=V0,
+            setup=ReceiverSetup("shm", deadline_s=30.0),
         )
 
     return start

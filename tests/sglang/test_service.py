@@ -17,7 +17,8 @@ import pytest
 from atoll.coordinator.control import Control
 from atoll.coordinator.fleet.registry import Joined, Left, Registry
 from atoll.coordinator.service import CoordinatorService
-from atoll.runtime.clients import Caller, RolloutClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.errors import ServiceUnavailableError
 from atoll.runtime.server import Server
 from atoll.runtime.store import Store, embedded

@@ -27,7 +27,7 @@ from atoll.trainer.megatron.names import Chunk, pieces
 from atoll.trainer.publish import Publisher, merged
 from atoll.weights.plan import plan
 from atoll.weights.transport import shm
-from atoll.wire.types import BOX, Catalog, Published, Sampling, Version
+from atoll.wire.types import BOX, Catalog, Published, PublishRequest, PushPart, Sampling, Version
 from tests.conftest import write_model
 from tests.contract.engines import ALONE, ask, collect, logprobs_of
 from tests.sglang.engines import V0, started_with
@@ -59,20 +59,26 @@ class Trainer:
         spec = read_spec(folder)
         shards = [shard(spec, chunk, load_file(folder / "model.safetensors")) for chunk in layout]
         self.plan = plan([catalog for catalog, _ in shards], engine.catalogs(), part_elements=1 << 13)
-        self._publishers = [Publisher(rank, [flat], shm.Sender) for rank, (_, flat) in enumerate(shards)]
+        self._publishers = [
+            Publisher(rank, [flat], shm.Sender, stays_readable=True) for rank, (_, flat) in enumerate(shards)
+        ]
 
     def publish(self, version: Version) -> list[Published]:
         parts: list[Published] = []
         while not parts or not parts[-1].last:
             each = [
-                publisher.publish(version, "float32", {self.plan.id: ALONE}, [self.plan], len(parts))
+                publisher.publish(
+                    PublishRequest(version, "float32", {self.plan.id: ALONE}, [self.plan], len(parts))
+                )
                 for publisher in self._publishers
             ]
             parts.append(merged(each))
         return parts
 
     async def stage(self, engine: Engine, version: Version, parts: Sequence[Published]) -> int:
-        return sum([await engine.receive(version, part.streams, self.plan, ALONE) for part in parts])
+        return sum(
+            [await engine.receive(PushPart(version, part.streams, self.plan, ALONE)) for part in parts]
+        )
 
     def close(self) -> None:
         for publisher in self._publishers:

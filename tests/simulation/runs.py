@@ -28,7 +28,7 @@ from atoll.coordinator.fleet.replicas import Replica, Replicas, State, now
 from atoll.coordinator.journal.ledger import LEDGER
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.coordinator.weight_sync.push_report import PushReport
-from atoll.runtime.clients import Caller
+from atoll.runtime.clients.base import Caller
 from atoll.runtime.store import Store
 from atoll.runtime.tokenizer import tokenizer_digest
 from atoll.wire.types import ServiceEntry, Version

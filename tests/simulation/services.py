@@ -13,9 +13,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from atoll.runtime.clients import Arrival, RewardInfo
+from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.wire.codec.trajectories import encode_trajectories
+from atoll.wire.info import RewardInfo
 from atoll.wire.types import (
     FinishReason,
     Float32,

@@ -7,8 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from atoll.coordinator.service import CoordinatorService
-from atoll.runtime.clients import CoordinatorClient, RunStatus
+from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.server import Server
+from atoll.wire.info import RunStatus
 from tests.fakes import FakeRun, ListSource, batch
 from tests.tokens import CALLER, TOKEN
 

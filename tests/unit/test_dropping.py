@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.runtime.clients import Arrival
+from atoll.runtime.clients.rollout import Arrival
 from atoll.wire.types import (
     FinishReason,
     Graded,

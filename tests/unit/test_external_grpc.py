@@ -8,7 +8,7 @@ import pytest
 
 from atoll.external.base import ToolResult
 from atoll.external.protocols import connect
-from atoll.runtime import clients
+from atoll.runtime.clients.base import ERROR_KEY
 from atoll.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
 from atoll.wire.types import (
     ExternalServer,
@@ -64,7 +64,7 @@ class Theirs(reward_pb2_grpc.RewardServicer):
                 while True:
                     yield graded("x" * 100_000)
             case "stale":
-                context.set_trailing_metadata(((clients.ERROR_KEY, "StaleFenceError"),))
+                context.set_trailing_metadata(((ERROR_KEY, "StaleFenceError"),))
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "stop the run")
             case code:
                 await context.abort(
@@ -130,7 +130,7 @@ async def test_verdicts_come_back_in_the_order_of_the_items(address: str) -> Non
 async def test_what_is_no_answer_says_what_it_was(
     address: str, response: str, error: type[Exception], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients, "MAX_MESSAGE_BYTES", 2_000_000)
+    monkeypatch.setattr("atoll.runtime.clients.reward.MAX_MESSAGE_BYTES", 2_000_000)
     judge = connect(ExternalServer("reward", "judge", address, "grpc", timeout_s=5), TOKEN)
     with pytest.raises(error, match=problem) as caught:
         await judge.score([item(3, response)])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.coordinator.fleet.replicas import State
 from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.runtime.clients import Arrival
+from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.errors import (
     AtollError,
     BadAnswerError,

@@ -21,7 +21,8 @@ from atoll.cli.launcher import (
 from atoll.cli.tokens import Tokens
 from atoll.config.errors import ConfigError
 from atoll.config.load import write_resolved
-from atoll.runtime.clients import Caller, CoordinatorClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import UserError
 from atoll.runtime.ports import reserved_port
 from tests.builders import run_config

@@ -15,6 +15,7 @@ from atoll.rollout.engines.local_adapters import AdapterLayout
 from atoll.rollout.engines.local_model import KVCache, LocalModel
 from atoll.rollout.engines.local_weights import Layout
 from atoll.runtime.model_spec import read_spec
+from atoll.wire.types import LoraSpec
 
 IDS = torch.arange(3, 43).view(2, 20)
 ALL = LoraConfig().targets
@@ -34,7 +35,7 @@ def test_adapters_add_what_those_of_peft_add(
     spec = read_spec(tiny_qwen2)
     base = Layout(spec)
     weights = base.bind(base.read(tiny_qwen2, torch.float32))
-    layout = AdapterLayout(base, weights, LoraConfig(rank=3, alpha=5, targets=targets))
+    layout = AdapterLayout(base, weights, LoraSpec(rank=3, alpha=5, targets=targets))
     adapter = load_file(tmp_path / "adapter_model.safetensors")
     assert set(layout.catalog.tensors) == adapter.keys()
     buffer = torch.cat([adapter[name].flatten() for name in layout.catalog.tensors])

@@ -6,8 +6,8 @@ import pytest
 
 from atoll.cli.progress import follow, line
 from atoll.cli.status import describe
-from atoll.runtime.clients import RunStatus
 from atoll.runtime.errors import AtollError, ServiceUnavailableError
+from atoll.wire.info import RunStatus
 from atoll.wire.types import ExternalServer, ServerHealth
 
 

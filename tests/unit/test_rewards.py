@@ -9,7 +9,7 @@ import pytest
 
 from atoll.coordinator.rewards.rewards import Rewards, merged
 from atoll.coordinator.rewards.score_parts import OwnServices, ServerGrader
-from atoll.runtime.clients import MAX_MESSAGE_BYTES
+from atoll.runtime.clients.base import MAX_MESSAGE_BYTES
 from atoll.runtime.errors import (
     AtollError,
     BadAnswerError,

@@ -11,7 +11,6 @@ import pytest
 import torch
 import xxhash
 
-from atoll.config.schema import LoraConfig
 from atoll.rollout.engines.sglang.worker import Worker, outcome_path, refit, socket_path
 from atoll.rollout.engines.sglang.workers import Workers
 from atoll.rollout.refit import Refit
@@ -21,7 +20,7 @@ from atoll.runtime.server import Server
 from atoll.trainer.publish import Publisher
 from atoll.weights.plan import plan
 from atoll.weights.transport import shm
-from atoll.wire.types import Membership, Published, Version
+from atoll.wire.types import LoraSpec, Membership, Published, PublishRequest, PushPart, ReceiverSetup, Version
 from tests.unit.sglang_shards import State, random_state, shard, whole
 
 V0, V1, V2 = (Version("a3f0", number) for number in range(3))
@@ -66,16 +65,20 @@ class Replica:
         if self._publisher is None:
             self.plan = plan([whole(self.state)], self.workers.catalogs(), part_elements=1 << 12)
             buffers = [tensor.view(-1) for tensor in self.state.values()]
-            self._publisher = Publisher(0, buffers, shm.Sender)
+            self._publisher = Publisher(0, buffers, shm.Sender, stays_readable=True)
         parts: list[Published] = []
         while not parts or not parts[-1].last:
             parts.append(
-                self._publisher.publish(version, "float32", {self.plan.id: ALONE}, [self.plan], len(parts))
+                self._publisher.publish(
+                    PublishRequest(version, "float32", {self.plan.id: ALONE}, [self.plan], len(parts))
+                )
             )
         return parts
 
     async def receive(self, version: Version, parts: list[Published]) -> int:
-        return sum([await self.workers.receive(version, part.streams, self.plan, ALONE) for part in parts])
+        return sum(
+            [await self.workers.receive(PushPart(version, part.streams, self.plan, ALONE)) for part in parts]
+        )
 
     async def push(self, version: Version) -> None:
         await self.receive(version, self.publish(version))
@@ -99,7 +102,7 @@ async def replica(tiny_qwen2: Path, request: pytest.FixtureRequest) -> AsyncIter
     spec = replace(read_spec(tiny_qwen2), num_layers=2)
     state = random_state(spec)
     models = [module_of(shard(state, spec, rank, 2)) for rank in range(2)]
-    workers = Workers(2, "shm", 10.0, V0)
+    workers = Workers(2, V0, ReceiverSetup("shm", 10.0))
     (folder,) = map(Path, workers.environment.values())
     ranks = [
         Worker(model, tiny_qwen2, rank, 2, outcome_path(folder, rank), in_place=request.param)
@@ -226,7 +229,7 @@ async def test_copies_that_differ_are_found(attached: Replica) -> None:
 async def test_adapters_alone_are_merged_into_the_folders_weights(replica: Replica, tiny_qwen2: Path) -> None:
     spec = replace(read_spec(tiny_qwen2), num_layers=2)
     base, targets = replica.state, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
-    replica.workers._lora = LoraConfig(rank=3, alpha=5, targets=targets).model_dump_json()
+    replica.workers._setup = ReceiverSetup("shm", 10.0, LoraSpec(3, 5.0, targets))
     await replica.workers.attach(replica.post)
     catalog = replica.workers.catalogs()[0]
     shapes = dict(zip(catalog.tensors, catalog.boxes[["rows", "columns"]].tolist(), strict=True))

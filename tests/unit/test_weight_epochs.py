@@ -14,7 +14,7 @@ from atoll.runtime.errors import WeightPushError
 from atoll.trainer.publish import DTYPES, Publisher, merged
 from atoll.weights.plan import plan
 from atoll.weights.transport.base import open_receiver, open_sender
-from atoll.wire.types import Membership, Published, Version
+from atoll.wire.types import Membership, Published, PublishRequest, PushPart, Version
 from tests.unit.weight_layouts import Shard, catalogs, random_model, shards
 
 V0, V1, V2, V3 = (Version("a3f0", number) for number in range(4))
@@ -49,7 +49,9 @@ class Fleet:
     ) -> None:
         self.sources, self.dtype = sources, dtype
         self.plan = plan(catalogs(sources), catalogs(targets), part_elements=256)
-        self.publishers = [Publisher(r, s.buffers, OPEN, delta=delta) for r, s in enumerate(sources)]
+        self.publishers = [
+            Publisher(r, s.buffers, OPEN, delta=delta, stays_readable=False) for r, s in enumerate(sources)
+        ]
         self._targets = targets
         self._replicas: list[Replica] = []
         self._threads = ThreadPoolExecutor(16)
@@ -66,14 +68,20 @@ class Fleet:
 
     def publish(self, version: Version, epoch: int, part: int, num_members: int) -> Published:
         members = {self.plan.id: Membership(epoch, num_members)}
-        return merged([p.publish(version, self.dtype, members, [self.plan], part) for p in self.publishers])
+        return merged(
+            [
+                p.publish(PublishRequest(version, self.dtype, members, [self.plan], part))
+                for p in self.publishers
+            ]
+        )
 
     def receive(
         self, version: Version, epoch: int, published: Published, replicas: Sequence[Replica]
     ) -> None:
         calls = [
             self._threads.submit(
-                refit.receive, version, published.streams, self.plan, Membership(epoch, len(replicas), member)
+                refit.receive,
+                PushPart(version, published.streams, self.plan, Membership(epoch, len(replicas), member)),
             )
             for member, replica in enumerate(replicas)
             for refit in replica.ranks
@@ -178,8 +186,8 @@ def test_the_first_of_its_class_does_not_get_other_weights_under_a_versions_name
         publisher.train_on()
     other = plan(catalogs(fleet.sources), catalogs(shards(2)), part_elements=256)
     with pytest.raises(WeightPushError, match="a3f0:1 was never packed for these replicas, and the weights"):
-        fleet.publishers[0].publish(V1, "float32", {other.id: Membership(2, 1)}, [other], 0)
-    fleet.publishers[0].publish(V2, "float32", {other.id: Membership(2, 1)}, [], 0)
+        fleet.publishers[0].publish(PublishRequest(V1, "float32", {other.id: Membership(2, 1)}, [other], 0))
+    fleet.publishers[0].publish(PublishRequest(V2, "float32", {other.id: Membership(2, 1)}, [], 0))
 
 
 def test_who_has_the_version_takes_part_in_its_push(make_fleet):

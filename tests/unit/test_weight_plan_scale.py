@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.runtime.clients import MAX_MESSAGE_BYTES
+from atoll.runtime.clients.base import MAX_MESSAGE_BYTES
 from benchmarks import plan_scale
 
 pytestmark = pytest.mark.long

@@ -17,7 +17,7 @@ from atoll.trainer.publish import Publisher
 from atoll.weights.boxes import tensor_checksums
 from atoll.weights.plan import plan
 from atoll.weights.transport import shm
-from atoll.wire.types import Membership, Published, StreamManifest, Version
+from atoll.wire.types import Membership, Published, PublishRequest, PushPart, StreamManifest, Version
 from tests.unit.weight_layouts import Shard, catalogs, random_model, shards
 
 V0, V1, V2, V3 = (Version("a3f0", number) for number in range(4))
@@ -32,7 +32,10 @@ class Fleet:
     ) -> None:
         self.sources, self.targets, self.dtype = sources, targets, dtype
         self.plan = plan(catalogs(sources), catalogs(targets), part_elements=part_elements)
-        self.publishers = [Publisher(rank, shard.buffers, shm.Sender) for rank, shard in enumerate(sources)]
+        self.publishers = [
+            Publisher(rank, shard.buffers, shm.Sender, stays_readable=True)
+            for rank, shard in enumerate(sources)
+        ]
         self.replica = self.join()
 
     def join(self) -> list[Refit]:
@@ -49,7 +52,7 @@ class Fleet:
         parts: list[Published] = []
         while not parts or not parts[-1].last:
             each = [
-                p.publish(version, self.dtype, {self.plan.id: ALONE}, [self.plan], len(parts))
+                p.publish(PublishRequest(version, self.dtype, {self.plan.id: ALONE}, [self.plan], len(parts)))
                 for p in self.publishers
             ]
             parts.append(publish.merged(each))
@@ -57,7 +60,9 @@ class Fleet:
 
     def receive(self, version: Version, parts: list[Published], replica: list[Refit]) -> int:
         return sum(
-            refit.receive(version, part.streams, self.plan, ALONE) for part in parts for refit in replica
+            refit.receive(PushPart(version, part.streams, self.plan, ALONE))
+            for part in parts
+            for refit in replica
         )
 
     def push(self, version: Version) -> list[Published]:
@@ -131,7 +136,7 @@ def test_buffers_may_be_views():
     ]
     for view, buffer in zip(views, fleet.sources[0].buffers, strict=True):
         view.copy_(buffer)
-    fleet.publishers = [Publisher(0, views, shm.Sender)]
+    fleet.publishers = [Publisher(0, views, shm.Sender, stays_readable=True)]
     fleet.push(V1)
     assert_equal(fleet.live(fleet.replica), model)
 
@@ -230,49 +235,49 @@ def test_order_of_calls():
     fleet.train(1)
     streams = streams_of(fleet.publish(V1))
     with pytest.raises(WeightPushError, match="never sent: send the plan"):
-        refit.receive(V1, streams, None, ALONE)
+        refit.receive(PushPart(V1, streams, None, ALONE))
     with pytest.raises(WeightPushError, match="commit of a3f0:1, but nothing is staged"):
         refit.commit(V1)
-    refit.receive(V1, streams[:1], fleet.plan, ALONE)
+    refit.receive(PushPart(V1, streams[:1], fleet.plan, ALONE))
     missing, total = (fleet.plan.transfers["source"] == 1).sum(), len(fleet.plan.transfers)
     expected = rf"{missing} of {total} slices have not arrived; the first is '.*rank 1"
     with pytest.raises(WeightPushError, match=expected):
         refit.commit(V1)
-    refit.receive(V1, streams[1:], None, ALONE)
+    refit.receive(PushPart(V1, streams[1:], None, ALONE))
     with pytest.raises(WeightPushError, match="commit of a3f0:2, but a3f0:1 is staged"):
         refit.commit(V2)
     refit.rollback(V2)  # another version: nothing to forget
     refit.rollback(V1)
     with pytest.raises(WeightPushError, match="nothing is staged"):
         refit.commit(V1)
-    refit.receive(V1, streams, None, ALONE)
+    refit.receive(PushPart(V1, streams, None, ALONE))
     refit.commit(V1)
     refit.commit(V1)  # repeated: nothing
-    assert refit.receive(V1, streams, None, ALONE) == 0
+    assert refit.receive(PushPart(V1, streams, None, ALONE)) == 0
     fleet.push(V2)
     with pytest.raises(WeightPushError, match="got a3f0:1, but a3f0:2 is live"):
-        refit.receive(V1, streams, None, ALONE)
+        refit.receive(PushPart(V1, streams, None, ALONE))
     restored = Version("b111", 1)
-    refit.receive(restored, streams_of(fleet.publish(restored)), None, ALONE)
+    refit.receive(PushPart(restored, streams_of(fleet.publish(restored)), None, ALONE))
     refit.commit(restored)
 
 
 def test_unknown_plan_is_refused_by_the_trainer():
     fleet = Fleet(shards(1), shards(1))
     with pytest.raises(WeightPushError, match="trainer rank 0 has no plan feed"):
-        fleet.publishers[0].publish(V1, "float32", {"feed": ALONE}, [], 0)
+        fleet.publishers[0].publish(PublishRequest(V1, "float32", {"feed": ALONE}, [], 0))
 
 
 def test_parts_are_asked_for_in_order():
     fleet = Fleet(shards(1), shards(1), part_elements=128)
     fleet.train(1)
     with pytest.raises(WeightPushError, match="part 1 of a3f0:1 is asked for after part -1 of None"):
-        fleet.publishers[0].publish(V1, "float32", {fleet.plan.id: ALONE}, [fleet.plan], 1)
+        fleet.publishers[0].publish(PublishRequest(V1, "float32", {fleet.plan.id: ALONE}, [fleet.plan], 1))
     fleet.push(V1)
     fleet.train(2)
-    fleet.publishers[0].publish(V2, "float32", {fleet.plan.id: ALONE}, [], 0)
+    fleet.publishers[0].publish(PublishRequest(V2, "float32", {fleet.plan.id: ALONE}, [], 0))
     with pytest.raises(WeightPushError, match="part 2 of a3f0:2 is asked for after part 0 of a3f0:2"):
-        fleet.publishers[0].publish(V2, "float32", {fleet.plan.id: ALONE}, [], 2)
+        fleet.publishers[0].publish(PublishRequest(V2, "float32", {fleet.plan.id: ALONE}, [], 2))
 
 
 def test_writer_is_gone():
@@ -281,7 +286,7 @@ def test_writer_is_gone():
     stream = fleet.publish(V1)[0].streams[0]
     gone = replace(stream, location="/proc/1/fd/99999")
     with pytest.raises(WeightPushError, match="cannot map the weights of trainer rank 0"):
-        fleet.replica[0].receive(V1, [gone], fleet.plan, ALONE)
+        fleet.replica[0].receive(PushPart(V1, [gone], fleet.plan, ALONE))
 
 
 @pytest.mark.long

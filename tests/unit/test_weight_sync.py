@@ -13,21 +13,24 @@ import pytest
 import torch
 
 from atoll.config.schema import WeightsSection
+from atoll.config.transports import TRANSPORTS
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.weight_sync import plans, sync
 from atoll.coordinator.weight_sync.canary import Canary
 from atoll.coordinator.weight_sync.sync import WeightSync
 from atoll.rollout.refit import Refit
-from atoll.runtime.clients import Caller, RolloutInfo, TrainerInfo
+from atoll.runtime.clients.base import Caller
 from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError, WeightPushError
 from atoll.trainer import publish
 from atoll.weights.transport.base import open_receiver, open_sender
+from atoll.wire.info import RolloutInfo, TrainerInfo
 from atoll.wire.types import (
     Float32,
     Int32,
     Membership,
-    Plan,
     Published,
+    PublishRequest,
+    PushPart,
     Segments,
     ServiceEntry,
     StreamManifest,
@@ -50,7 +53,10 @@ class Trainer:
         self.shards = shards(tensor)
         sender = partial(open_sender, transport, DEADLINE_S, "127.0.0.1")
         self.publishers = [
-            publish.Publisher(rank, shard.buffers, sender) for rank, shard in enumerate(self.shards)
+            publish.Publisher(
+                rank, shard.buffers, sender, stays_readable=TRANSPORTS[transport].stays_readable
+            )
+            for rank, shard in enumerate(self.shards)
         ]
         self._compute = ThreadPoolExecutor(1)
         self.model: dict[str, torch.Tensor] = {}
@@ -68,24 +74,15 @@ class Trainer:
     async def info(self) -> TrainerInfo:
         return TrainerInfo("", 2, 2, 1, 1, 1, 1, 0, 0, "", tuple(catalogs(self.shards)), ("actor",))
 
-    async def publish_weights(
-        self,
-        version: Version,
-        dtype: str,
-        members: Mapping[str, Membership],
-        new_plans: Sequence[Plan],
-        part: int,
-    ) -> Published:
-        self.calls.append((version, part, len(new_plans)))
-        self.epochs += members.values()
+    async def publish_weights(self, request: PublishRequest) -> Published:
+        self.calls.append((request.version, request.part, len(request.new_plans)))
+        self.epochs += request.members.values()
         if self.error:
             raise self.error
         # one after the other, as on a rank's compute thread: also after one that is given up
         return await asyncio.get_running_loop().run_in_executor(
             self._compute,
-            lambda: publish.merged(
-                [p.publish(version, dtype, members, new_plans, part) for p in self.publishers]
-            ),
+            lambda: publish.merged([p.publish(request) for p in self.publishers]),
         )
 
     async def compute_logprobs(self, segments: Segments, temperature: float) -> Float32:
@@ -114,13 +111,11 @@ class Engine:
         if name in self.fails:
             raise self.fails[name]
 
-    async def receive_weights(
-        self, version: Version, streams: Sequence[StreamManifest], plan: Plan | None, membership: Membership
-    ) -> int:
+    async def receive_weights(self, part: PushPart) -> int:
         self._called("receive")
-        self.plans += plan is not None
-        self.memberships.append(membership)
-        return await asyncio.to_thread(self.refit.receive, version, streams, plan, membership)
+        self.plans += part.plan is not None
+        self.memberships.append(part.membership)
+        return await asyncio.to_thread(self.refit.receive, part)
 
     async def commit_weights(self, version: Version, *, finish_running: bool) -> float:
         self._called("commit")

@@ -9,7 +9,7 @@ from secrets import token_hex
 import numpy as np
 
 from atoll.coordinator.fleet.replicas import Replica, Replicas, State, now
-from atoll.runtime.clients import Arrival
+from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.errors import AtollError, BadAnswerError, ServiceUnavailableError, UserError
 from atoll.wire.types import FinishReason, GroupId, SampleId, Sampling, Trajectory, TurnId, TurnRequest
 

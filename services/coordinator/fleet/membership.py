@@ -9,7 +9,9 @@ from atoll.coordinator.fleet.health import RETRY_S, Health
 from atoll.coordinator.fleet.registry import Joined, Registry
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.rewards.rewards import Rewards
-from atoll.runtime.clients import Caller, RewardClient, TrainerClient
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.reward import RewardClient
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from atoll.wire.types import ServiceEntry
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from atoll.coordinator.fleet.routing import Router, Seat, Work
-from atoll.runtime.clients import Arrival, Caller, RolloutClient, RolloutInfo
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.rollout import Arrival, RolloutClient
 from atoll.runtime.errors import AtollError, EngineDiedError, ServiceUnavailableError
+from atoll.wire.info import RolloutInfo
 from atoll.wire.types import GroupId, ServiceEntry, Version
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,8 @@ from contextlib import aclosing
 from functools import partial
 
 from atoll.coordinator.rewards.score_parts import OwnServices, Part, ServerGrader, texts
-from atoll.runtime.clients import MAX_MESSAGE_BYTES, RewardClient
+from atoll.runtime.clients.base import MAX_MESSAGE_BYTES
+from atoll.runtime.clients.reward import RewardClient
 from atoll.runtime.errors import AtollError, StaleFenceError
 from atoll.wire.codec.rewards import encode_score_item
 from atoll.wire.types import Graded, GradingError, SampleId, ScoreItem, Verdict

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from atoll.coordinator.rewards.servers import Servers
-from atoll.runtime.clients import RewardClient
+from atoll.runtime.clients.reward import RewardClient
 from atoll.runtime.errors import AtollError, OverloadedError, ServiceUnavailableError, StaleFenceError
 from atoll.wire.types import Graded, GradingError, ScoreItem, Verdict
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from atoll.coordinator.fleet.replicas import Replica
 from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.runtime.clients import Arrival
+from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.errors import BadAnswerError
 from atoll.wire.types import FinishReason, SampleId, TurnRequest
 

@@ -10,7 +10,7 @@ from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.rollouts.calls import Call
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.producer import GroupsInFlight, Sink
-from atoll.runtime.clients import Arrival
+from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.errors import AtollError, BadAnswerError, UserError
 from atoll.wire.types import GroupId, SampleId
 

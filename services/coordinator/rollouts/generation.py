@@ -10,7 +10,7 @@ from atoll.coordinator.rollouts.dispatch import Dispatch
 from atoll.coordinator.rollouts.grading import Grading
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.producer import GroupsInFlight, Sink
-from atoll.runtime.clients import Arrival
+from atoll.runtime.clients.rollout import Arrival
 from atoll.wire.types import FinishReason, GroupId, Trajectory
 
 log = logging.getLogger(__name__)

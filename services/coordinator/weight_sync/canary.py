@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from atoll.coordinator.data.rendering import Renderer
-from atoll.runtime.clients import RolloutClient, TrainerClient
+from atoll.runtime.clients.rollout import RolloutClient
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import WeightPushError
 from atoll.runtime.model_spec import read_spec
 from atoll.wire.types import Float32, Int32, Segments

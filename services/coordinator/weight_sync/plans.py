@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 
 from atoll.coordinator.fleet.replicas import Replica
-from atoll.runtime.clients import TrainerClient
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import UserError
 from atoll.runtime.memory import BYTES
 from atoll.weights.plan import plan

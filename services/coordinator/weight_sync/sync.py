@@ -17,10 +17,19 @@ from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.weight_sync.canary import Canary, CanaryError
 from atoll.coordinator.weight_sync.plans import Plans
 from atoll.coordinator.weight_sync.push_report import Live, PushReport, report
-from atoll.runtime.clients import TrainerClient
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError, WeightPushError
 from atoll.runtime.patience import while_it_progresses
-from atoll.wire.types import Float32, Membership, Plan, Published, StreamManifest, Version
+from atoll.wire.types import (
+    Float32,
+    Membership,
+    Plan,
+    Published,
+    PublishRequest,
+    PushPart,
+    StreamManifest,
+    Version,
+)
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -262,7 +271,9 @@ class WeightSync:
         new = [plan for plan in plans if plan.id not in self._trainer_has]
         try:
             published = await self._trainer().publish_weights(
-                version, self._dtype, {p.id: classes.get(p.id, nobody) for p in plans}, new, part
+                PublishRequest(
+                    version, self._dtype, {p.id: classes.get(p.id, nobody) for p in plans}, new, part
+                )
             )
         except AtollError:
             self._trainer_has.clear()  # it may be a new process
@@ -281,7 +292,7 @@ class WeightSync:
         seat, incarnation = members[replica], replica.entry.incarnation
         mine = [stream for stream in streams if stream.plan_id == seat.plan.id]
         new_plan = None if incarnation in self._have_plan else seat.plan
-        receiving = replica.client.receive_weights(version, mine, new_plan, seat.membership)
+        receiving = replica.client.receive_weights(PushPart(version, mine, new_plan, seat.membership))
         await self._in_time(receiving, f"a part of {version}")
         self._have_plan.add(incarnation)
 

@@ -3,15 +3,14 @@
 import numpy as np
 import torch
 
-from atoll.config.schema import LoraConfig
 from atoll.weights.adapters import adapter_names, is_target
-from atoll.wire.types import BOX, Catalog
+from atoll.wire.types import BOX, Catalog, LoraSpec
 
 
 class Adapters:
     """Where A [rank, inputs] and B [outputs, rank] of each target lie in a flat buffer, whole."""
 
-    def __init__(self, weights: Catalog, lora: LoraConfig) -> None:
+    def __init__(self, weights: Catalog, lora: LoraSpec) -> None:
         """`weights` are the model's, each in one box."""
         self.scale = lora.alpha / lora.rank
         self.targets: list[str] = []

@@ -9,10 +9,8 @@ from atoll.wire.types import (
     FinishReason,
     Float32,
     Int32,
-    Membership,
     PauseMode,
-    Plan,
-    StreamManifest,
+    PushPart,
     TurnId,
     TurnRequest,
     Version,
@@ -96,17 +94,9 @@ class Engine(Protocol):
         """Where each tensor-parallel rank keeps its part of each canonical tensor."""
         ...
 
-    async def receive(
-        self,
-        version: Version,
-        streams: Sequence[StreamManifest],
-        plan: Plan | None,
-        membership: Membership,
-    ) -> int:
-        """Copies a part of a version into the staging buffer while generation goes on; checks every checksum.
-
-        `plan` comes with the first push. Returns bytes received. Raises WeightPushError where a slice
-        is missing or wrong.
+    async def receive(self, part: PushPart) -> int:
+        """Copies the part into the staging buffer while generation goes on; checks every checksum. Returns
+        bytes received. Raises WeightPushError where a slice is missing or wrong.
         """
         ...
 

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from atoll.config.schema import LoraConfig
 from atoll.rollout.engines.base import Completion, EngineInfo
 from atoll.rollout.engines.checks import check_request, check_sequence
 from atoll.rollout.engines.local_adapters import AdapterLayout
@@ -31,17 +30,7 @@ from atoll.runtime.errors import AtollError, EngineDiedError, UserError
 from atoll.runtime.model_spec import read_spec
 from atoll.weights.boxes import tensor_checksums
 from atoll.weights.transport.base import Receiver
-from atoll.wire.types import (
-    Catalog,
-    Float32,
-    Int32,
-    Membership,
-    PauseMode,
-    Plan,
-    StreamManifest,
-    TurnRequest,
-    Version,
-)
+from atoll.wire.types import Catalog, Float32, Int32, LoraSpec, PauseMode, PushPart, TurnRequest, Version
 
 T = TypeVar("T")
 
@@ -78,7 +67,7 @@ class LocalEngine:
         max_length: int,
         version: Version,
         receiver: Receiver,
-        lora: LoraConfig | None = None,
+        lora: LoraSpec | None = None,
     ) -> None:
         """Reads the model; `version` names the weights in the folder. With `lora`, its adapters alone are
         pushed. Raises UserError where the folder holds no model that this engine runs, or `max_length`
@@ -199,14 +188,8 @@ class LocalEngine:
     def catalogs(self) -> tuple[Catalog, ...]:
         return (self._layout.catalog,)
 
-    async def receive(
-        self,
-        version: Version,
-        streams: Sequence[StreamManifest],
-        plan: Plan | None,
-        membership: Membership,
-    ) -> int:
-        return await asyncio.to_thread(self._refit.receive, version, streams, plan, membership)
+    async def receive(self, part: PushPart) -> int:
+        return await asyncio.to_thread(self._refit.receive, part)
 
     async def commit(self, version: Version) -> float:
         def command() -> float:

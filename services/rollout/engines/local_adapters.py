@@ -9,16 +9,15 @@ from dataclasses import replace
 
 import torch
 
-from atoll.config.schema import LoraConfig
 from atoll.rollout.engines.adapters import Adapters
 from atoll.rollout.engines.local_weights import Layout, LowRank, Piece, Weights
-from atoll.wire.types import Catalog
+from atoll.wire.types import Catalog, LoraSpec
 
 
 class AdapterLayout:
     """Takes the place of Layout where only adapters are pushed."""
 
-    def __init__(self, base: Layout, weights: Weights, lora: LoraConfig) -> None:
+    def __init__(self, base: Layout, weights: Weights, lora: LoraSpec) -> None:
         """`weights` are those that `base` has bound."""
         self._weights, self._layers = weights, base.layers
         self._adapters = Adapters(base.catalog, lora)

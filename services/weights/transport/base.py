@@ -19,11 +19,6 @@ from atoll.wire.types import Membership, StreamManifest
 class Sender(Protocol):
     """A trainer rank's end, for the replicas of one plan. Calls come one at a time, from one thread."""
 
-    @property
-    def keeps(self) -> bool:
-        """Does a version stay readable after it was sent?"""
-        ...
-
     def begin(self, membership: Membership) -> None:
         """The parts that follow, from the first one, are those of another version or go to other members.
 

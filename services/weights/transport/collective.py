@@ -70,8 +70,6 @@ class Sender:
     arrival, the deadline, a newer epoch and `close` unblock it.
     """
 
-    keeps = False
-
     def __init__(self, found: Found, allocate: Allocate, part_bytes: Sequence[int]) -> None:
         self._found = found
         self._part_bytes = part_bytes

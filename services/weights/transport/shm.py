@@ -19,8 +19,6 @@ from atoll.wire.types import Membership, StreamManifest
 class Sender:
     """A segment of two halves."""
 
-    keeps = True
-
     def __init__(self, part_bytes: Sequence[int]) -> None:
         self._halves = Halves(part_bytes)
         self._segment = Segment(self._halves.num_bytes)

@@ -1,5 +1,6 @@
 """Services and external servers <-> messages of the coordinator. Pure."""
 
+from atoll.wire.info import RunStatus
 from atoll.wire.types import ExternalServer, ServerHealth, ServiceEntry
 from atoll.wire.v1 import coordinator_pb2
 
@@ -56,3 +57,33 @@ def encode_service(entry: ServiceEntry) -> coordinator_pb2.Service:
 
 def decode_service(message: coordinator_pb2.Service) -> ServiceEntry:
     return ServiceEntry(message.role, message.name, message.incarnation, message.address)
+
+
+def encode_run_status(status: RunStatus) -> coordinator_pb2.StatusReply:
+    return coordinator_pb2.StatusReply(
+        run=status.run,
+        state=status.state,
+        step=status.step,
+        num_steps=status.num_steps,
+        version=status.version,
+        error=status.error,
+        services=[encode_service(entry) for entry in status.services],
+        metrics=status.metrics,
+        revision=status.revision,
+        servers=[encode_server_health(health) for health in status.servers],
+    )
+
+
+def decode_run_status(message: coordinator_pb2.StatusReply) -> RunStatus:
+    return RunStatus(
+        run=message.run,
+        state=message.state,
+        step=message.step,
+        num_steps=message.num_steps,
+        version=message.version,
+        error=message.error,
+        services=tuple(decode_service(service) for service in message.services),
+        metrics=dict(message.metrics),
+        revision=message.revision,
+        servers=tuple(decode_server_health(server) for server in message.servers),
+    )

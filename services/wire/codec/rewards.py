@@ -1,5 +1,6 @@
 """Items, verdicts and executions <-> messages of the reward service. Pure."""
 
+from atoll.wire.info import RewardInfo
 from atoll.wire.types import (
     Execution,
     FinishReason,
@@ -143,3 +144,11 @@ def decode_execution(message: reward_pb2.ExecuteReply) -> Execution:
         wall_s=message.wall_s,
         cpu_s=message.cpu_s,
     )
+
+
+def encode_reward_info(info: RewardInfo) -> reward_pb2.DescribeReply:
+    return reward_pb2.DescribeReply(graders=info.graders, sandbox=info.sandbox, max_queued=info.max_queued)
+
+
+def decode_reward_info(message: reward_pb2.DescribeReply) -> RewardInfo:
+    return RewardInfo(tuple(message.graders), message.max_queued, message.sandbox)

@@ -1,9 +1,20 @@
-"""What is asked of the rollout service <-> messages. Pure."""
+"""What is asked of the rollout service, and what it says <-> messages. Pure."""
+
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from atoll.wire.codec.values import decode_group_id, encode_group_id
-from atoll.wire.types import SampleId, Sampling, TurnId, TurnRequest
+from atoll.wire.codec.values import (
+    decode_group_id,
+    decode_tensor,
+    decode_version,
+    encode_group_id,
+    encode_tensor,
+    encode_version,
+)
+from atoll.wire.codec.weights import decode_catalog, encode_catalog
+from atoll.wire.info import RolloutInfo
+from atoll.wire.types import Float32, Int32, SampleId, Sampling, TurnId, TurnRequest, Version
 from atoll.wire.v1 import rollout_pb2, types_pb2
 
 
@@ -11,7 +22,7 @@ def encode_turn_request(request: TurnRequest) -> rollout_pb2.TurnRequest:
     ids = request.ids
     message = rollout_pb2.TurnRequest(
         group=encode_group_id(request.group),
-        context_ids=request.context_ids.astype("<i4", copy=False).tobytes(),
+        context_ids=_encode_ids(request.context_ids),
         index=[id.sample.index for id in ids],
         attempt=[id.attempt for id in ids],
         sampling=encode_sampling(request.sampling),
@@ -34,7 +45,7 @@ def decode_turn_request(message: rollout_pb2.TurnRequest) -> TurnRequest:
     )
     if not ids:
         raise ValueError(f"a request for turns of group {group} names none: expected an index or more")
-    context_ids = np.frombuffer(message.context_ids, "<i4")
+    context_ids = _decode_ids(message.context_ids)
     return TurnRequest(ids, context_ids, decode_sampling(message.sampling), message.session)
 
 
@@ -59,4 +70,79 @@ def decode_sampling(message: types_pb2.Sampling) -> Sampling:
         stop_token_ids=tuple(message.stop_token_ids),
         stop=tuple(message.stop),
         seed=message.seed,
+    )
+
+
+def encode_score_tokens(sequences: Sequence[Int32]) -> rollout_pb2.ScoreTokensRequest:
+    return rollout_pb2.ScoreTokensRequest(sequences=[_encode_ids(ids) for ids in sequences])
+
+
+def decode_score_tokens(message: rollout_pb2.ScoreTokensRequest) -> list[Int32]:
+    return [_decode_ids(ids) for ids in message.sequences]
+
+
+def encode_token_scores(logprobs: Sequence[Float32]) -> rollout_pb2.ScoreTokensReply:
+    """Of each sequence [T], float32 [T-1]."""
+    return rollout_pb2.ScoreTokensReply(logprobs=encode_tensor(np.concatenate(logprobs)))
+
+
+def decode_token_scores(message: rollout_pb2.ScoreTokensReply, sequences: Sequence[Int32]) -> list[Float32]:
+    """Raises ValueError for as many as `sequences` do not have."""
+    logprobs = decode_tensor(message.logprobs).astype(np.float32, copy=False)
+    ends = np.cumsum([len(ids) - 1 for ids in sequences])
+    if logprobs.shape != (ends[-1],):
+        raise ValueError(f"got log-probabilities of shape {logprobs.shape}, expected ({ends[-1]},)")
+    return np.split(logprobs, ends[:-1])
+
+
+def _encode_ids(ids: Int32) -> bytes:
+    return ids.astype("<i4", copy=False).tobytes()
+
+
+def _decode_ids(data: bytes) -> Int32:
+    return np.frombuffer(data, "<i4")
+
+
+def encode_checksums(version: Version, checksums: Mapping[str, int]) -> rollout_pb2.ChecksumsReply:
+    return rollout_pb2.ChecksumsReply(
+        version=encode_version(version),
+        tensors=list(checksums),
+        checksums=encode_tensor(np.array(list(checksums.values()), np.uint64)),
+    )
+
+
+def decode_checksums(message: rollout_pb2.ChecksumsReply) -> tuple[Version, dict[str, int]]:
+    checksums = decode_tensor(message.checksums).tolist()
+    return decode_version(message.version), dict(zip(message.tensors, checksums, strict=True))
+
+
+def encode_rollout_info(info: RolloutInfo) -> rollout_pb2.RolloutInfoReply:
+    return rollout_pb2.RolloutInfoReply(
+        name=info.name,
+        incarnation=info.incarnation,
+        version=encode_version(info.version),
+        vocab_size=info.vocab_size,
+        max_length=info.max_length,
+        slots=info.slots,
+        dtype=info.dtype,
+        boxes=[encode_catalog(catalog) for catalog in info.catalogs],
+        running=info.running,
+        queued=info.queued,
+        tokens_generated=info.tokens_generated,
+    )
+
+
+def decode_rollout_info(message: rollout_pb2.RolloutInfoReply) -> RolloutInfo:
+    return RolloutInfo(
+        name=message.name,
+        incarnation=message.incarnation,
+        version=decode_version(message.version),
+        vocab_size=message.vocab_size,
+        max_length=message.max_length,
+        slots=message.slots,
+        dtype=message.dtype,
+        catalogs=tuple(decode_catalog(boxes) for boxes in message.boxes),
+        running=message.running,
+        queued=message.queued,
+        tokens_generated=message.tokens_generated,
     )

@@ -6,9 +6,22 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.wire.codec.values import decode_tensor, encode_tensor
-from atoll.wire.types import BOX, TRANSFER, Catalog, Membership, Plan, Published, StreamManifest
-from atoll.wire.v1 import trainer_pb2, types_pb2
+from atoll.wire.codec.values import decode_tensor, decode_version, encode_tensor, encode_version
+from atoll.wire.types import (
+    BOX,
+    TRANSFER,
+    Catalog,
+    LoraSpec,
+    Membership,
+    Plan,
+    Published,
+    PublishRequest,
+    PushPart,
+    ReceiverSetup,
+    StreamManifest,
+    Version,
+)
+from atoll.wire.v1 import rollout_pb2, trainer_pb2, types_pb2, worker_pb2
 
 MAX_INFLATED_BYTES = 512 << 20  # of decompressed boxes: five times those of the largest plan that was made
 
@@ -101,6 +114,48 @@ def decode_membership(message: types_pb2.Membership) -> Membership:
     return Membership(message.epoch, message.num_members, message.member)
 
 
+def encode_push_part(part: PushPart) -> rollout_pb2.ReceiveWeightsRequest:
+    return rollout_pb2.ReceiveWeightsRequest(
+        version=encode_version(part.version),
+        streams=[encode_stream(stream) for stream in part.streams],
+        plan=None if part.plan is None else encode_plan(part.plan),
+        membership=encode_membership(part.membership),
+    )
+
+
+def decode_push_part(message: rollout_pb2.ReceiveWeightsRequest) -> PushPart:
+    return PushPart(
+        version=decode_version(message.version),
+        streams=[decode_stream(stream) for stream in message.streams],
+        plan=decode_plan(message.plan) if message.HasField("plan") else None,
+        membership=decode_membership(message.membership),
+    )
+
+
+def encode_publish(role: str, request: PublishRequest) -> trainer_pb2.PublishWeightsRequest:
+    return trainer_pb2.PublishWeightsRequest(
+        role=role,
+        version=encode_version(request.version),
+        dtype=request.dtype,
+        plan_ids=list(request.members),
+        members=[encode_membership(membership) for membership in request.members.values()],
+        plans=[encode_plan(plan) for plan in request.new_plans],
+        part=request.part,
+    )
+
+
+def decode_publish(message: trainer_pb2.PublishWeightsRequest) -> PublishRequest:
+    """The role that the message names beside it is for the service."""
+    members = map(decode_membership, message.members)
+    return PublishRequest(
+        version=decode_version(message.version),
+        dtype=message.dtype,
+        members=dict(zip(message.plan_ids, members, strict=True)),
+        new_plans=[decode_plan(plan) for plan in message.plans],
+        part=message.part,
+    )
+
+
 def encode_published(published: Published) -> trainer_pb2.PublishWeightsReply:
     return trainer_pb2.PublishWeightsReply(
         streams=[encode_stream(stream) for stream in published.streams],
@@ -112,3 +167,24 @@ def encode_published(published: Published) -> trainer_pb2.PublishWeightsReply:
 def decode_published(message: trainer_pb2.PublishWeightsReply) -> Published:
     streams = tuple(decode_stream(stream) for stream in message.streams)
     return Published(streams, message.num_bytes, message.last)
+
+
+def encode_attach(version: Version, setup: ReceiverSetup) -> worker_pb2.AttachRequest:
+    lora = setup.lora
+    return worker_pb2.AttachRequest(
+        version=encode_version(version),
+        transport=setup.transport,
+        deadline_s=setup.deadline_s,
+        lora=None
+        if lora is None
+        else worker_pb2.Lora(rank=lora.rank, alpha=lora.alpha, targets=lora.targets),
+    )
+
+
+def decode_attach(message: worker_pb2.AttachRequest) -> tuple[Version, ReceiverSetup]:
+    lora = message.lora if message.HasField("lora") else None
+    return decode_version(message.version), ReceiverSetup(
+        transport=message.transport,
+        deadline_s=message.deadline_s,
+        lora=None if lora is None else LoraSpec(lora.rank, lora.alpha, tuple(lora.targets)),
+    )

@@ -4,8 +4,10 @@ isort:skip_file
 """
 
 from atoll.wire.v1 import types_pb2 as _types_pb2
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -29,11 +31,13 @@ class AttachRequest(_message.Message):
     """as in [weights]"""
     deadline_s: _builtins.float
     """of the transport"""
-    lora: _builtins.str
-    """trainer.lora as JSON where adapters alone are pushed"""
     @_builtins.property
     def version(self) -> _types_pb2.Version:
         """of the weights that the server has loaded"""
+
+    @_builtins.property
+    def lora(self) -> Global___Lora:
+        """adapters, where they alone are pushed"""
 
     def __init__(
         self,
@@ -41,15 +45,45 @@ class AttachRequest(_message.Message):
         version: _types_pb2.Version | None = ...,
         transport: _builtins.str = ...,
         deadline_s: _builtins.float = ...,
-        lora: _builtins.str = ...,
+        lora: Global___Lora | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "lora", b"lora", "transport", b"transport", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
+
+@_typing.final
+class Lora(_message.Message):
+    """Low-rank adapters: alpha / rank times B A is added to each matrix of these names."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ALPHA_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    alpha: _builtins.float
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """such as "q_proj" """
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        alpha: _builtins.float = ...,
+        targets: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "rank", b"rank", "targets", b"targets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lora: _TypeAlias = Lora  # noqa: Y015
 
 @_typing.final
 class AttachReply(_message.Message):

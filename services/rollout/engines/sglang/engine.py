@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from atoll.config.schema import LoraConfig, SGLangConfig
+from atoll.config.schema import SGLangConfig
 from atoll.rollout.engines.base import Completion, EngineInfo
 from atoll.rollout.engines.checks import check_request, check_sequence
 from atoll.rollout.engines.sglang import messages
@@ -29,10 +29,9 @@ from atoll.wire.types import (
     FinishReason,
     Float32,
     Int32,
-    Membership,
     PauseMode,
-    Plan,
-    StreamManifest,
+    PushPart,
+    ReceiverSetup,
     TurnId,
     TurnRequest,
     Version,
@@ -100,21 +99,18 @@ class SGLangEngine:
         dtype: str,
         threads: int,
         config: SGLangConfig,
-        transport: str,
-        deadline_s: float,
         start_timeout_s: float,
         version: Version,
-        lora: LoraConfig | None = None,
+        setup: ReceiverSetup,
     ) -> Self:
-        """Serves the model; `version` names the weights in the folder, `transport` and `deadline_s` are those
-        of [weights]. With `lora`, its adapters alone are pushed. Raises UserError for a model or an argument
-        that SGLang refuses, EngineDiedError where it does not come up."""
+        """Serves the model; `version` names the weights in the folder. Raises UserError for a model or an
+        argument that SGLang refuses, EngineDiedError where it does not come up."""
         vocab_size = read_spec(folder).vocab_size
         ours = {"model_path": folder, "dtype": dtype, "weight_version": messages.version_text(version)}
         arguments = arguments_of(config.model_extra or {}, ours, config.device, config.tp_size)
         environment = environment_of(config.device, config.tp_size, threads)
         async with AsyncExitStack() as undo:
-            workers = Workers(config.tp_size, transport, deadline_s, version, lora)
+            workers = Workers(config.tp_size, version, setup)
             undo.push_async_callback(workers.close)
             server = await Server.start(
                 arguments + workers.arguments, environment | workers.environment, start_timeout_s
@@ -205,14 +201,8 @@ class SGLangEngine:
     def catalogs(self) -> tuple[Catalog, ...]:
         return self._workers.catalogs()
 
-    async def receive(
-        self,
-        version: Version,
-        streams: Sequence[StreamManifest],
-        plan: Plan | None,
-        membership: Membership,
-    ) -> int:
-        return await self._workers.receive(version, streams, plan, membership)
+    async def receive(self, part: PushPart) -> int:
+        return await self._workers.receive(part)
 
     async def commit(self, version: Version) -> float:
         return await self._to_its_end(self._commit(version))

@@ -22,7 +22,6 @@ import grpc.aio
 import torch
 
 from atoll.config.load import worker_sockets
-from atoll.config.schema import LoraConfig
 from atoll.rollout.engines.adapters import Adapters
 from atoll.rollout.engines.local_weights import Layout
 from atoll.rollout.engines.sglang.merged import MergedAdapters
@@ -34,13 +33,7 @@ from atoll.runtime.server import Server
 from atoll.weights.boxes import box_view
 from atoll.weights.transport.base import open_receiver
 from atoll.wire.codec.values import decode_version
-from atoll.wire.codec.weights import (
-    decode_catalog,
-    decode_membership,
-    decode_plan,
-    decode_stream,
-    encode_catalog,
-)
+from atoll.wire.codec.weights import decode_attach, decode_catalog, decode_push_part, encode_catalog
 from atoll.wire.types import Catalog, Version
 from atoll.wire.v1 import rollout_pb2, worker_pb2, worker_pb2_grpc
 
@@ -152,13 +145,14 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             self._outcome.write_text(committed(version))
 
     async def Attach(self, request: worker_pb2.AttachRequest, context: Context) -> worker_pb2.AttachReply:
+        version, setup = decode_attach(request)
         found = dict(self._model.named_parameters())  # tied ones appear once
         dtype = _check(self._model, found)
         spec = read_spec(self._folder)
         mine = catalog({name: p.shape for name, p in found.items()}, spec, self._rank, self._size)
         self._buffers = [parameter.detach().view(-1) for parameter in found.values()]
-        if request.lora:
-            adapters = Adapters(Layout(spec).catalog, LoraConfig.model_validate_json(request.lora))
+        if setup.lora is not None:
+            adapters = Adapters(Layout(spec).catalog, setup.lora)
             self._merged = MergedAdapters(adapters, self._buffers, mine)
             mine, self._buffers = adapters.catalog, [adapters.zeros(self._buffers[0])]
 
@@ -166,8 +160,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             with _beside_generation(self._buffers[0]):
                 return Refit(
                     self._buffers,
-                    decode_version(request.version),
-                    open_receiver(request.transport, request.deadline_s),
+                    version,
+                    open_receiver(setup.transport, setup.deadline_s),
                     self._rank,
                     in_place=self._in_place,
                 )
@@ -182,12 +176,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
         def receive() -> int:
             with _beside_generation(self._buffers[0]):
-                return refit.receive(
-                    decode_version(request.version),
-                    [decode_stream(stream) for stream in request.streams],
-                    decode_plan(request.plan) if request.HasField("plan") else None,
-                    decode_membership(request.membership),
-                )
+                return refit.receive(decode_push_part(request))
 
         return rollout_pb2.ReceiveWeightsReply(num_bytes=await asyncio.to_thread(receive))
 

@@ -14,13 +14,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from atoll.config.load import WORKER_SOCKETS
-from atoll.config.schema import LoraConfig
 from atoll.rollout.engines.sglang.messages import version_text
 from atoll.rollout.engines.sglang.worker import committed, outcome_path, refit, socket_path
-from atoll.runtime.clients import WorkerClient
+from atoll.runtime.clients.worker import WorkerClient
 from atoll.runtime.errors import EngineDiedError, WeightPushError
 from atoll.runtime.memory import BYTES
-from atoll.wire.types import BOX, Catalog, Membership, Plan, StreamManifest, Version
+from atoll.wire.types import BOX, Catalog, PushPart, ReceiverSetup, Version
 
 Post = Callable[[str, Mapping[str, Any]], Awaitable[object]]  # a call of the server's HTTP; raises unless 200
 
@@ -32,23 +31,15 @@ READ_BYTES = 16 << 20  # of one tensor at a time, from all ranks
 class Workers:
     """All ranks of one server, from its start to its end. What changes weights comes one call at a time."""
 
-    def __init__(
-        self,
-        tp_size: int,
-        transport: str,
-        deadline_s: float,
-        version: Version,
-        lora: LoraConfig | None = None,
-    ) -> None:
-        """`version` names the weights that the server loads; `transport` and `deadline_s` as in [weights].
-        With `lora`, its adapters alone are pushed."""
-        self._transport, self._deadline_s = transport, deadline_s
-        self._version = version
-        self._lora = "" if lora is None else lora.model_dump_json()
+    def __init__(self, tp_size: int, version: Version, setup: ReceiverSetup) -> None:
+        """`version` names the weights that the server loads."""
+        self._version, self._setup = version, setup
         self._folder = tempfile.TemporaryDirectory(prefix="atoll-")  # only this user may enter it
         folder, ranks = Path(self._folder.name), range(tp_size)
         self._outcomes = [outcome_path(folder, rank) for rank in ranks]
-        self._clients = [WorkerClient(f"unix:{socket_path(folder, rank)}", deadline_s) for rank in ranks]
+        self._clients = [
+            WorkerClient(f"unix:{socket_path(folder, rank)}", setup.deadline_s) for rank in ranks
+        ]
         self._catalogs: tuple[Catalog, ...] = ()
         self._dtype = ""
         self._lock = asyncio.Lock()
@@ -68,10 +59,7 @@ class Workers:
         server, whose parameters weights cannot be pushed to."""
         await self._call_loaders(post, None)
         answers = await asyncio.gather(
-            *(
-                client.attach(self._version, self._transport, self._deadline_s, self._lora)
-                for client in self._clients
-            )
+            *(client.attach(self._version, self._setup) for client in self._clients)
         )
         self._catalogs = tuple(catalog for catalog, _ in answers)
         self._dtype = answers[0][1]
@@ -79,16 +67,10 @@ class Workers:
     def catalogs(self) -> tuple[Catalog, ...]:
         return self._catalogs
 
-    async def receive(
-        self,
-        version: Version,
-        streams: Sequence[StreamManifest],
-        plan: Plan | None,
-        membership: Membership,
-    ) -> int:
+    async def receive(self, part: PushPart) -> int:
         """Every rank stages what is its own. Returns the bytes copied. Raises WeightPushError."""
         async with self._lock:
-            calls = [client.receive(version, streams, plan, membership) for client in self._clients]
+            calls = [client.receive(part) for client in self._clients]
             return sum(await asyncio.gather(*calls))
 
     @asynccontextmanager

@@ -1,0 +1,62 @@
+"""The coordinator's client."""
+
+from atoll.runtime.clients.base import CEILING_S, Caller, Client
+from atoll.wire.codec.fleet import decode_run_status, encode_server, encode_service
+from atoll.wire.info import RunStatus
+from atoll.wire.types import ExternalServer, ServerKind, ServiceEntry
+from atoll.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+
+class CoordinatorClient(Client):
+    def __init__(self, address: str, caller: Caller, timeout_s: float = 10.0) -> None:
+        super().__init__(address, caller, timeout_s)
+        self._stub: coordinator_pb2_grpc.CoordinatorAsyncStub = coordinator_pb2_grpc.CoordinatorStub(
+            self._channel
+        )
+
+    async def register(self, entry: ServiceEntry) -> tuple[float, int]:
+        """Returns the seconds that the lease lasts, and the coordinator's epoch."""
+        request = coordinator_pb2.RegisterRequest(service=encode_service(entry))
+        reply = await self._call(self._stub.Register, request)
+        return reply.lease_s, reply.epoch
+
+    async def heartbeat(self, entry: ServiceEntry) -> tuple[bool, int]:
+        """Whether the coordinator knows this service, which else registers again, and its epoch."""
+        request = coordinator_pb2.HeartbeatRequest(service=encode_service(entry))
+        reply = await self._call(self._stub.Heartbeat, request)
+        return reply.known, reply.epoch
+
+    async def deregister(self, entry: ServiceEntry) -> None:
+        request = coordinator_pb2.DeregisterRequest(service=encode_service(entry))
+        await self._call(self._stub.Deregister, request)
+
+    async def status(self, seen: int = 0) -> RunStatus:
+        """Answers once the revision is not `seen` any more, at the latest shortly before the deadline."""
+        request = coordinator_pb2.StatusRequest(seen=seen)
+        return await self._query(self._stub.Status, request, decode_run_status)
+
+    async def add_server(self, server: ExternalServer) -> None:
+        """Raises UserError if it may not be registered, or does not answer properly."""
+        request = coordinator_pb2.AddServerRequest(server=encode_server(server))
+        timeout_s = 2 * server.timeout_s + self._timeout_s  # a connection, and a probe
+        await self._call(self._stub.AddServer, request, timeout_s)
+
+    async def remove_server(self, kind: ServerKind, name: str, url: str = "") -> int:
+        """How many there were; without `url` all of that name go."""
+        request = coordinator_pb2.RemoveServerRequest(kind=kind, name=name, url=url)
+        return (await self._call(self._stub.RemoveServer, request)).removed
+
+    async def pause_run(self) -> None:
+        """The run stops between two steps."""
+        await self._call(self._stub.PauseRun, coordinator_pb2.PauseRunRequest())
+
+    async def resume_run(self) -> None:
+        await self._call(self._stub.ResumeRun, coordinator_pb2.ResumeRunRequest())
+
+    async def stop_run(self) -> None:
+        """The run ends after the step in progress, as if it had been the last."""
+        await self._call(self._stub.StopRun, coordinator_pb2.StopRunRequest())
+
+    async def checkpoint(self, timeout_s: float = CEILING_S) -> str:
+        """Saves after the step in progress; returns the checkpoint's path."""
+        return (await self._call(self._stub.Checkpoint, coordinator_pb2.CheckpointRequest(), timeout_s)).path

@@ -1,0 +1,38 @@
+"""The client of the receiver inside one tensor-parallel rank of an SGLang server."""
+
+from atoll.runtime.clients.base import Caller, Client
+from atoll.wire.codec.values import encode_version
+from atoll.wire.codec.weights import decode_catalog, encode_attach, encode_catalog, encode_push_part
+from atoll.wire.types import Catalog, PushPart, ReceiverSetup, Version
+from atoll.wire.v1 import rollout_pb2, worker_pb2, worker_pb2_grpc
+
+
+class WorkerClient(Client):
+    def __init__(self, address: str, timeout_s: float) -> None:
+        super().__init__(address, Caller(), timeout_s)
+        self._stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(self._channel)
+
+    async def attach(self, version: Version, setup: ReceiverSetup) -> tuple[Catalog, str]:
+        """`version` names the weights that it has loaded. Returns the rank's catalog and its dtype."""
+        return await self._query(
+            self._stub.Attach,
+            encode_attach(version, setup),
+            lambda reply: (decode_catalog(reply.boxes), reply.dtype),
+        )
+
+    async def receive(self, part: PushPart) -> int:
+        """As RolloutClient.receive_weights, for one rank. Each stream may take the client's deadline."""
+        timeout_s = self._timeout_s * (len(part.streams) + 1)
+        return (await self._call(self._stub.Receive, encode_push_part(part), timeout_s)).num_bytes
+
+    async def rollback(self, version: Version) -> None:
+        request = rollout_pb2.RollbackWeightsRequest(version=encode_version(version))
+        await self._call(self._stub.Rollback, request)
+
+    async def prepare(self, version: Version) -> None:
+        """The next call on SGLang's scheduler thread commits it. Raises where it is not staged whole."""
+        await self._call(self._stub.Prepare, worker_pb2.PrepareRequest(version=encode_version(version)))
+
+    async def read(self, boxes: Catalog) -> bytes:
+        """The live bytes, box after box, each row-major and dense."""
+        return (await self._call(self._stub.Read, worker_pb2.ReadRequest(boxes=encode_catalog(boxes)))).data

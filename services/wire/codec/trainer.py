@@ -1,0 +1,60 @@
+"""What the trainer says of itself <-> messages. Pure."""
+
+from collections.abc import Sequence
+
+from atoll.wire.codec.weights import decode_catalog, encode_catalog
+from atoll.wire.info import TrainerInfo
+from atoll.wire.v1 import trainer_pb2
+
+
+def encode_trainer_info(info: TrainerInfo) -> trainer_pb2.TrainerInfoReply:
+    """What several ranks keep alike is sent once, if it is the same object."""
+    shards = {id(catalog): catalog for catalog in info.shards}
+    numbers = {shard: number for number, shard in enumerate(shards)}
+    return trainer_pb2.TrainerInfoReply(
+        model=info.model,
+        world_size=info.world_size,
+        tensor_parallel=info.tensor_parallel,
+        pipeline_parallel=info.pipeline_parallel,
+        context_parallel=info.context_parallel,
+        expert_parallel=info.expert_parallel,
+        data_parallel=info.data_parallel,
+        num_parameters=info.num_parameters,
+        vocab_size=info.vocab_size,
+        tokenizer_digest=info.tokenizer_digest,
+        shards=[encode_catalog(catalog) for catalog in shards.values()],
+        shard_of_rank=[numbers[id(catalog)] for catalog in info.shards],
+        roles=info.roles,
+    )
+
+
+def decode_trainer_info(message: trainer_pb2.TrainerInfoReply) -> TrainerInfo:
+    shards = [decode_catalog(boxes) for boxes in message.shards]
+    return TrainerInfo(
+        model=message.model,
+        world_size=message.world_size,
+        tensor_parallel=message.tensor_parallel,
+        pipeline_parallel=message.pipeline_parallel,
+        context_parallel=message.context_parallel,
+        expert_parallel=message.expert_parallel,
+        data_parallel=message.data_parallel,
+        num_parameters=message.num_parameters,
+        vocab_size=message.vocab_size,
+        tokenizer_digest=message.tokenizer_digest,
+        shards=tuple(shards[number] for number in message.shard_of_rank),
+        roles=tuple(message.roles),
+    )
+
+
+def join_trainer_infos(replies: Sequence[trainer_pb2.TrainerInfoReply]) -> trainer_pb2.TrainerInfoReply:
+    """Rank 0's, with the shards of all: those that several ranks keep alike, once."""
+    info, numbers = trainer_pb2.TrainerInfoReply(), dict[bytes, int]()
+    info.CopyFrom(replies[0])
+    del info.shards[:], info.shard_of_rank[:]
+    for reply in replies:
+        [boxes] = reply.shards
+        number = numbers.setdefault(boxes.SerializeToString(deterministic=True), len(numbers))
+        if number == len(info.shards):
+            info.shards.append(boxes)
+        info.shard_of_rank.append(number)
+    return info

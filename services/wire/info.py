@@ -1,0 +1,58 @@
+"""What each service says of itself when it is asked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from atoll.wire.types import Catalog, ServerHealth, ServiceEntry, Version
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutInfo:
+    name: str
+    incarnation: str
+    version: Version
+    vocab_size: int
+    max_length: int
+    slots: int
+    dtype: str
+    catalogs: tuple[Catalog, ...]  # per tensor-parallel rank
+    running: int
+    queued: int
+    tokens_generated: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainerInfo:
+    model: str
+    world_size: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    context_parallel: int
+    expert_parallel: int
+    data_parallel: int
+    num_parameters: int
+    vocab_size: int
+    tokenizer_digest: str
+    shards: tuple[Catalog, ...]  # per rank; those that several keep alike are the same object
+    roles: tuple[str, ...]  # that the service holds
+
+
+@dataclass(frozen=True, slots=True)
+class RewardInfo:
+    graders: tuple[str, ...]
+    max_queued: int  # responses that it holds at once, over all calls; 0: it does not say
+    sandbox: str = ""  # what separates programs from its machine; "": nothing
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    run: str
+    state: str
+    step: int
+    num_steps: int
+    version: int
+    error: str
+    services: tuple[ServiceEntry, ...]
+    metrics: Mapping[str, float]
+    revision: int  # changes with state, step, services and servers
+    servers: tuple[ServerHealth, ...]
