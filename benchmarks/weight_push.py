@@ -140,9 +140,8 @@ class Pusher:
             name = f"rollout-{number}"
             info = RolloutInfo(name, name, NOTHING, 0, 0, 0, "float32", catalogs, 0, 0, 0)
             known.hold(Replica(ServiceEntry("rollout", name, name, ""), client, info, NOTHING))
-        trainer = cast(TrainerClient, _Trainer(writer, catalog))
+        self._trainer = cast(TrainerClient, _Trainer(writer, catalog))
         self._sync = WeightSync(
-            lambda: trainer,
             known,
             Canary(Path(), every=0, tolerance=0.0),
             WeightsSection.model_validate({"transport": transport, "deadline_s": DEADLINE_S}),
@@ -160,6 +159,8 @@ class Pusher:
         return median(self._stalls[1:])
 
     async def push(self) -> None:
+        if not self._stalls:
+            await self._sync.use_trainer(self._trainer)
         report = await self._sync.push(next(self._versions))
         assert (report.num_bytes, report.failed) == (self._num_bytes, {}), report
         self._stalls.append(report.stall_s)

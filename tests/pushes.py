@@ -155,7 +155,6 @@ async def connected(
 ) -> AsyncIterator[Run]:
     trainer, replicas = TrainerClient(running.address, CALLER, timeout_s=60), Replicas(CALLER, 60)
     sync = WeightSync(
-        lambda: trainer,
         replicas,
         Canary(model, every=1, tolerance=TOLERANCE[dtype]),
         WeightsSection.model_validate(weights),
@@ -163,6 +162,7 @@ async def connected(
         finish_running=finish_running,
         first_epoch=time.time_ns(),  # above those of a run that the services have seen
     )
+    await sync.use_trainer(trainer)
     run = Run(trainer, replicas, [], sync, token_hex(4))
     members = [await run.join(entry) for entry in entries]
     try:

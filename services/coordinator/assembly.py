@@ -37,7 +37,7 @@ from atoll.coordinator.supervised import SupervisedSteps
 from atoll.coordinator.validation import evaluate
 from atoll.coordinator.warmup import NoWarmUp, SupervisedWarmUp, WarmUp
 from atoll.coordinator.weight_sync.canary import Canary
-from atoll.coordinator.weight_sync.sync import WeightSync
+from atoll.coordinator.weight_sync.sync import OwnWeights, WeightSync
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import ServiceUnavailableError, UserError
@@ -79,7 +79,6 @@ class Assembly:
         )
         self._sync = (
             WeightSync(
-                lambda: self._membership.model("actor"),
                 self._replicas,
                 Canary(config.model.path, config.weights.canary_every, config.weights.canary_tolerance),
                 config.weights,
@@ -90,10 +89,14 @@ class Assembly:
             if config.run.mode == "train"
             else None
         )
-        # a replica gets traffic once it holds the current weights; without a trainer, its own are
-        admit = self._sync.catch_up if self._sync else self._replicas.route
         self._membership = Membership(
-            registry, self._replicas, self._rewards, caller, timeout_s, admit, POLICY
+            registry,
+            self._replicas,
+            self._rewards,
+            caller,
+            timeout_s,
+            self._sync or OwnWeights(self._replicas),
+            POLICY,
         )
 
     async def run(self, resume: bool) -> None:
@@ -154,7 +157,7 @@ class Assembly:
             raise error from None
         await self._membership.reconnect()
         if self._sync:
-            await self._sync.forget_trainer()
+            await self._sync.use_trainer(None)
 
     async def _build(self, resume: bool, generation: Generation, beside: Beside) -> Loop:
         config = self._config
@@ -170,6 +173,8 @@ class Assembly:
         )
         if generates:
             await self._wait_for_servers()
+        if self._sync:
+            await self._sync.use_trainer(self._membership.model("actor"))
         models = self._membership.models
         for role, model in models.items():
             await self._check_tokenizer(role, model, data.renderer)

@@ -13,7 +13,7 @@ import pytest
 
 from atoll.coordinator.assembly import Assembly
 from atoll.coordinator.control import Control
-from atoll.coordinator.fleet.membership import Membership, TrainerLostError
+from atoll.coordinator.fleet.membership import Membership
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.fleet.replicas import Replica, Replicas, State
 from atoll.coordinator.rewards.rewards import Rewards
@@ -89,10 +89,7 @@ async def test_a_replica_that_answers_after_it_was_replaced_stays_away(store: St
     """Nobody would see it leave, and its successor would be lost for good."""
     registry, replicas = Registry(store, lease_s=60), Replicas(CALLER, 60)
 
-    async def admit(replica: Replica) -> None:
-        raise AssertionError("neither generates")
-
-    membership = Membership(registry, replicas, Rewards(0), CALLER, 60, admit, "actor")
+    membership = Membership(registry, replicas, Rewards(0), CALLER, 60, NobodyGenerates(), "actor")
 
     async def logged(text: str) -> None:
         async with asyncio.timeout(30):
@@ -123,10 +120,7 @@ async def test_a_replica_that_is_too_busy_to_answer_is_asked_again(
     monkeypatch.setattr("atoll.coordinator.fleet.membership.RETRY_S", 0.01)
     registry, replicas = Registry(store, lease_s=60), Replicas(CALLER, 60)
 
-    async def admit(replica: Replica) -> None:
-        raise AssertionError("it does not generate")
-
-    membership = Membership(registry, replicas, Rewards(0), CALLER, 60, admit, "actor")
+    membership = Membership(registry, replicas, Rewards(0), CALLER, 60, NobodyGenerates(), "actor")
     busy = SlowToDescribe(too_late=2)
     busy.may_answer.set()
     async with serving(busy) as address:
@@ -146,7 +140,7 @@ async def test_a_second_trainer_of_a_role_is_kept_out_until_the_first_leaves(
     """Its weights were never trained."""
     monkeypatch.setattr("atoll.coordinator.fleet.membership.RETRY_S", 0.01)
     registry, rewards = Registry(store, lease_s=60), Rewards(0)
-    membership = Membership(registry, Replicas(CALLER, 60), rewards, CALLER, 60, never, "actor")
+    membership = Membership(registry, Replicas(CALLER, 60), rewards, CALLER, 60, NobodyGenerates(), "actor")
 
     async def logged() -> str:
         async with asyncio.timeout(30):
@@ -183,7 +177,9 @@ async def test_a_service_that_does_not_fit_ends_the_run_only_before_it_has_begun
                 pass
 
     registry = Registry(store, lease_s=60)
-    membership = Membership(registry, Replicas(CALLER, 60), Rewards(0), CALLER, 60, never, "actor")
+    membership = Membership(
+        registry, Replicas(CALLER, 60), Rewards(0), CALLER, 60, NobodyGenerates(), "actor"
+    )
     async with serving(Misfit()) as bad_address, serving(OneOfEach()) as good_address:
         following = asyncio.create_task(membership.follow())
         stray = ServiceEntry("actor", "stray", "0001-a", bad_address)
@@ -202,8 +198,9 @@ async def test_a_service_that_does_not_fit_ends_the_run_only_before_it_has_begun
         following.cancel()
 
 
-async def never(replica: Replica) -> None:
-    raise AssertionError("no replica joins")
+class NobodyGenerates:
+    async def catch_up(self, replica: Replica) -> None:
+        raise AssertionError(f"{replica} generates")
 
 
 async def test_a_push_that_begins_while_the_actor_is_away_has_lost_a_trainer(
@@ -220,5 +217,5 @@ async def test_a_push_that_begins_while_the_actor_is_away_has_lost_a_trainer(
     registry = Registry(store, lease_s=60)
     assembly = Assembly(config, store, registry, servers, control, CALLER)
     assert assembly._sync is not None
-    with pytest.raises(TrainerLostError, match="the actor is gone"):
+    with pytest.raises(ServiceUnavailableError, match="the actor is gone"):
         await assembly._sync.push(Version("a3f0", 1))

@@ -148,7 +148,8 @@ class Run:
 
     def __init__(self, admit: Callable[[Replica], Awaitable[None]] | None = None) -> None:
         self.replicas = Replicas(Caller(), 1000.0)
-        self.health = Health(self.replicas, "actor", admit or self.replicas.route, self.refuse)
+        weights = SimpleNamespace(catch_up=admit or self.replicas.route)
+        self.health = Health(self.replicas, "actor", weights, watcher=self)
         self.generation = Generation(
             self.replicas,
             rewards_of(Graders()),
@@ -158,10 +159,12 @@ class Run:
         )
         self.tasks = [asyncio.create_task(self.generation.run())]
         self._incarnations = 0
-        self.refused: list[tuple[str, str]] = []
+        self.refusals: list[tuple[str, str]] = []
 
-    async def refuse(self, replica: Replica, why: UserError) -> None:
-        self.refused.append((replica.entry.name, str(why)))
+    async def admitted(self, replica: Replica) -> None: ...
+
+    async def refused(self, replica: Replica, error: UserError) -> None:
+        self.refusals.append((replica.entry.name, str(error)))
 
     def join(self, simulated: SimulatedReplica) -> Replica:
         self._incarnations += 1
@@ -396,7 +399,7 @@ def test_a_replica_that_refuses_a_probe_stays_out_and_the_run_continues() -> Non
         collector = run.submit(40)
         await run.finish(collector)
         assert (replica.state, replica.why) == (State.UNWELL, "this replica serves 'critic'")
-        assert run.refused == [("stray", "this replica serves 'critic'")] * stray.probes
+        assert run.refusals == [("stray", "this replica serves 'critic'")] * stray.probes
         assert stray.probes < 8
 
     virtual_clock.run(scene())

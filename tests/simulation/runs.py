@@ -8,7 +8,7 @@ import contextlib
 import functools
 import json
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from atoll.config.schema import RunConfig
 from atoll.coordinator.assembly import Assembly
 from atoll.coordinator.beside import first_cause
 from atoll.coordinator.control import Control
+from atoll.coordinator.fleet.health import WeightProvider
 from atoll.coordinator.fleet.membership import TrainerLostError
 from atoll.coordinator.fleet.replicas import Replica, Replicas, State, now
 from atoll.coordinator.journal.ledger import LEDGER
@@ -202,11 +203,11 @@ class FakeMembership:
         rewards: Rewards,
         caller: Caller,
         timeout_s: float,
-        admit: Callable[[Replica], Awaitable[None]],
+        weights: WeightProvider,
         *others: object,
     ) -> None:
         self._life = life
-        self._admit = admit
+        self._weights = weights
         self._replicas = []
         for number in range(2):
             dice = life.scene.dice("replica", number, life.dice.random())
@@ -233,7 +234,7 @@ class FakeMembership:
         while True:
             if replica.state is State.UNWELL:
                 await asyncio.sleep(self._life.dice.uniform(0, 2) + max(0, replica.out_until - now()))
-                await self._admit(replica)
+                await self._weights.catch_up(replica)
             replica.stirred.clear()
             await replica.stirred.wait()
 
@@ -251,9 +252,7 @@ class FakeMembership:
 class FakeSync:
     """Weights reach replicas after a while. Without partial rollouts, running samples end first."""
 
-    def __init__(
-        self, life: Life, model: object, replicas: Replicas, *others: object, **options: Any
-    ) -> None:
+    def __init__(self, life: Life, replicas: Replicas, *others: object, **options: Any) -> None:
         self._dice = life.dice
         self._replicas = replicas
         self._finish_running = options["finish_running"]
@@ -277,7 +276,7 @@ class FakeSync:
         async with self._lock:
             await self._go_live(replica)
 
-    async def forget_trainer(self) -> None:
+    async def use_trainer(self, trainer: object) -> None:
         async with self._lock:
             self._version = None
             for replica in self._replicas:

@@ -17,8 +17,9 @@ class NoRegistry:
     """Nobody ever joins."""
 
 
-async def admit(replica: Replica) -> None:
-    raise AssertionError(f"{replica} joined")
+class NobodyGenerates:
+    async def catch_up(self, replica: Replica) -> None:
+        raise AssertionError(f"{replica} joined")
 
 
 def test_a_service_may_load_its_model_for_as_long_as_the_config_says() -> None:
@@ -32,7 +33,7 @@ def test_a_service_may_load_its_model_for_as_long_as_the_config_says() -> None:
             Rewards(retries=0),
             CALLER,
             section.request_timeout_s,
-            admit,
+            NobodyGenerates(),
             "actor",
         )
         begun = asyncio.get_running_loop().time()

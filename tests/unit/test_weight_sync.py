@@ -15,7 +15,7 @@ import torch
 from atoll.config.schema import WeightsSection
 from atoll.config.transports import TRANSPORTS
 from atoll.coordinator.fleet.replicas import Replica, Replicas
-from atoll.coordinator.weight_sync import plans, sync
+from atoll.coordinator.weight_sync import delivery, plans
 from atoll.coordinator.weight_sync.canary import Canary
 from atoll.coordinator.weight_sync.sync import WeightSync
 from atoll.rollout.refit import Refit
@@ -145,6 +145,16 @@ class Engine:
         return model
 
 
+class AtOneAddress:
+    """A client of whichever process serves the run's trainer at the moment."""
+
+    def __init__(self, run: "Run") -> None:
+        self._run = run
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._run.trainer, name)
+
+
 class Run:
     def __init__(
         self,
@@ -156,9 +166,9 @@ class Run:
     ) -> None:
         self.transport = transport
         self.trainer = Trainer(transport)
+        self._has_trainer = False
         self.replicas = Replicas(Caller(), 1.0)
         self.sync = WeightSync(
-            lambda: self.trainer,
             self.replicas,
             Canary(model_folder, canary_every, tolerance=0.05),
             WeightsSection(transport=transport, deadline_s=DEADLINE_S),
@@ -168,6 +178,9 @@ class Run:
         )
 
     async def join(self, name: str, engine: Engine | None = None) -> tuple[Replica, Engine]:
+        if not self._has_trainer:
+            self._has_trainer = True
+            await self.sync.use_trainer(AtOneAddress(self))
         engine = engine or Engine(transport=self.transport)
         version = engine.refit.version
         info = RolloutInfo(name, name, version, 0, 512, 0, "float32", (engine.shard.catalog,), 0, 0, 0)
@@ -380,7 +393,7 @@ async def test_nobody_takes_the_version():
 
 
 async def test_a_replica_that_is_silent_has_the_deadline_of_a_part(monkeypatch):
-    monkeypatch.setattr(sync, "ANSWER_S", 0.1)
+    monkeypatch.setattr(delivery, "ANSWER_S", 0.1)
     monkeypatch.setattr(sys.modules[__name__], "DEADLINE_S", 1.0)
     run = Run()
     (_, well), (_, silent) = await run.join("well"), await run.join("silent")
@@ -399,7 +412,7 @@ async def test_a_replica_that_is_silent_has_the_deadline_of_a_part(monkeypatch):
 @pytest.mark.parametrize("call", ["commit_weights", "score_tokens", "rollback_weights"])
 async def test_a_replica_that_hangs_costs_a_push_its_silence_and_no_more(monkeypatch, tiny_qwen2, call):
     """Its process may well send heartbeats."""
-    monkeypatch.setattr(sync, "ANSWER_S", 0.1)
+    monkeypatch.setattr(delivery, "ANSWER_S", 0.1)
     monkeypatch.setattr(sys.modules[__name__], "DEADLINE_S", 0.4)
     run = Run(tiny_qwen2, canary_every=1)
     (_, well), (_, hangs) = await run.join("well"), await run.join("hangs")
@@ -421,7 +434,7 @@ async def test_a_replica_that_hangs_costs_a_push_its_silence_and_no_more(monkeyp
 
 
 async def test_a_commit_may_wait_for_running_sequences_as_long_as_they_get_on(monkeypatch):
-    monkeypatch.setattr(sync, "ANSWER_S", 0.1)
+    monkeypatch.setattr(delivery, "ANSWER_S", 0.1)
     monkeypatch.setattr(sys.modules[__name__], "DEADLINE_S", 0.3)
     run = Run(finish_running=True)
     _, engine = await run.join("one")

@@ -1,10 +1,10 @@
 """Whether a replica is well is seen from what it generates: samples, or a probe where it is silent."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from itertools import count
 from secrets import token_hex
+from typing import Protocol
 
 import numpy as np
 
@@ -22,22 +22,35 @@ ANSWER_S = (
 RETRY_S = 5.0  # between two probes of one that is unwell
 
 
+class WeightProvider(Protocol):
+    """Whoever gives replicas the weights that they are to generate with."""
+
+    async def catch_up(self, replica: Replica) -> None:
+        """Gives a replica that generates the current weights and routes to it, or holds it until there are
+        any. Raises UserError where it does not fit the run, AtollError where it fails."""
+        ...
+
+
+class Watcher(Protocol):
+    """Whoever is to know of the replicas that are in the run."""
+
+    async def admitted(self, replica: Replica) -> None:
+        """It generates, and has got, or waits for, the current weights."""
+        ...
+
+    async def refused(self, replica: Replica, error: UserError) -> None:
+        """It does not fit the run, such as one with another model."""
+        ...
+
+
 class Health:
     """Takes replicas that do not generate out of the routing, and brings those in that do."""
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        model: str,
-        admit: Callable[[Replica], Awaitable[None]],
-        refuse: Callable[[Replica, UserError], Awaitable[None]],
-    ) -> None:
-        """`admit` gives a replica the current weights and routes to it; `refuse` hears of one that does not
-        fit the run, such as one with another model."""
+    def __init__(self, replicas: Replicas, model: str, weights: WeightProvider, watcher: Watcher) -> None:
         self._replicas = replicas
         self._model = model
-        self._admit = admit
-        self._refuse = refuse
+        self._weights = weights
+        self._watcher = watcher
         # ids that no sample has, nor a probe of an earlier coordinator: an id is answered from memory
         self._run = f"probe-{token_hex(4)}"
         self._numbers = count()
@@ -91,14 +104,15 @@ class Health:
             begun = now()
             probe = await self._probe(replica, ANSWER_S)
             replica.alone = probe.num_produced / max(now() - begun, 1e-3)
-            await self._admit(replica)
+            await self._weights.catch_up(replica)
+            await self._watcher.admitted(replica)
         except AtollError as error:
             if isinstance(error, UserError | BadAnswerError):
                 self._replicas.blame(replica, error)
             else:
                 self._replicas.suspend(replica, error)
             if isinstance(error, UserError):
-                await self._refuse(replica, error)
+                await self._watcher.refused(replica, error)
             return False
         replica.asked = now()
         return True

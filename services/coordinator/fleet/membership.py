@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack
 
-from atoll.coordinator.fleet.health import RETRY_S, Health
+from atoll.coordinator.fleet.health import RETRY_S, Health, WeightProvider
 from atoll.coordinator.fleet.registry import Joined, Registry
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.rewards.rewards import Rewards
@@ -25,7 +25,11 @@ class TrainerLostError(ServiceUnavailableError):
 
 
 class Membership:
-    """`admit` brings a replica up to the current weights and routes to it, once it is seen to generate."""
+    """Connects to services and closes their clients.
+
+    A replica's way into the run: `follow` hears of it, `_join` connects, and it is unwell until its Health
+    has seen it generate; then `weights.catch_up` holds it, gives it the current version and routes to it.
+    """
 
     def __init__(
         self,
@@ -34,7 +38,7 @@ class Membership:
         rewards: Rewards,
         caller: Caller,
         request_timeout_s: float,
-        admit: Callable[[Replica], Awaitable[None]],
+        weights: WeightProvider,
         model: str,
     ) -> None:
         self._registry = registry
@@ -42,8 +46,7 @@ class Membership:
         self._rewards = rewards
         self._caller = caller
         self._timeout_s = request_timeout_s
-        self._admit = admit
-        self._health = Health(replicas, model, self._bring_in, lambda it, why: self._refuse(it.entry, why))
+        self._health = Health(replicas, model, weights, watcher=self)
         self._connecting: set[ServiceEntry] = set()
         self._unseen: set[ServiceEntry] = set()  # replicas that have not generated yet
         self._clients: dict[ServiceEntry, RewardClient | Replica] = {}
@@ -156,12 +159,14 @@ class Membership:
             await asyncio.sleep(RETRY_S)
         return False
 
+    async def refused(self, replica: Replica, error: UserError) -> None:
+        await self._refuse(replica.entry, error)
+
     async def _refuse(self, entry: ServiceEntry, error: UserError) -> None:
         self._refused[entry] = str(error)
         await self._notify()
 
-    async def _bring_in(self, replica: Replica) -> None:
-        await self._admit(replica)
+    async def admitted(self, replica: Replica) -> None:
         self._unseen.discard(replica.entry)
         self._refused.pop(replica.entry, None)
         await self._notify()

@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from atoll.coordinator.data.rendering import Renderer
+from atoll.coordinator.fleet.replicas import Replica
 from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import WeightPushError
 from atoll.runtime.model_spec import read_spec
-from atoll.wire.types import Float32, Int32, Segments
+from atoll.runtime.patience import while_it_progresses
+from atoll.wire.types import Float32, Int32, Segments, Version
 
 TEXTS = (
     "12 + 34 = 46, and 7 * 8 = 56; what is left of 100 after both are taken away from it",
@@ -71,6 +73,42 @@ class Canary:
     def _sequences(self) -> Sequence[Int32]:
         length = min(MAX_TOKENS, read_spec(self._folder).max_positions)
         return [ids[:length] for ids in Renderer(self._folder).encode_prompts(TEXTS)]
+
+
+class CanaryCheck:
+    """What the trainer makes of the texts with one version, for replicas that have it to be compared with."""
+
+    def __init__(self, canary: Canary, version: Version, trainer: TrainerClient, *, is_due: bool) -> None:
+        self.version = version
+        self._canary = canary
+        self._trainer = trainer
+        self._is_asked = not is_due
+        self._expected: asyncio.Task[list[Float32]] | None = None  # its answer
+
+    def ask_trainer(self) -> None:
+        """Once, if the check is due. Does not wait for the answer."""
+        if not self._is_asked:
+            self._is_asked = True
+            self._expected = asyncio.create_task(self._canary.ask_trainer(self._trainer))
+
+    async def wait_for_trainer(self) -> None:
+        """Raises AtollError where it could not answer."""
+        if self._expected:
+            await self._expected
+
+    async def compare(self, replica: Replica, silence_s: float) -> float | None:
+        """The replica's mean absolute difference; None if the check is not due. Raises CanaryError where that
+        is too large, ServiceUnavailableError where the replica makes no progress for `silence_s`."""
+        if self._expected is None:
+            return None
+        asking = self._canary.ask_replica(replica.client, replica.info.max_length)
+        got = await while_it_progresses(asking, replica.client.progress, silence_s)
+        return self._canary.compare(await self._expected, got)
+
+    async def cancel(self) -> None:
+        if self._expected:
+            self._expected.cancel()
+            await asyncio.gather(self._expected, return_exceptions=True)
 
 
 def as_segments(sequences: Sequence[Int32]) -> Segments:

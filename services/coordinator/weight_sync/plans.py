@@ -1,7 +1,7 @@
 """How weights travel to each class of replicas: planned once, when the first replica of it is seen."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
 from atoll.coordinator.fleet.replicas import Replica
@@ -13,11 +13,11 @@ from atoll.wire.types import Catalog, Plan
 
 
 class Plans:
-    """Those of one trainer. Replicas with equal catalogs are a class and share one."""
+    """Replicas with equal catalogs are a class and share one."""
 
-    def __init__(self, trainer: Callable[[], TrainerClient], dtype: str, bucket_mb: int) -> None:
+    def __init__(self, dtype: str, bucket_mb: int) -> None:
         """`bucket_mb`: MiB, in `dtype`, of what one rank sends to another in one round, at most."""
-        self._trainer = trainer
+        self.trainer: TrainerClient | None = None  # any incarnation of it: they keep their parts alike
         self._part_elements = (bucket_mb << 20) // BYTES[dtype]
         self._sources: Sequence[Catalog] = ()
         self._plans: dict[bytes, Plan] = {}  # by class
@@ -31,7 +31,8 @@ class Plans:
         catalogs, key = replica.info.catalogs, self._class_of(replica)
         if key not in self._plans:
             if not self._sources:
-                self._sources = (await self._trainer().info()).shards
+                assert self.trainer is not None, "a plan before there is a trainer"
+                self._sources = (await self.trainer.info()).shards
             try:
                 self._plans[key] = await asyncio.to_thread(
                     plan, self._sources, catalogs, part_elements=self._part_elements, turn=len(self._plans)

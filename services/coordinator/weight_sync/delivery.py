@@ -1,0 +1,90 @@
+"""What one replica is asked on a version's way to it, with deadlines, and what follows if it fails."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
+
+from atoll.coordinator.fleet.replicas import Replica, Replicas
+from atoll.coordinator.weight_sync.canary import CanaryCheck, CanaryError
+from atoll.coordinator.weight_sync.epochs import EpochMember, Epochs
+from atoll.coordinator.weight_sync.push_report import Live
+from atoll.runtime.errors import AtollError, ServiceUnavailableError
+from atoll.runtime.patience import while_it_progresses
+from atoll.wire.types import PushPart, StreamManifest, Version
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+ANSWER_S = 10.0  # that a replica's answer takes, beside the transport's deadline
+
+
+class Delivery:
+    def __init__(
+        self, replicas: Replicas, epochs: Epochs, deadline_s: float, *, finish_running: bool
+    ) -> None:
+        """`finish_running`: a replica ends its running sequences before it commits; else they go on with the
+        new weights from one token to the next."""
+        self._replicas = replicas
+        self._epochs = epochs
+        self._deadline_s = deadline_s
+        self._finish_running = finish_running
+        self._have_plan: set[str] = set()  # incarnations of replicas that were sent theirs
+
+    async def receive(
+        self, version: Version, streams: Sequence[StreamManifest], member: EpochMember, replica: Replica
+    ) -> None:
+        """One part: those of its streams that are of the replica's plan. Raises ServiceUnavailableError where
+        it takes longer than parts do."""
+        mine = [stream for stream in streams if stream.plan_id == member.plan.id]
+        new_plan = None if replica.entry.incarnation in self._have_plan else member.plan
+        part = PushPart(version, mine, new_plan, member.membership)
+        await self._in_time(replica, replica.client.receive_weights(part), f"a part of {version}")
+        self._have_plan.add(replica.entry.incarnation)
+
+    async def roll_back(self, version: Version, replica: Replica) -> None:
+        await self._in_time(replica, replica.client.rollback_weights(version), f"the rollback of {version}")
+
+    async def go_live(self, version: Version, check: CanaryCheck, replica: Replica) -> Live:
+        """Commits, and routes to the replica once it computes what the trainer does. Raises CanaryError where
+        it does not: what it was generating is generated anew elsewhere.
+
+        Neither has a deadline, since running sequences may have to end first, but one of silence.
+        """
+        self._replicas.hold(replica)
+        client, silence_s = replica.client, self._deadline_s + ANSWER_S
+        with replica.commits(version):
+            committing = client.commit_weights(version, finish_running=self._finish_running)
+            stall_s = await while_it_progresses(committing, client.progress, silence_s)
+        try:
+            difference = await check.compare(replica, silence_s)
+        except CanaryError as error:
+            await replica.abort_all(error)
+            raise
+        await self._replicas.route(replica)
+        return Live(stall_s, difference)
+
+    def drop(self, replica: Replica, error: AtollError) -> None:
+        """It did not get the version: it catches up once it generates, or is held for the next push where it
+        does but computes something else."""
+        log.warning("%s did not get the weights: %s", replica.entry.name, error)
+        self._epochs.end()
+        self._have_plan.discard(replica.entry.incarnation)  # which begins anew with it
+        if isinstance(error, CanaryError):
+            self._replicas.hold(replica)
+        else:
+            self._replicas.suspend(replica, error)
+
+    async def _in_time(self, replica: Replica, call: Awaitable[T], what: str) -> T:
+        try:
+            async with asyncio.timeout(self._deadline_s + ANSWER_S):
+                return await call
+        except TimeoutError:
+            self._have_plan.discard(replica.entry.incarnation)
+            raise ServiceUnavailableError(
+                f"no answer to {what} within weights.deadline_s = {self._deadline_s:g} s and "
+                f"{ANSWER_S:g} s more"
+            ) from None
+        except AtollError:
+            self._have_plan.discard(replica.entry.incarnation)
+            raise
