@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -67,16 +67,32 @@ class _Waiter:
 
 
 class Lender:
-    def __init__(self, members: Mapping[str, Member], patience_s: float) -> None:
-        """`members` are those that are there, at any moment."""
-        self._members = members
+    """The servers that are there, and the calls that wait for one."""
+
+    def __init__(self, patience_s: float) -> None:
+        """`patience_s`: how long a call waits while no server is well."""
+        self._members: dict[str, Member] = {}  # by key
         self._patience_s = patience_s
         self._waiting: dict[str, deque[_Waiter]] = defaultdict(deque)  # by name of reward servers
         self._turns = count(1)
 
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def get(self, key: str) -> Member | None:
+        return self._members.get(key)
+
+    def put(self, member: Member) -> Member | None:
+        """Returns the one whose place it takes."""
+        old = self._members.get(member.key)
+        self._members[member.key] = member
+        return old
+
+    def remove(self, member: Member) -> None:
+        del self._members[member.key]
+
     def named(self, kind: str, name: str) -> list[Member]:
-        members = self._members.values()
-        return [member for member in members if (member.server.kind, member.server.name) == (kind, name)]
+        return [member for member in self if (member.server.kind, member.server.name) == (kind, name)]
 
     def well(self, name: str) -> list[Member]:
         return [member for member in self.named("reward", name) if not member.cause]

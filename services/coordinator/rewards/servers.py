@@ -58,14 +58,14 @@ class Servers:
         self._terms = terms
         self._changed = changed
         self._connect = connect
-        self._members: dict[str, Member] = {}
-        self._lender = Lender(self._members, patience_s)
-        self._keeping = asyncio.Lock()  # the store and `_members` change together
+        self._lender = Lender(patience_s)
+        self._keeping = asyncio.Lock()  # the store and the lender's servers change together
         self._stirred = asyncio.Event()  # a server is to be probed earlier than was known
         self._came = asyncio.Event()  # a server is well that was not
 
     def health(self) -> tuple[ServerHealth, ...]:
-        return tuple(ServerHealth(m.server, not m.cause, m.cause) for _, m in sorted(self._members.items()))
+        members = sorted(self._lender, key=lambda member: member.key)
+        return tuple(ServerHealth(member.server, not member.cause, member.cause) for member in members)
 
     def slots(self, name: str) -> int:
         """Calls that the reward servers of that name take at once, at this moment."""
@@ -102,7 +102,7 @@ class Servers:
         server, token = await self._terms.accepted(server)
         client = self._connect(server, token)
         member = Member(server, client, True)
-        old = self._members.get(member.key)
+        old = self._lender.get(member.key)
         try:
             if old and not old.has_lease:
                 raise UserError(f"{old} stands in the run's config, in [[servers]]")
@@ -138,7 +138,7 @@ class Servers:
         return len(leaving)
 
     async def close(self) -> None:
-        for member in self._members.values():
+        for member in self._lender:
             await member.client.close()
 
     def missing(self) -> list[str]:
@@ -168,8 +168,7 @@ class Servers:
 
     def _take_place(self, member: Member) -> Member | None:
         """At once: another may be about to take the place, too. Returns who had it."""
-        old = self._members.get(member.key)
-        self._members[member.key] = member
+        old = self._lender.put(member)
         self._probe_in(member, 0.0 if member.cause else PROBE_EVERY_S)
         return old
 
@@ -180,10 +179,10 @@ class Servers:
 
     async def _expel(self, member: Member, why: str) -> None:
         async with self._keeping:
-            if self._members.get(member.key) is not member:
+            if self._lender.get(member.key) is not member:
                 return  # somebody else took it out meanwhile, or it was registered again
             await self._store.write(_REMOVE, (_SERVERS,), member.key)
-            del self._members[member.key]
+            self._lender.remove(member)
         log.warning("%s is taken out: %s", member, why)
         await self._part_from(member)
         await self._changed()
@@ -209,12 +208,12 @@ class Servers:
         async with asyncio.TaskGroup() as probes:
             while True:
                 self._stirred.clear()
-                begun, members = now(), self._members.values()
-                for member in members:
+                begun = now()
+                for member in self._lender:
                     if member.due <= begun:
                         member.due = math.inf
                         probes.create_task(self._look_at(member))
-                due = min((member.due for member in members), default=math.inf)
+                due = min((member.due for member in self._lender), default=math.inf)
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(None if due == math.inf else due):
                         await self._stirred.wait()
