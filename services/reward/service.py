@@ -17,7 +17,7 @@ from atoll.runtime.errors import OverloadedError, UserError
 from atoll.runtime.process import ServiceContext
 from atoll.wire.codec.rewards import (
     decode_execute,
-    decode_score_item,
+    decode_score,
     encode_execution,
     encode_reward_info,
     encode_verdict,
@@ -74,8 +74,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         once its verdict is there."""
         left = self._take_places(len(request.items))
         try:
-            items = [decode_score_item(item) for item in request.items]
-            async with aclosing(self._panel.verdicts(items)) as ready:
+            async with aclosing(self._panel.verdicts(decode_score(request))) as ready:
                 async for verdicts in ready:
                     left -= len(verdicts)
                     self._held -= len(verdicts)

@@ -166,6 +166,8 @@ async def test_cheap_graders_run_in_the_service_and_answer_in_batches() -> None:
             for item in items
         ]
         assert await client.score([]) == []
+        by_group = [one async for some in client.verdicts(items) for one in some]  # what they share, once
+        assert by_group == await client.score(items)
         assert set(psutil.Process().children(recursive=True)) <= before
         with pytest.raises(UserError, match=r"names no file\.py:function: there is nothing to load anew"):
             await client.reload()

@@ -15,7 +15,14 @@ from atoll.wire.codec.batches import (
     join_segments,
     split_by_groups,
 )
-from atoll.wire.codec.rewards import decode_score_item, decode_verdict, encode_score_item, encode_verdict
+from atoll.wire.codec.rewards import (
+    decode_score,
+    decode_score_item,
+    decode_verdict,
+    encode_score,
+    encode_score_item,
+    encode_verdict,
+)
 from atoll.wire.codec.rollout import (
     decode_sampling,
     decode_turn_request,
@@ -67,7 +74,7 @@ from atoll.wire.types import (
     ValueBatch,
     Version,
 )
-from atoll.wire.v1 import rollout_pb2, trainer_pb2, types_pb2
+from atoll.wire.v1 import reward_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tests.builders import node
 
 GROUP = GroupId("toy/run", 2, 7)
@@ -271,6 +278,27 @@ def test_small_types_round_trip() -> None:
         GradingError(item.id, "math", "ZeroDivisionError", True),
     ):
         assert decode_verdict(encode_verdict(verdict), item.id) == verdict
+
+
+def test_what_the_responses_of_a_group_share_travels_once() -> None:
+    tests = {"tests": "x" * 1000}
+    shared = ScoreItem(SampleId(GROUP, 0), "1+1=", "2", "two", "toy", FinishReason.STOP, 1, tests)
+    other = ScoreItem(
+        SampleId(GroupId("toy/run", 2, 8), 0), "1+2=", "3", "three", "toy", FinishReason.STOP, 1
+    )
+    items = [shared, other, shared._replace(id=SampleId(GROUP, 5), response="3", response_length=4)]
+    request = encode_score(items, by_group=True)
+    assert [item.question for item in request.items] == [0, 1, 0]
+    assert request.SerializeToString().count(b"x" * 1000) == 1
+    assert decode_score(reward_pb2.ScoreRequest.FromString(request.SerializeToString())) == items
+
+    whole = encode_score(items, by_group=False)
+    assert (len(whole.questions), [item.prompt for item in whole.items]) == (0, ["1+1=", "1+2=", "1+1="])
+    assert decode_score(whole) == items
+
+    del request.questions[1:]
+    with pytest.raises(ValueError, match="an item has question 1, but there are 1"):
+        decode_score(request)
 
 
 def test_catalog_and_stream_round_trip() -> None:

@@ -16,15 +16,12 @@ from atoll.wire.types import (
     TRANSFER,
     Catalog,
     ExternalServer,
-    GroupId,
-    GroupRequest,
     LoraSpec,
     Membership,
     Plan,
     PublishRequest,
     PushPart,
     ReceiverSetup,
-    Sampling,
     ServerHealth,
     ServiceEntry,
     StreamManifest,
@@ -55,13 +52,6 @@ def content(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("encode", "decode", "value"),
     [
-        (
-            rollout.encode_group_request,
-            rollout.decode_group_request,
-            GroupRequest(
-                GroupId("toy", 2, 7), np.array([5, 9], np.int32), (0, 3), (1, 0), Sampling(8, seed=3)
-            ),
-        ),
         (
             rollout.encode_score_tokens,
             rollout.decode_score_tokens,

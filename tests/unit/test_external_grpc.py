@@ -40,6 +40,10 @@ class Theirs(reward_pb2_grpc.RewardServicer):
             case "backwards":
                 for id in reversed(ids):
                     yield graded(id, len(id), half=0.5)
+            case "whole":
+                says_all = all(one.prompt and one.ground_truth for one in request.items)
+                for id in ids:
+                    yield graded(id, float(says_all and not request.questions))
             case "error":
                 error = reward_pb2.GradingError(grader="theirs", cause="no judge", retryable=True)
                 yield reward_pb2.ScoreReply(verdicts=[reward_pb2.Verdict(id=ids[0], error=error)])
@@ -105,6 +109,8 @@ async def test_verdicts_come_back_in_the_order_of_the_items(address: str) -> Non
     assert await judge.score([item(0, "error that echoes")]) == [
         GradingError(item(0, "").id, "theirs", "\\x1b[2JBearer ***", retryable=False)
     ]
+    whole = await judge.score([item(0, "whole"), item(1, "of the same group")])
+    assert [verdict.value for verdict in whole] == [1.0, 1.0]
     [without] = await judge.score([item(0, "no outcome")])
     assert isinstance(without, GradingError)
     await judge.close()

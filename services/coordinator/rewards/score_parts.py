@@ -226,8 +226,8 @@ class ServerGrader:
 
 
 def cut(items: Sequence[ScoreItem], size: int) -> list[Sequence[ScoreItem]]:
-    """Parts of at most `size` items, and of MAX_CHARACTERS (more only if one item has more): each item
-    brings its own copy of the prompt and the ground truth, such as the test cases of a program."""
+    """Parts of at most `size` items, and of MAX_CHARACTERS (more only if one item has more), as if each item
+    brought its own copy of the prompt and the ground truth, which to external servers it does."""
     parts: list[Sequence[ScoreItem]] = []
     first = characters = 0
     for number, item in enumerate(items):

@@ -10,7 +10,7 @@ from atoll.wire.codec.rewards import (
     decode_reward_info,
     decode_verdict,
     encode_execute,
-    put_score_item,
+    encode_score,
 )
 from atoll.wire.info import RewardInfo
 from atoll.wire.types import Execution, Limits, ScoreItem, Verdict
@@ -23,11 +23,12 @@ class RewardClient(Client):
         self._stub: reward_pb2_grpc.RewardAsyncStub = reward_pb2_grpc.RewardStub(self._channel)
 
     def verdicts(
-        self, items: Sequence[ScoreItem], deadline_s: float = CEILING_S
+        self, items: Sequence[ScoreItem], deadline_s: float = CEILING_S, *, by_group: bool = True
     ) -> AsyncGenerator[list[Verdict], None]:
-        """Verdicts as they come, those of one message together; none on other items than these. Raises
-        ServiceUnavailableError if the service is silent for the client's timeout, and BadAnswerError if it
-        keeps sending beyond MAX_MESSAGE_BYTES."""
+        """Verdicts as they come, those of one message together; none on other items than these. `by_group`:
+        what items share is sent once, which our own service understands. Raises ServiceUnavailableError if
+        the service is silent for the client's timeout, and BadAnswerError if it keeps sending beyond
+        MAX_MESSAGE_BYTES."""
         samples = {str(item.id): item.id for item in items}
         size = 0
 
@@ -45,14 +46,13 @@ class RewardClient(Client):
                 if (sample := samples.get(verdict.id))
             ]
 
-        request = reward_pb2.ScoreRequest()
-        for item in items:
-            put_score_item(request.items.add(), item)
+        request = encode_score(items, by_group=by_group)
         return self._stream(self._stub.Score, request, decode, deadline_s, silence_s=self._timeout_s)
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        """All verdicts, in the order of their completion, within the client's timeout."""
-        async with aclosing(self.verdicts(items, self._timeout_s)) as stream:
+        """All verdicts, in the order of their completion, within the client's timeout; of a server of any
+        origin."""
+        async with aclosing(self.verdicts(items, self._timeout_s, by_group=False)) as stream:
             return [verdict async for some in stream for verdict in some]
 
     async def execute(self, source: str, stdin: bytes, limits: Limits) -> Execution:

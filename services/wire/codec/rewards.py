@@ -1,5 +1,7 @@
 """Items, verdicts and executions <-> messages of the reward service. Pure."""
 
+from collections.abc import Sequence
+
 from atoll.wire.info import RewardInfo
 from atoll.wire.types import (
     Execution,
@@ -24,31 +26,76 @@ def encode_score_item(item: ScoreItem) -> reward_pb2.ScoreItem:
 
 
 def put_score_item(message: reward_pb2.ScoreItem, item: ScoreItem) -> None:
-    message.id = str(item.id)
+    _put_question(message, item)
+    _put_response(message, item)
+
+
+def decode_score_item(message: reward_pb2.ScoreItem) -> ScoreItem:
+    return _response(message, _question(message))
+
+
+def encode_score(items: Sequence[ScoreItem], *, by_group: bool) -> reward_pb2.ScoreRequest:
+    """`by_group`: what items share, as those of a group do, travels once; else each item says all itself."""
+    request = reward_pb2.ScoreRequest()
+    if not by_group:
+        for item in items:
+            put_score_item(request.items.add(), item)
+        return request
+    numbers: dict[tuple[str, str, str, int], int] = {}
+    for item in items:
+        key = (item.prompt, item.ground_truth, item.data_source, id(item.extra))
+        if key not in numbers:
+            numbers[key] = len(numbers)
+            _put_question(request.questions.add(), item)
+        message = request.items.add(question=numbers[key])
+        _put_response(message, item)
+    return request
+
+
+def decode_score(request: reward_pb2.ScoreRequest) -> list[ScoreItem]:
+    """Raises ValueError for an item whose question is missing."""
+    if not request.questions:
+        return [decode_score_item(item) for item in request.items]
+    questions = [_question(question) for question in request.questions]
+    if missing := [item.question for item in request.items if item.question >= len(questions)]:
+        raise ValueError(f"an item has question {missing[0]}, but there are {len(questions)}")
+    return [_response(item, questions[item.question]) for item in request.items]
+
+
+def _put_question(message: reward_pb2.ScoreItem | reward_pb2.Question, item: ScoreItem) -> None:
     message.prompt = item.prompt
-    message.response = item.response
     message.ground_truth = item.ground_truth
     message.data_source = item.data_source
-    message.finish_reason = item.finish_reason.value
-    message.response_length = item.response_length
     if item.extra:
         message.extra.update(item.extra)
+
+
+def _question(message: reward_pb2.ScoreItem | reward_pb2.Question) -> tuple[str, str, str, dict[str, str]]:
+    return message.prompt, message.ground_truth, message.data_source, dict(message.extra)
+
+
+def _put_response(message: reward_pb2.ScoreItem, item: ScoreItem) -> None:
+    message.id = str(item.id)
+    message.response = item.response
+    message.finish_reason = item.finish_reason.value
+    message.response_length = item.response_length
     if item.messages:
         message.messages.extend(map(encode_message, item.messages))
     if item.environment:
         message.environment.update(item.environment)
 
 
-def decode_score_item(message: reward_pb2.ScoreItem) -> ScoreItem:
+def _response(message: reward_pb2.ScoreItem, question: tuple[str, str, str, dict[str, str]]) -> ScoreItem:
+    prompt, ground_truth, data_source, extra = question
     return ScoreItem(
         id=SampleId.parse(message.id),
-        prompt=message.prompt,
+        prompt=prompt,
         response=message.response,
-        ground_truth=message.ground_truth,
-        data_source=message.data_source,
+        ground_truth=ground_truth,
+        data_source=data_source,
         finish_reason=FinishReason(message.finish_reason),
         response_length=message.response_length,
-        extra=dict(message.extra),
+        extra=extra,
         messages=tuple(map(decode_message, message.messages)),
         environment=dict(message.environment),
     )

@@ -129,6 +129,7 @@ class ScoreItem(_message.Message):
     EXTRA_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    QUESTION_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """"run/epoch/prompt/index" """
     prompt: _builtins.str
@@ -138,6 +139,8 @@ class ScoreItem(_message.Message):
     finish_reason: _builtins.str
     response_length: _builtins.int
     """tokens that the policy produced"""
+    question: _builtins.int
+    """into the call's questions, if there are any"""
     @_builtins.property
     def extra(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -161,30 +164,90 @@ class ScoreItem(_message.Message):
         extra: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         messages: _abc.Iterable[Global___Message] | None = ...,
         environment: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        question: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "environment", b"environment", "extra", b"extra", "finish_reason", b"finish_reason", "ground_truth", b"ground_truth", "id", b"id", "messages", b"messages", "prompt", b"prompt", "response", b"response", "response_length", b"response_length"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "environment", b"environment", "extra", b"extra", "finish_reason", b"finish_reason", "ground_truth", b"ground_truth", "id", b"id", "messages", b"messages", "prompt", b"prompt", "question", b"question", "response", b"response", "response_length", b"response_length"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScoreItem: _TypeAlias = ScoreItem  # noqa: Y015
 
 @_typing.final
+class Question(_message.Message):
+    """What the responses of one group share."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ExtraEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    GROUND_TRUTH_FIELD_NUMBER: _builtins.int
+    DATA_SOURCE_FIELD_NUMBER: _builtins.int
+    EXTRA_FIELD_NUMBER: _builtins.int
+    prompt: _builtins.str
+    ground_truth: _builtins.str
+    data_source: _builtins.str
+    @_builtins.property
+    def extra(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        prompt: _builtins.str = ...,
+        ground_truth: _builtins.str = ...,
+        data_source: _builtins.str = ...,
+        extra: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "extra", b"extra", "ground_truth", b"ground_truth", "prompt", b"prompt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Question: _TypeAlias = Question  # noqa: Y015
+
+@_typing.final
 class ScoreRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ITEMS_FIELD_NUMBER: _builtins.int
+    QUESTIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreItem]: ...
+    @_builtins.property
+    def questions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Question]:
+        """Only in calls to a run's own reward services, where a group's prompt and test cases travel once: items then
+        leave these four fields empty. A registered server gets no questions, and items that say all themselves.
+        """
+
     def __init__(
         self,
         *,
         items: _abc.Iterable[Global___ScoreItem] | None = ...,
+        questions: _abc.Iterable[Global___Question] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "questions", b"questions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
