@@ -43,6 +43,7 @@ CASES = {
     "one root": forest([5], [-1]),
     "group of three": forest([6, 4, 2, 5], [-1, 0, 0, 0]),
     "turns that branch": forest([3, 4, 2, 5, 1, 3], [-1, 0, 1, 1, 0, 3]),
+    "empty segments": forest([3, 2, 0, 4, 0, 2, 5, 0], [-1, 0, 0, 2, -1, 4, 2, 6]),
     "roots only": forest([9, 1, 30, 4, 17], [-1] * 5),
     "random 0": random_forest(0, 12, 9),
     "random 1": random_forest(1, 25, 40),

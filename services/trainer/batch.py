@@ -39,14 +39,13 @@ def check_segments(segments: Segments, vocab_size: int, max_length: int) -> None
         and bool((lengths >= 0).all())
         and bool((parents < np.arange(len(parents))).all())
         and bool((parents >= -1).all())
-        and bool((lengths[parents[parents >= 0]] > 0).all())
         and bool((np.diff(segments.groups) >= 0).all())
     )
     if not well_formed:
         raise UserError(
             f"malformed segments: {len(tokens)} tokens, {len(parents)} parents, {len(offsets)} offsets; "
             "expected at least one segment, offsets ascending from 0 to the number of tokens, parents "
-            "before their children and not empty, groups ascending"
+            "before their children, groups ascending"
         )
     unknown = (tokens < 0) | (tokens >= vocab_size)
     if unknown.any():
@@ -83,13 +82,11 @@ def _check_samples(batch: PolicyBatch) -> None:
         raise UserError("a token that belongs to no sample has a loss weight: prompts are not trained on")
     if (np.diff(samples_N) < 0).any():
         raise UserError("the numbers of the trained tokens' samples must ascend: lay samples out in order")
-    roots_T = np.repeat(_roots(batch.segments), np.diff(batch.segments.offsets))
-    is_split_N = (np.diff(samples_N) == 0) & (np.diff(roots_T[trained]) != 0)
+    groups_T = np.repeat(batch.segments.groups, np.diff(batch.segments.offsets))
+    is_split_N = (np.diff(samples_N) == 0) & (np.diff(groups_T[trained]) != 0)
     if is_split_N.any():
         sample = int(samples_N[1:][is_split_N][0])
-        raise UserError(
-            f"the trained tokens of sample {sample} lie in two trees: expected them below one root"
-        )
+        raise UserError(f"the trained tokens of sample {sample} lie in two groups, expected them in one")
 
 
 def plan_microbatches(
@@ -105,8 +102,8 @@ def plan_microbatches(
 
     Trees without a token that `is_asked` ([T]) are left out. Groups go to ranks balanced by token count;
     within a rank, trees go to micro-batches of nearly equal size, at most `max_tokens` tokens; a larger tree
-    is alone in its own. With `samples` ([T], -1 for none), trees that hold one sample, such as
-    `flatten_trees` makes of its branches, stay together.
+    is alone in its own. With `samples` ([T], -1 for none), trees that hold one sample stay together: those of
+    its conversations, and those that `flatten_trees` makes of its branches.
 
     Empty micro-batches fill up where ranks need equally many (`alike`: a collective between data-parallel
     ranks runs inside of each), or a multiple of some number of them. Else a rank may get none.
@@ -142,13 +139,19 @@ def _roots(segments: Segments) -> Int64:
 
 
 def _joined_by_sample(segments: Segments, roots: Int64, samples: Int32) -> Int64:
-    """[S] the first root among those whose trees hold the same sample as their last."""
-    last_sample = np.full(len(roots), -1)  # of each root
-    np.maximum.at(last_sample, np.repeat(roots, np.diff(segments.offsets)), samples)
-    first: dict[int, int] = {}
-    return np.array(
-        [root if last_sample[root] < 0 else first.setdefault(last_sample[root], root) for root in roots]
-    )
+    """[S] the first root among those that samples connect: each holds one that the next holds, too."""
+    is_sample_T = samples >= 0
+    sample_of = samples[is_sample_T]
+    root_of = np.repeat(roots, np.diff(segments.offsets))[is_sample_T]
+    first_root = np.arange(len(roots))  # of each root, so far
+    while True:
+        of_sample = np.full(sample_of.max(initial=-1) + 1, len(roots))
+        np.minimum.at(of_sample, sample_of, first_root[root_of])
+        joined = first_root.copy()
+        np.minimum.at(joined, root_of, of_sample[sample_of])
+        if (joined == first_root).all():
+            return joined[roots]
+        first_root = joined
 
 
 def _balanced(sizes: Sequence[int], capacity: int) -> list[list[int]]:

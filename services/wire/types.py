@@ -334,9 +334,12 @@ class Segments:
     def predecessors(self) -> Int64:
         """[T] flat index of the token that predicts each token; -1 for the first token of a root."""
         before = np.arange(len(self.token_ids), dtype=np.int64) - 1
-        first = self.offsets[:-1][np.diff(self.offsets) > 0]
-        parents = self.parents[np.diff(self.offsets) > 0]
-        before[first] = np.where(parents >= 0, self.offsets[parents + 1] - 1, -1)
+        is_empty = np.diff(self.offsets) == 0
+        last = self.offsets[1:] - 1  # token of each segment, or of what is above an empty one
+        for s in np.flatnonzero(is_empty):  # parents come first
+            last[s] = last[self.parents[s]] if self.parents[s] >= 0 else -1
+        parents = self.parents[~is_empty]
+        before[self.offsets[:-1][~is_empty]] = np.where(parents >= 0, last[parents], -1)
         return before
 
 
@@ -349,7 +352,7 @@ class PolicyBatch:
     """For the actor, by the policy loss of the run."""
 
     segments: Segments
-    samples: Int32  # [T] number of each token's sample, ascending; -1 in prompts
+    samples: Int32  # [T] number of each token's sample, ascending; -1 in what samples share, as prompts
     loss_weights: Float32  # [T] 0 for prompt, tool and template tokens
     advantages: Float32  # [T] 0 where loss_weights is 0; importance weights are multiplied in
     rollout_logprobs: Float32  # [T] 0 where loss_weights is 0

@@ -232,6 +232,35 @@ def test_flattened_branches_of_a_sample_stay_in_one_microbatch() -> None:
     assert [0, 1] not in [cut.tolist() for cut in plan_microbatches(flat.segments, asked, 6, 1)[0]]
 
 
+def test_conversations_of_a_sample_stay_in_one_microbatch() -> None:
+    # sample 0 is in trees 0 and 2, sample 1 in 2 and 4, samples 2 and 3 in one each
+    segments = make_segments([[1, 2]] * 5, [-1] * 5, [0] * 5)
+    samples = np.array([-1, 0, -1, 2, 0, 1, -1, 3, -1, 1], np.int32)
+    (plan,) = plan_microbatches(segments, everywhere(segments), 2, 1, samples)
+    assert sorted(cut.tolist() for cut in plan) == [[0, 2, 4], [1], [3]]
+    (plan,) = plan_microbatches(segments, everywhere(segments), 2, 1)
+    assert sorted(cut.tolist() for cut in plan) == [[0], [1], [2], [3], [4]]
+
+
+def test_segments_without_tokens_may_stand_above_others() -> None:
+    # an empty root above two segments, the first of which has an empty one above two more
+    segments = make_segments([[], [5, 6], [], [7], [8, 9], [3]], [-1, 0, 1, 2, 2, 0], [0] * 6)
+    check_segments(segments, vocab_size=64, max_length=4)
+    assert segments.positions.tolist() == [0, 1, 2, 2, 3, 0]
+    assert segments.predecessors.tolist() == [-1, 0, 1, 1, 3, -1]
+    # empty ones that do not lie behind what is above them: 7 follows 5, and 8 nothing
+    apart = make_segments([[5], [6], [], [7], [], [8]], [-1, 0, 0, 2, -1, 4], [0] * 6)
+    assert apart.predecessors.tolist() == [-1, 0, 0, -1]
+    flat, first = flatten_trees(segments)
+    sequences = np.split(flat.segments.token_ids, flat.segments.offsets[1:-1])
+    assert [s.tolist() for s in sequences] == [[5, 6, 7], [5, 6, 8, 9], [3]]
+    assert first.astype(int).tolist() == [1, 1, 1, 0, 0, 1, 1, 1]
+    weights = np.array([0, 1, 1, 1, 1, 0], np.float32)
+    check_batch(SupervisedBatch(segments, weights))
+    with pytest.raises(UserError, match="first token of a root"):
+        check_batch(SupervisedBatch(segments, weights + 1))
+
+
 ROW = make_segments([[1, 2, 3]], [-1], [0])
 ZEROS = np.zeros(3, np.float32)
 
@@ -240,6 +269,8 @@ ZEROS = np.zeros(3, np.float32)
     "batch",
     [
         policy_batch(ROW, [0, 1, 1], [-1, 0, 0]),
+        # two conversations of one sample
+        policy_batch(make_segments([[1, 2], [4, 5]], [-1, -1], [0, 0]), [0, 1, 0, 1], [-1, 0, -1, 0]),
         ValueBatch(ROW, ZEROS, ZEROS, ZEROS),
         SupervisedBatch(ROW, ZEROS),
     ],
@@ -248,7 +279,7 @@ def test_good_batches_pass(batch: Batch) -> None:
     check_batch(batch)
 
 
-TWO_TREES = make_segments([[1, 2, 3], [4, 5]], [-1, -1], [0, 0])
+TWO_GROUPS = make_segments([[1, 2, 3], [4, 5]], [-1, -1], [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -261,7 +292,7 @@ TWO_TREES = make_segments([[1, 2, 3], [4, 5]], [-1, -1], [0, 0])
         (SupervisedBatch(ROW, ZEROS + 1), "first token of a root"),
         (policy_batch(ROW, [0, 1, 1], [-1, -1, 0]), "belongs to no sample"),
         (policy_batch(ROW, [0, 1, 1], [-1, 1, 0]), "must ascend"),
-        (policy_batch(TWO_TREES, [0, 1, 1, 0, 1], [-1, 0, 0, -1, 0]), "sample 0 lie in two trees"),
+        (policy_batch(TWO_GROUPS, [0, 1, 1, 0, 1], [-1, 0, 0, -1, 0]), "sample 0 lie in two groups"),
     ],
 )
 def test_bad_batches_are_refused_with_what_is_wrong(batch: Batch, message: str) -> None:
