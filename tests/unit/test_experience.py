@@ -1,5 +1,7 @@
 """Layout, loss weights, minibatches and step metrics against values worked out by hand."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -7,7 +9,17 @@ from numpy.typing import NDArray
 from atoll.coordinator.algorithm import experience
 from atoll.coordinator.algorithm.metrics import critic_metrics, mean_of, step_metrics
 from atoll.coordinator.validation import set_metrics
-from atoll.wire.types import FinishReason, Group, Node, Trajectory, TurnReward, Version
+from atoll.wire.types import (
+    BELOW_PROMPT,
+    NEW_CONVERSATION,
+    WHOLE,
+    FinishReason,
+    Group,
+    Node,
+    Trajectory,
+    TurnReward,
+    Version,
+)
 from tests import builders
 from tests.builders import prompt, sample_id
 
@@ -36,9 +48,9 @@ GROUPS = [
 def test_layout_by_hand() -> None:
     layout = experience.lay_out(GROUPS)
     np.testing.assert_array_equal(layout.segments.token_ids, [1, 2, 3, 4, 5, 6, 8, 9, 1])
-    np.testing.assert_array_equal(layout.segments.offsets, [0, 2, 4, 5, 8, 9, 9])
-    np.testing.assert_array_equal(layout.segments.parents, [-1, 0, 0, 2, -1, 4])
-    np.testing.assert_array_equal(layout.segments.groups, [0, 0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(layout.segments.offsets, [0, 2, 4, 8, 9, 9])
+    np.testing.assert_array_equal(layout.segments.parents, [-1, 0, 0, -1, 3])
+    np.testing.assert_array_equal(layout.segments.groups, [0, 0, 0, 1, 1])
     np.testing.assert_array_equal(layout.segments.positions, [0, 1, 2, 3, 2, 3, 4, 5, 0])
     np.testing.assert_array_equal(layout.loss_mask_T, [0, 0, 1, 1, 1, 0, 1, 1, 0])
     np.testing.assert_array_equal(layout.sample_T, [-1, -1, 0, 0, 1, 1, 1, 1, -1])
@@ -47,22 +59,141 @@ def test_layout_by_hand() -> None:
     np.testing.assert_array_equal(layout.last_N, [3, 7, 8])  # the empty response: its prompt's last token
 
 
-def test_rewards_stand_at_the_last_trained_token_of_their_turn() -> None:
+def test_rewards_stand_at_the_last_token_of_their_turn_and_add_up() -> None:
     nodes = (
         node(-1, [3], [0]),  # a template token before anything was generated
         node(0, [5, 6], [1, 0]),
         node(1, [8, 9], [1, 1]),
         node(2, [7], [0]),  # what a tool said at the end
     )
-    rewards = tuple(TurnReward(i, value, {}) for i, value in enumerate([0.1, 0.2, 0.3, 0.4]))
+    rewards = tuple(TurnReward(of, value, {}) for of, value in [(1, 0.1), (2, 0.2), (WHOLE, 0.3), (1, 0.4)])
     turns = sample(7, 0, *nodes)._replace(rewards=rewards)
     empty = sample(7, 1, node(-1, [], []), score=5.0)
-    layout = experience.lay_out([Group(prompt(7, [1, 2]), (turns, empty, sample(7, 2, node(-1, [4], [1]))))])
-    # trained tokens 5, 8, 9, 4: the first turn's reward falls on the first of its sample's, the tool's on 9
-    np.testing.assert_allclose(layout.rewards_R, [0.1 + 0.2, 0, 0.3 + 0.4, 0])
+    cut = sample(7, 2, node(-1, [4], [1]), node(0, [], []))._replace(rewards=(TurnReward(1, 9.0, {}),))
+    layout = experience.lay_out([Group(prompt(7, [1, 2]), (turns, empty, cut))])
+    # trained tokens 5, 8, 9, 4
+    np.testing.assert_allclose(layout.rewards_R, [0.1 + 0.4, 0, 0.2 + 0.3, 0])
     np.testing.assert_array_equal(layout.at_the_end(np.array([1.0, 2.0, 3.0])), [0, 0, 1, 3])
     np.testing.assert_allclose(layout.sums(np.array([1.0, 2.0, 3.0, 4.0])), [6, 0, 4])
     np.testing.assert_array_equal(layout.pick(layout.place(np.array([1.0, 2.0, 3.0, 4.0]))), [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("named", "message"), [(0, "a node that the policy did not produce"), (2, "node 2 of 2")]
+)
+def test_a_reward_names_a_node_of_the_policy(named: int, message: str) -> None:
+    turns = sample(7, 1, node(-1, [3], [0]), node(0, [5], [1]))
+    turns = turns._replace(rewards=(TurnReward(named, 1.0, {}),))
+    with pytest.raises(ValueError, match=f"sample toy/0/7/1: a reward names {message}"):
+        experience.lay_out([Group(prompt(7, [1, 2]), (turns,))])
+
+
+def test_conversations_of_a_sample_in_time_order() -> None:
+    """Two main turns with a title in between, in a conversation of its own, whose first node the other sample
+    has, too; then a compaction, and its first turn is drawn twice."""
+    system = node(NEW_CONVERSATION, [20, 21], [0, 0])
+    title = node(NEW_CONVERSATION, [20, 21], [0, 0])
+    first = sample(
+        7,
+        0,
+        node(BELOW_PROMPT, [30], [1]),
+        system,
+        node(1, [31], [1]),
+        node(0, [22], [0]),
+        node(3, [32, 33], [1, 1]),
+        node(NEW_CONVERSATION, [23], [0]),
+        node(5, [34], [1]),
+        node(5, [35], [1]),
+    )
+    first = first._replace(
+        rewards=(TurnReward(4, 1.0, {}), TurnReward(6, 2.0, {}), TurnReward(WHOLE, 4.0, {}))
+    )
+    second = sample(7, 1, title, node(0, [36], [1]), node(BELOW_PROMPT, [37], [1]))
+    layout = experience.lay_out([Group(prompt(7, [1, 2]), (first, second))])
+    segments = layout.segments
+    pieces = np.split(segments.token_ids, segments.offsets[1:-1])
+    assert [piece.tolist() for piece in pieces] == [
+        *([1, 2], [30, 22, 32, 33], [20, 21], [31], [23], [34], [35]),
+        *([36], [37]),
+    ]
+    assert segments.parents.tolist() == [-1, 0, -1, 2, -1, 4, 4, 2, 0]
+    assert layout.sample_T.tolist() == [-1, -1, 0, 0, 0, 0, -1, -1, 0, 0, 0, 0, 1, 1]
+    assert segments.token_ids[layout.trained_R].tolist() == [30, 31, 32, 33, 34, 35, 36, 37]
+    assert layout.rewards_R.tolist() == [0, 0, 0, 1, 2, 4, 0, 0]
+    assert layout.last_N.tolist() == [11, 13]
+    assert layout.branches is not None
+    # what the two draws after the compaction follow: all that came before
+    assert layout.branches.lengths_B.tolist() == [4, 1, 1, 2]
+    assert layout.branches.parents_B.tolist() == [-1, 0, 0, -1]
+    assert layout.branches.samples_B.tolist() == [0, 0, 0, 1]
+
+
+def test_without_a_prompt_samples_are_trees_of_their_own() -> None:
+    empty = builders.sample(sample_id(7, 2), node(BELOW_PROMPT, [], []), score=1.0)
+    samples = sample(7, 0, node(-1, [3], [0]), node(0, [4], [1])), sample(7, 1, node(-1, [5], [0])), empty
+    layout = experience.lay_out([Group(prompt(7, []), samples)])
+    assert layout.segments.offsets.tolist() == [0, 0, 2, 3, 3]
+    assert layout.segments.parents.tolist() == [-1, -1, -1, -1]
+    assert layout.last_N.tolist() == [1, 2, -1]
+
+
+def one_segment_per_sample(groups: list[Group]) -> dict[str, NDArray[Any]]:
+    """What samples of one node are laid out as: loop over all, then one array of each."""
+    tokens, mask, logprobs, owner, rewards, last = [], [], [], [], [], []
+    offsets, parents, numbers, group_of = [0], [], [], []
+    for g, each in enumerate(groups):
+        root = len(parents)
+        for parent, n, whole in [
+            (-1, -1, None),
+            *((root, len(group_of) + k, s) for k, s in enumerate(each.samples)),
+        ]:
+            ids = each.prompt.token_ids if whole is None else whole.nodes[0].token_ids
+            length = len(ids)
+            tokens += ids.tolist()
+            mask += [whole is not None] * length
+            logprobs += [0.0] * length if whole is None else whole.nodes[0].logprobs.tolist()
+            owner += [n] * length
+            if whole is not None:
+                rewards += [0.0] * length
+                for reward in whole.rewards if length else ():
+                    rewards[-1] += reward.value
+                last.append(len(tokens) - 1 if length else offsets[root + 1] - 1)
+            offsets.append(len(tokens))
+            parents.append(parent)
+            numbers.append(g)
+        group_of += [g] * len(each.samples)
+    return {
+        "token_ids": np.array(tokens, np.int32),
+        "offsets": np.array(offsets, np.int64),
+        "parents": np.array(parents, np.int32),
+        "groups": np.array(numbers, np.int32),
+        "loss_mask_T": np.array(mask, np.bool_),
+        "rollout_logprobs_T": np.array(logprobs, np.float32),
+        "sample_T": np.array(owner, np.int32),
+        "trained_R": np.flatnonzero(mask),
+        "group_N": np.array(group_of, np.int64),
+        "last_N": np.array(last, np.int64),
+        "rewards_R": np.array(rewards, np.float64),
+    }
+
+
+def test_single_turns_are_laid_out_node_by_node() -> None:
+    rng = np.random.default_rng(0)
+    groups = []
+    for number in range(20):
+        samples = []
+        for index in range(int(rng.integers(1, 5))):
+            ids = rng.integers(3, 9, rng.integers(0, 6)).tolist()  # some are empty, some equal
+            rewards = [TurnReward(of, float(rng.normal()), {}) for of in (0, WHOLE)[: rng.integers(0, 3)]]
+            one = builders.node(ids, logprobs=rng.normal(size=len(ids)).tolist())
+            samples.append(builders.sample(sample_id(number, index), one, rewards=tuple(rewards)))
+        groups.append(builders.group(*samples, ids=rng.integers(3, 9, 3).tolist()))
+    layout = experience.lay_out(groups)
+    for name, expected in one_segment_per_sample(groups).items():
+        got = getattr(layout.segments if hasattr(layout.segments, name) else layout, name)
+        assert got.dtype == expected.dtype, name
+        assert got.tobytes() == expected.tobytes(), name
+    assert layout.branches is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 Letters in shapes: N samples, G groups, K graders, T loss-masked tokens of all samples, one sample after
 the other, each sample's in the order in which they were produced. Prompt, tool and template tokens are
-not among them, so what an estimator carries from token to token crosses them unchanged.
+not among them, so what an estimator carries from token to token crosses them unchanged. B branches
+(branches.py): only answers drawn side by side from one context are alternatives, and nothing is carried
+from one to another. What comes before them gets what is carried from each, once.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.coordinator.algorithm.branches import Branches
 from atoll.wire.types import Int64
 
 Float64 = NDArray[np.float64]
@@ -30,6 +33,7 @@ class Trajectories:
     weights_K: Float64  # of the graders
     values_T: Float64 | None = None  # the critic's, of the state before each token
     baselines_N: Float64 | None = None  # score of the greedy sample of the same prompt
+    branches: Branches | None = None  # None: no sample has alternatives
 
     def spread(self, per_sample_N: Float64) -> Float64:
         """[T] each sample's number on all of its tokens."""
@@ -57,8 +61,7 @@ def gae(trajectories: Trajectories, *, gamma: float = 1.0, lam: float = 1.0) -> 
     """
     values_T = _values(trajectories, "gae")
     errors_T = _temporal_differences(trajectories, values_T, gamma)
-    lengths_N = trajectories.lengths_N
-    advantages_T = discounted_sums(errors_T, lengths_N, np.full(len(lengths_N), gamma * lam))
+    advantages_T = discounted_sums(trajectories, errors_T, gamma * lam)
     return Estimate(whitened(advantages_T), advantages_T + values_T)
 
 
@@ -76,8 +79,8 @@ def vapo(
     errors_T = _temporal_differences(trajectories, values_T, gamma)
     lengths_N = trajectories.lengths_N
     policy_lam_N = np.clip(1 - 1 / (length_alpha * np.maximum(lengths_N, 1)), 0, 1)
-    advantages_T = discounted_sums(errors_T, lengths_N, gamma * policy_lam_N)
-    targets_T = discounted_sums(errors_T, lengths_N, np.full(len(lengths_N), gamma * value_lam)) + values_T
+    advantages_T = discounted_sums(trajectories, errors_T, gamma * policy_lam_N)
+    targets_T = discounted_sums(trajectories, errors_T, gamma * value_lam) + values_T
     return Estimate(whitened(advantages_T), targets_T)
 
 
@@ -86,8 +89,7 @@ def reinforce_pp(trajectories: Trajectories, *, gamma: float = 1.0) -> Estimate:
 
     Source: https://arxiv.org/abs/2501.03262.
     """
-    lengths_N = trajectories.lengths_N
-    returns_T = discounted_sums(trajectories.rewards_T, lengths_N, np.full(len(lengths_N), gamma))
+    returns_T = discounted_sums(trajectories, trajectories.rewards_T, gamma)
     return Estimate(whitened(returns_T), returns_T)
 
 
@@ -101,8 +103,7 @@ def remax(trajectories: Trajectories) -> Estimate:
             "remax subtracts the score of a greedy sample and there is none: "
             "set coordinator.greedy_baseline = true"
         )
-    lengths_N = trajectories.lengths_N
-    returns_T = discounted_sums(trajectories.rewards_T, lengths_N, np.ones(len(lengths_N)))
+    returns_T = discounted_sums(trajectories, trajectories.rewards_T, 1.0)
     return Estimate(returns_T - trajectories.spread(trajectories.baselines_N), returns_T)
 
 
@@ -237,21 +238,30 @@ TRAITS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def discounted_sums(terms_T: Float64, lengths_N: Int64, discount_N: Float64) -> Float64:
-    """[T] y_t = x_t + discount y_{t+1} within each sample, 0 after its last token.
+def discounted_sums(trajectories: Trajectories, terms_T: Float64, discount: float | Float64) -> Float64:
+    """[T] y_t = x_t + discount times the sum of y over the tokens that follow t: one within a branch, the
+    first of each branch that follows, none at a sample's end. `discount` is one number or [N].
 
-    Walks back from all samples' ends at once: as many vector operations as the longest sample has tokens.
+    Walks back from the ends of all branches at once, level by level: as many vector operations as the longest
+    sample has tokens, if none has alternatives.
     """
+    branches = _branches(trajectories)
+    discount_N = np.broadcast_to(discount, len(trajectories.lengths_N))
     sums_T = np.zeros(len(terms_T))
-    longest_first_N = np.argsort(-lengths_N)
-    last_N = (np.cumsum(lengths_N) - 1)[longest_first_N]
-    lengths_N, discount_N = lengths_N[longest_first_N], discount_N[longest_first_N]
-    running_N = np.zeros(len(lengths_N))
-    for k in range(lengths_N.max(initial=0)):
-        reaching = np.searchsorted(-lengths_N, -k)  # number of samples with more than k tokens
-        at = last_N[:reaching] - k
-        running_N[:reaching] = terms_T[at] + discount_N[:reaching] * running_N[:reaching]
-        sums_T[at] = running_N[:reaching]
+    following_B = np.zeros(len(branches.parents_B))  # sum of y over what follows each branch
+    for level in branches.children_first():
+        longest_first = level[np.argsort(-branches.lengths_B[level])]
+        lengths = branches.lengths_B[longest_first]
+        last = branches.ends[longest_first] - 1
+        discounts = discount_N[branches.samples_B[longest_first]]
+        running = following_B[longest_first]
+        for k in range(lengths.max(initial=0)):
+            reaching = np.searchsorted(-lengths, -k)  # number of branches with more than k tokens
+            at = last[:reaching] - k
+            running[:reaching] = terms_T[at] + discounts[:reaching] * running[:reaching]
+            sums_T[at] = running[:reaching]
+        parents = branches.parents_B[longest_first]
+        np.add.at(following_B, parents[parents >= 0], running[parents >= 0])
     return sums_T
 
 
@@ -275,12 +285,19 @@ def _values(trajectories: Trajectories, name: str) -> Float64:
 
 
 def _temporal_differences(trajectories: Trajectories, values_T: Float64, gamma: float) -> Float64:
-    """[T] r_t + gamma V_{t+1} - V_t; the value after a sample's last token is 0."""
+    """[T] r_t + gamma V_{t+1} - V_t, where V_{t+1} is the sum over all tokens that follow, 0 if none does."""
+    branches = _branches(trajectories)
     next_values_T = np.zeros(len(values_T))
     next_values_T[:-1] = values_T[1:]
-    lengths_N = trajectories.lengths_N
-    next_values_T[(np.cumsum(lengths_N) - 1)[lengths_N > 0]] = 0
+    next_values_T[(branches.ends - 1)[branches.lengths_B > 0]] = 0
+    following = np.flatnonzero(branches.parents_B >= 0)
+    first_values = values_T[(branches.ends - branches.lengths_B)[following]]
+    np.add.at(next_values_T, branches.ends[branches.parents_B[following]] - 1, first_values)
     return trajectories.rewards_T + gamma * next_values_T - values_T
+
+
+def _branches(trajectories: Trajectories) -> Branches:
+    return trajectories.branches or Branches.unbranched(trajectories.lengths_N)
 
 
 def _on_all_tokens(trajectories: Trajectories, advantages_N: Float64) -> Estimate:

@@ -216,6 +216,7 @@ class Algorithm:
             weights_K=np.array([grader.weight for grader in self._graders]),
             values_T=_before(layout, answers.values),
             baselines_N=_baselines(groups),
+            branches=layout.branches,
         )
 
     def _estimate(self, trajectories: Trajectories) -> Estimate:
@@ -290,7 +291,7 @@ class Algorithm:
         )
         metrics |= corrected.metrics
         kept_T = mask_T.copy()
-        kept_T[mask_T] = corrected.keep_T
+        kept_T[layout.trained_R] = corrected.keep_T
         return advantages_R * corrected.weights_T, kept_T
 
     def _samples(self, groups: Sequence[Group], layout: Layout) -> list[list[SampleId]]:
@@ -350,12 +351,12 @@ def _before(layout: Layout, values_T: Float32 | None) -> Float64 | None:
     """[R] a critic's value of the state before each loss-masked token; a model answers after each token."""
     if values_T is None:
         return None
-    return values_T[layout.segments.predecessors[layout.loss_mask_T]].astype(np.float64)
+    return values_T[layout.segments.predecessors[layout.trained_R]].astype(np.float64)
 
 
 def _at_the_last(layout: Layout, values_T: Float32, role: str) -> Float64:
-    """[N] a model's verdict on each whole sample. Raises AtollError where one is no number."""
-    verdicts_N = values_T[layout.last_N].astype(np.float64)
+    """[N] a model's verdict on each sample, 0 without tokens. Raises AtollError if one is not finite."""
+    verdicts_N = np.where(layout.last_N >= 0, values_T[layout.last_N], 0.0).astype(np.float64)
     if not np.isfinite(verdicts_N).all():
         raise AtollError(
             f"the {role} gave {verdicts_N[~np.isfinite(verdicts_N)][0]} for a sample, expected a finite "

@@ -1,30 +1,43 @@
 """Scored groups -> the flat arrays that estimators read and trainers consume. Pure numpy.
 
 Letters in shapes: N samples, T tokens of the batch, R its loss-masked tokens (an estimator's T): those are
-in the order of the samples, each sample's in the order in which they were produced.
+in the order of the samples, each sample's in the order in which they were produced. D nodes and prompts.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from atoll.coordinator.algorithm.advantage import Float64
-from atoll.wire.types import Bool, Float32, Group, Int32, Int64, Segments
+from atoll.coordinator.algorithm.branches import Branches, find_branches
+from atoll.wire.types import (
+    BELOW_PROMPT,
+    NEW_CONVERSATION,
+    WHOLE,
+    Bool,
+    Float32,
+    Group,
+    Int32,
+    Int64,
+    Segments,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Groups laid out flat: each prompt once, then its samples' nodes as segments below it."""
+    """Groups laid out flat: each prompt once, then its samples' trees as segments below it."""
 
     segments: Segments
     loss_mask_T: Bool
     rollout_logprobs_T: Float32
-    sample_T: Int32  # number of each token's sample over all groups; -1 in prompts
+    sample_T: Int32  # number of each token's sample over all groups; -1 in prompts and what samples share
+    trained_R: Int64  # flat index of each loss-masked token
     group_N: Int64
-    last_N: Int64  # flat index of each sample's last token; of the prompt's where it has none
-    rewards_R: Float64  # each turn's reward at its last loss-masked token, or the last one before it
+    last_N: Int64  # flat index of the last token of each sample's last conversation; -1: it has no token
+    rewards_R: Float64  # each turn's reward at its last loss-masked token; a turn without one has none
+    branches: Branches | None  # of the R tokens; None: no sample has alternatives
 
     @property
     def num_samples(self) -> int:
@@ -33,7 +46,7 @@ class Layout:
     @cached_property
     def trained_samples(self) -> Int32:
         """[R] number of each loss-masked token's sample."""
-        return self.sample_T[self.loss_mask_T]
+        return self.sample_T[self.trained_R]
 
     @cached_property
     def lengths(self) -> Int64:
@@ -42,12 +55,12 @@ class Layout:
 
     def pick(self, values_T: Float32) -> Float64:
         """[R]"""
-        return values_T[self.loss_mask_T].astype(np.float64)
+        return values_T[self.trained_R].astype(np.float64)
 
     def place(self, values_R: Float64) -> Float32:
         """[T] the inverse of `pick`; 0 where no token is trained."""
         values_T = np.zeros(len(self.loss_mask_T), np.float32)
-        values_T[self.loss_mask_T] = values_R
+        values_T[self.trained_R] = values_R
         return values_T
 
     def sums(self, values_R: Float64) -> Float64:
@@ -63,71 +76,179 @@ class Layout:
         return values_R
 
 
+NO_SAMPLE = -1  # in place of a sample's number: what no sample has to itself
+
+
+@dataclass(frozen=True, eq=False)
+class _Nodes:
+    """A batch's prompts and nodes by group, sample and time; what samples share stands once."""
+
+    tokens: list[Int32] = field(default_factory=list)
+    masks: list[Bool] = field(default_factory=list)
+    logprobs: list[Float32] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)  # -1: none
+    groups: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+
+    def add(
+        self, token_ids: Int32, mask: Bool, logprobs: Float32, parent: int, group: int, sample: int
+    ) -> int:
+        self.tokens.append(token_ids)
+        self.masks.append(mask)
+        self.logprobs.append(logprobs)
+        self.parents.append(parent)
+        self.groups.append(group)
+        self.samples.append(sample)
+        return len(self.parents) - 1
+
+
 def lay_out(groups: Sequence[Group]) -> Layout:
-    """Two samples `46`, `47` of the prompt `12+34=` become segments [prompt, 46, 47], parents [-1, 0, 0]."""
-    tokens, masks, logprobs = [], [], []
-    parents: list[int] = []
-    group_of: list[int] = []  # each segment's
-    sample_of: list[int] = []  # each segment's
-    last_segment: list[int] = []  # each sample's
-    turns: list[tuple[int, int, float]] = []  # sample, segment and value of each reward
+    """Two samples `46`, `47` of the prompt `12+34=` become segments [prompt, 46, 47], parents [-1, 0, 0].
+
+    A node joins its parent's segment if the two are of one sample and the parent has no other child. Equal
+    first nodes of a group's samples, such as system prompts, are one segment if the policy did not produce
+    them. Nothing is below an empty prompt: its samples' first nodes are roots.
+
+    Raises ValueError for a reward that names a node in which the policy produced nothing.
+    """
+    nodes = _Nodes()
+    ends: list[int] = []  # each sample's last node
+    rewards: list[tuple[int, int, float]] = []  # sample, node or WHOLE, value
+    branches: dict[int, list[tuple[int, int]]] = {}  # of samples that have alternatives
     for number, group in enumerate(groups):
-        root = len(parents)
-        tokens.append(group.prompt.token_ids)
-        masks.append(np.zeros(len(group.prompt.token_ids), np.bool_))
-        logprobs.append(np.zeros(len(group.prompt.token_ids), np.float32))
-        parents.append(-1)
-        group_of.append(number)
-        sample_of.append(-1)
+        ids = group.prompt.token_ids
+        nothing = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.float32)
+        prompt = nodes.add(ids, *nothing, -1, number, NO_SAMPLE)
+        above = {BELOW_PROMPT: prompt if len(ids) else -1, NEW_CONVERSATION: -1}
+        first_nodes: dict[tuple[int, bytes], int] = {}
         for sample in group.samples:
-            first = len(parents)
-            turns += [(len(last_segment), first + reward.node, reward.value) for reward in sample.rewards]
+            placed: list[int] = []
             for node in sample.nodes:
-                tokens.append(node.token_ids)
-                masks.append(node.loss_mask)
-                logprobs.append(node.logprobs)
-                parents.append(root if node.parent < 0 else first + node.parent)
-                group_of.append(number)
-                sample_of.append(len(last_segment))
-            filled = (s for s in range(len(parents) - 1, first - 1, -1) if len(tokens[s]))
-            last_segment.append(next(filled, root))
-    lengths_S = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths_S)])
-    loss_mask_T = np.concatenate(masks)
-    sample_T = np.repeat(np.array(sample_of, np.int32), lengths_S)
+                parent = placed[node.parent] if node.parent >= 0 else above[node.parent]
+                if node.parent < 0 and len(sample.nodes) > 1 and not node.loss_mask.any():
+                    key = parent, node.token_ids.tobytes()
+                    if (first := first_nodes.setdefault(key, len(nodes.parents))) < len(nodes.parents):
+                        nodes.samples[first] = NO_SAMPLE
+                        placed.append(first)
+                        continue
+                placed.append(
+                    nodes.add(node.token_ids, node.loss_mask, node.logprobs, parent, number, len(ends))
+                )
+            for reward in sample.rewards:
+                if not WHOLE <= reward.node < len(placed):
+                    raise ValueError(
+                        f"sample {sample.id}: a reward names node {reward.node} of {len(placed)}, expected "
+                        f"one of these, or {WHOLE} for the whole trajectory"
+                    )
+                of = WHOLE if reward.node == WHOLE else placed[reward.node]
+                rewards.append((len(ends), of, reward.value))
+            if len(placed) > 1 and len(found := find_branches(sample.nodes)) > 1:
+                branches[len(ends)] = found
+            ends.append(placed[-1] if placed else prompt)
+    return _flatten(groups, nodes, ends, rewards, branches)
+
+
+def _flatten(
+    groups: Sequence[Group],
+    nodes: _Nodes,
+    ends: Sequence[int],
+    rewards: Sequence[tuple[int, int, float]],
+    branches: Mapping[int, Sequence[tuple[int, int]]],
+) -> Layout:
+    parents_D, samples_D = np.array(nodes.parents), np.array(nodes.samples, np.int32)
+    lengths_D = np.fromiter(map(len, nodes.tokens), np.int64, len(nodes.tokens))
+    segments_D = _join(parents_D, samples_D)
+    order_D = np.argsort(segments_D, kind="stable")  # of the nodes in the flat arrays
+    starts_D = np.empty(len(order_D), np.int64)
+    starts_D[order_D] = np.cumsum(lengths_D[order_D]) - lengths_D[order_D]
+    firsts_S = np.unique(segments_D, return_index=True)[1]  # node that each segment begins with
+    above_S = parents_D[firsts_S]
+    loss_mask_T = np.concatenate([nodes.masks[d] for d in order_D])
+    trained_R = np.flatnonzero(loss_mask_T)
+    first_D, end_D = np.searchsorted(trained_R, [starts_D, starts_D + lengths_D])  # of them, in each node
+    counts_D = end_D - first_D
+    lengths_N = np.zeros(len(ends), np.int64)
+    np.add.at(lengths_N, samples_D[samples_D >= 0], counts_D[samples_D >= 0])
+    if (np.diff(segments_D) < 0).any():  # conversations interleave
+        node_T = np.repeat(np.arange(len(order_D)), lengths_D)
+        flat_T = np.arange(len(node_T)) + (starts_D - (np.cumsum(lengths_D) - lengths_D))[node_T]
+        trained_R = flat_T[loss_mask_T[flat_T]]
     return Layout(
         segments=Segments(
-            token_ids=np.concatenate(tokens).astype(np.int32, copy=False),
-            offsets=offsets,
-            parents=np.array(parents, np.int32),
-            groups=np.array(group_of, np.int32),
+            token_ids=np.concatenate([nodes.tokens[d] for d in order_D]).astype(np.int32, copy=False),
+            offsets=np.append(starts_D[firsts_S], len(loss_mask_T)),
+            parents=np.where(above_S >= 0, segments_D[above_S], -1).astype(np.int32),
+            groups=np.array(nodes.groups, np.int32)[firsts_S],
         ),
         loss_mask_T=loss_mask_T,
-        rollout_logprobs_T=np.concatenate(logprobs).astype(np.float32, copy=False),
-        sample_T=sample_T,
+        rollout_logprobs_T=np.concatenate([nodes.logprobs[d] for d in order_D]).astype(
+            np.float32, copy=False
+        ),
+        sample_T=np.repeat(samples_D[order_D], lengths_D[order_D]),
+        trained_R=trained_R,
         group_N=np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups]),
-        last_N=offsets[np.array(last_segment, np.int64) + 1] - 1,
-        rewards_R=_rewards(turns, offsets, loss_mask_T, sample_T, len(last_segment)),
+        last_N=_last_tokens(np.array(ends, np.int64), parents_D, starts_D, lengths_D),
+        rewards_R=_rewards(groups, rewards, lengths_D, counts_D, lengths_N),
+        branches=_branches(branches, lengths_N),
     )
 
 
+def _join(parents_D: Int64, samples_D: Int32) -> Int64:
+    """[D] the segment of each node."""
+    num_children = np.bincount(parents_D[parents_D >= 0], minlength=len(parents_D))
+    joins_D = (parents_D >= 0) & (samples_D[parents_D] != NO_SAMPLE) & (num_children[parents_D] == 1)
+    segments_D = np.cumsum(~joins_D) - 1
+    for d in np.flatnonzero(joins_D):  # parents come first
+        segments_D[d] = segments_D[parents_D[d]]
+    return segments_D
+
+
+def _last_tokens(ends_N: Int64, parents_D: Int64, starts_D: Int64, lengths_D: Int64) -> Int64:
+    """[N] of each end, or of what is above it if it is empty; -1: all that is above is empty."""
+    while (is_empty_N := (ends_N >= 0) & (lengths_D[ends_N] == 0)).any():
+        ends_N = np.where(is_empty_N, parents_D[ends_N], ends_N)
+    return np.where(ends_N >= 0, starts_D[ends_N] + lengths_D[ends_N] - 1, -1)
+
+
 def _rewards(
-    turns: Sequence[tuple[int, int, float]],
-    offsets: Int64,
-    loss_mask_T: Bool,
-    sample_T: Int32,
-    num_samples: int,
+    groups: Sequence[Group],
+    rewards: Sequence[tuple[int, int, float]],
+    lengths_D: Int64,
+    counts_D: Int64,
+    lengths_N: Int64,
 ) -> Float64:
-    """[R]; rewards of a sample without a loss-masked token are left out."""
-    lengths_N = np.bincount(sample_T[loss_mask_T], minlength=num_samples)
-    starts_N = np.cumsum(lengths_N) - lengths_N
-    trained_before = np.concatenate([[0], np.cumsum(loss_mask_T)])  # a flat index -> its number in R
-    rewards_R = np.zeros(trained_before[-1])
-    for sample, segment, value in turns:
-        if lengths_N[sample]:
-            at = trained_before[offsets[segment + 1]] - 1
-            rewards_R[max(at, starts_N[sample])] += value  # a turn before the first token: at the first one
+    """[R]; a reward of a turn or sample without a loss-masked token is left out. `counts_D` counts these."""
+    rewards_R = np.zeros(int(lengths_N.sum()))
+    if not rewards:
+        return rewards_R
+    samples, nodes, values = map(np.array, zip(*rewards, strict=True))
+    is_wrong = (nodes != WHOLE) & (counts_D[nodes] == 0) & (lengths_D[nodes] > 0) & (lengths_N[samples] > 0)
+    if is_wrong.any():
+        ids = [sample.id for group in groups for sample in group.samples]
+        raise ValueError(
+            f"sample {ids[samples[is_wrong][0]]}: a reward names a node that the policy did not produce; "
+            f"name one that it did, or {WHOLE} for the whole trajectory"
+        )
+    has_tokens = np.where(nodes == WHOLE, lengths_N[samples], counts_D[nodes]) > 0
+    last = np.where(nodes == WHOLE, np.cumsum(lengths_N)[samples], np.cumsum(counts_D)[nodes]) - 1
+    np.add.at(rewards_R, last[has_tokens], values[has_tokens])
     return rewards_R
+
+
+def _branches(found: Mapping[int, Sequence[tuple[int, int]]], lengths_N: Int64) -> Branches | None:
+    """Those of all samples; `found` has those of samples with alternatives."""
+    if not found:
+        return None
+    lengths: list[int] = []
+    parents: list[int] = []
+    samples: list[int] = []
+    for sample, length in enumerate(lengths_N.tolist()):
+        first = len(lengths)
+        for tokens, parent in found.get(sample, [(length, -1)]):
+            lengths.append(tokens)
+            parents.append(first + parent if parent >= 0 else -1)
+            samples.append(sample)
+    return Branches(np.array(lengths), np.array(parents), np.array(samples))
 
 
 def loss_weights(
