@@ -83,7 +83,7 @@ docs: .venv/installed
 		path.write_text(f'{pathlib.Path(\"tests/sglang/stand_ins\").absolute()}\n')"
 	touch $@
 
-# Where the tests run other people's servers, which pin what we do not.
+# Where the tests run external servers, which pin what we do not.
 .venv-servers/installed: tests/servers/requirements.txt
 	test -x .venv-servers/bin/python || $(PYTHON) -m venv .venv-servers
 	.venv-servers/bin/pip install --quiet --disable-pip-version-check --no-deps \

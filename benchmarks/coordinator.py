@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 from atoll.cli.arithmetic import SHAPE, SPECIAL, build_arithmetic
 from atoll.cli.assets import prompt_row, write_model, write_rows
 from atoll.cli.processes import Fleet as Processes
-from atoll.cli.processes import Service, ServiceGroup
+from atoll.cli.processes import ServiceCommand, ServiceGroup
 from atoll.config.load import validate, write_resolved
 from atoll.config.schema import RunConfig
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
-from atoll.runtime.store import EmbeddedServer, embedded
+from atoll.runtime.store import EmbeddedServer, run_embedded_server
 from atoll.runtime.tokenizer import tokenizer_digest
 from benchmarks.coordinator_fleet import Fleet
 
@@ -94,7 +94,7 @@ def measure(load: Load, seconds: float, left_out: int) -> dict[str, Any]:
     """`left_out`: steps before the first that is measured."""
     with tempfile.TemporaryDirectory() as folder:
         config = prepared_run(load, Path(folder))
-        with embedded(config.folder / "store") as store:
+        with run_embedded_server(config.folder / "store") as store:
             return asyncio.run(drive(load, seconds, left_out, config, store))
 
 
@@ -135,7 +135,7 @@ async def drive(
     readings, token = config.folder / "readings.jsonl", secrets.token_hex(8)
     path = str(config.folder / "config.json")
     command = (sys.executable, "-m", "benchmarks.coordinator_parts", str(readings))
-    service = Service(
+    service = ServiceCommand(
         "coordinator", (*command, "--config", path, "--store", store.url), {"ATOLL_TOKEN": token}
     )
     coordinator = ServiceGroup((service,))
@@ -161,7 +161,7 @@ async def drive(
                     task.result()
             first, last = measuring.result()
             await client.stop_run()
-            await processes.finished("coordinator")
+            await processes.wait_for_exit("coordinator")
         finally:
             await client.close()
             for task in watched:

@@ -22,8 +22,8 @@ from atoll.runtime.clients.base import MAX_MESSAGE_BYTES, Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import AtollError, ServiceUnavailableError
 from atoll.runtime.process import new_incarnation
-from atoll.wire.codec.weights import encode_catalog
-from atoll.wire.types import BOX, Catalog, ServiceEntry
+from atoll.wire.codec.weights import encode_shard_layout
+from atoll.wire.types import BOX, ServiceEntry, ShardLayout
 from atoll.wire.v1 import reward_pb2, rollout_pb2, trainer_pb2, types_pb2
 
 # Generic in the stubs alone, so these are strings at run time.
@@ -33,7 +33,7 @@ Handler: TypeAlias = Callable[[Any, Context], Any]
 
 INCARNATION = new_incarnation()  # of all services
 TICK_S = 0.01  # between two looks at what is to finish by now
-WEIGHTS = Catalog(("w",), np.array([(0, 0, 1, 0, 1, 0, 0, 1)], BOX))  # one number
+WEIGHTS = ShardLayout(("w",), np.array([(0, 0, 1, 0, 1, 0, 0, 1)], BOX))  # one number
 TEXT_PER_TOKEN = "word"
 TOKEN = 3  # in any vocabulary
 REWARDS = [reward_pb2.Graded(value=value, components={"exact_match": value}) for value in (0.0, 1.0)]
@@ -118,7 +118,7 @@ class Replica:
         }
 
     def finish_one(self) -> bool:
-        """False where it has nothing in hand."""
+        """False if it has nothing in hand."""
         if not self._in_hand:
             return False
         call, sample = self._in_hand.popleft()
@@ -170,7 +170,7 @@ class Replica:
             max_length=1 << 20,
             slots=self._fleet.slots,
             dtype="float32",
-            boxes=[encode_catalog(WEIGHTS)],
+            shard_layouts=[encode_shard_layout(WEIGHTS)],
         ).SerializeToString()
 
 
@@ -194,8 +194,8 @@ def reward_handlers() -> dict[str, Method]:
 def trainer_handlers(tokenizer_digest: str) -> dict[str, Method]:
     info = trainer_pb2.TrainerInfoReply(
         tokenizer_digest=tokenizer_digest,
-        shards=[encode_catalog(WEIGHTS)],
-        shard_of_rank=[0],
+        shard_layouts=[encode_shard_layout(WEIGHTS)],
+        shard_layout_of_rank=[0],
         roles=["actor"],
         world_size=1,
     ).SerializeToString()

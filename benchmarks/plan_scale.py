@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from atoll.weights.plan import plan
-from atoll.wire.codec.weights import encode_catalog, encode_plan
-from atoll.wire.types import BOX, Catalog
+from atoll.wire.codec.weights import encode_plan, encode_shard_layout
+from atoll.wire.types import BOX, ShardLayout
 from benchmarks.memory import peak_mib
 
 RANKS, TP, PP = 1024, 8, 8
@@ -26,8 +26,9 @@ Tensor = tuple[str, int, int, int]
 
 
 def run() -> dict[str, Any]:
-    """By layout: CPU seconds, MiB above the inputs, MiB of the plan and of the trainer's catalogs as they are
-    sent, and counts."""
+    """By layout: CPU seconds, MiB above the inputs, MiB of the plan and of the trainer's shard layouts as
+    they are sent, and counts.
+    """
     with get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
         return {kind: processes.apply(measure, (kind,)) for kind in LAYOUTS}
 
@@ -41,12 +42,14 @@ def measure(kind: str) -> dict[str, float]:
     pairs = np.unique(transfers[["source", "target"]])
     parts = np.unique(transfers[["source", "target", "round"]])
     busiest = max(int(np.bincount(parts[side]).max()) for side in ("source", "target"))
-    catalogs = [encode_catalog(catalog) for catalog in {id(c): c for c in sources}.values()]
+    shard_layouts = [
+        encode_shard_layout(shard_layout) for shard_layout in {id(c): c for c in sources}.values()
+    ]
     return {
         "cpu_s": seconds,
         "mib_above_inputs": mib,
         "wire_mib": encode_plan(found).ByteSize() / 2**20,
-        "catalogs_wire_mib": sum(catalog.ByteSize() for catalog in catalogs) / 2**20,
+        "catalogs_wire_mib": sum(shard_layout.ByteSize() for shard_layout in shard_layouts) / 2**20,
         "ranks": len(sources),
         "tensors": len(found.tensors),
         "transfers": len(transfers),
@@ -56,16 +59,18 @@ def measure(kind: str) -> dict[str, float]:
     }
 
 
-def _dense() -> tuple[list[Catalog], list[Catalog]]:
+def _dense() -> tuple[list[ShardLayout], list[ShardLayout]]:
     tensors = [
         (f"model.layers.{i // 7}.matrix_{i % 7}.weight", 2048, 2048, i % 3 == 2) for i in range(100_002)
     ]
     stages = [tensors[len(tensors) * p // PP : len(tensors) * (p + 1) // PP] for p in range(PP)]
-    sources = [_catalog(stage, rank, TP) for stage in stages for rank in range(TP)]
-    return sources * (RANKS // len(sources)), [_catalog(tensors, rank, TP) for rank in range(TP)]
+    sources = [_shard_layout(stage, rank, TP) for stage in stages for rank in range(TP)]
+    return sources * (RANKS // len(sources)), [_shard_layout(tensors, rank, TP) for rank in range(TP)]
 
 
-def _experts(layers: int = 64, experts: int = 576, groups: int = 64) -> tuple[list[Catalog], list[Catalog]]:
+def _experts(
+    layers: int = 64, experts: int = 576, groups: int = 64
+) -> tuple[list[ShardLayout], list[ShardLayout]]:
     def of(held_layers: range, held_experts: range) -> Iterator[Tensor]:
         for layer in (f"model.layers.{i}" for i in held_layers):
             for name in ("q_proj", "k_proj", "v_proj"):
@@ -78,17 +83,17 @@ def _experts(layers: int = 64, experts: int = 576, groups: int = 64) -> tuple[li
 
     size = experts // groups
     sources = [
-        _catalog(
+        _shard_layout(
             list(of(range(layers * p // PP, layers * (p + 1) // PP), range(g * size, (g + 1) * size))), 0, 1
         )
         for p in range(PP)
         for g in range(groups)
     ]
     whole = list(of(range(layers), range(experts)))
-    return sources * (RANKS // len(sources)), [_catalog(whole, rank, TP) for rank in range(TP)]
+    return sources * (RANKS // len(sources)), [_shard_layout(whole, rank, TP) for rank in range(TP)]
 
 
-def _catalog(tensors: Sequence[Tensor], rank: int, ranks: int) -> Catalog:
+def _shard_layout(tensors: Sequence[Tensor], rank: int, ranks: int) -> ShardLayout:
     """A buffer per tensor, cut evenly."""
     names, rows, columns, axes = zip(*tensors, strict=True)
     boxes = np.zeros(len(names), BOX)
@@ -97,7 +102,7 @@ def _catalog(tensors: Sequence[Tensor], rank: int, ranks: int) -> Catalog:
         boxes[size] = np.where(np.array(axes) == axis, np.array(whole) // ranks, whole)
         boxes[at] = np.where(np.array(axes) == axis, boxes[size] * rank, 0)
     boxes["stride"] = boxes["columns"]
-    return Catalog(names, boxes)
+    return ShardLayout(names, boxes)
 
 
 LAYOUTS = {"dense": _dense, "experts": _experts}

@@ -16,7 +16,7 @@ from typing import Any
 from math_verify import parse, verify
 from pebble import ProcessExpired, ProcessPool
 
-from atoll.reward.verifiers.maths import maths, quick
+from atoll.reward.verifiers.maths import grade_quickly, maths
 from atoll.wire.types import FinishReason, GroupId, SampleId, ScoreItem
 
 PAIRS = Path(__file__).parents[1] / "tests" / "data" / "maths" / "pairs.jsonl"
@@ -30,7 +30,7 @@ def run(num_integers: int = 20_000, num_fractions: int = 5_000, num_thoughts: in
     rng = random.Random(0)
     maths(_item(r"\boxed{\sqrt{2}+x}", r"x+\sqrt{2}"))  # imports SymPy and warms the parser
     pairs = _pairs()
-    asked = sum(quick(_item(pair["response"], pair["gold"])) is None for pair in pairs)
+    asked = sum(grade_quickly(_item(pair["response"], pair["gold"])) is None for pair in pairs)
     return {
         "integers_per_s": _rate([_integer(rng, i) for i in range(num_integers)]),
         "fractions_per_s": _rate([_fraction(rng, i) for i in range(num_fractions)]),

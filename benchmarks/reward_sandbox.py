@@ -16,12 +16,12 @@ import psutil
 
 from atoll.reward.sandbox.base import CHANNEL_FD, Sandbox
 from atoll.reward.sandbox.host import start_sandbox
-from atoll.wire.types import Limits, Status
+from atoll.wire.types import ProgramLimits, ProgramStatus
 
 RUNS = 1000
 HANGING_EVERY = 100
 PROGRAMS = 16  # the default of reward.sandbox.programs
-LIMITS = Limits(timeout_s=5.0)  # the default
+LIMITS = ProgramLimits(timeout_s=5.0)  # the default
 
 SHORT = "print(1)"
 SLEEPS = "import time\nwhile True: time.sleep(1)"
@@ -88,7 +88,7 @@ async def _beside(sandbox: Sandbox, source: str) -> dict[str, float]:
     await asyncio.gather(*short)
     per_second = RUNS / (time.monotonic() - start)
     executions = await asyncio.gather(*hanging)
-    assert {execution.status for execution in executions} == {Status.TIMEOUT}
+    assert {execution.status for execution in executions} == {ProgramStatus.TIMEOUT}
     return {
         "clean_per_second": clean,
         "per_second": per_second,
@@ -98,12 +98,12 @@ async def _beside(sandbox: Sandbox, source: str) -> dict[str, float]:
 
 
 async def _short(sandbox: Sandbox) -> None:
-    execution = await sandbox.run(SHORT, b"", Limits(timeout_s=60.0))
+    execution = await sandbox.run(SHORT, b"", ProgramLimits(timeout_s=60.0))
     assert execution.stdout == b"1\n", execution
 
 
 async def _dialogue(sandbox: Sandbox) -> None:
-    async with sandbox.open(CALLED, Limits(timeout_s=60.0)) as dialogue:
+    async with sandbox.open(CALLED, ProgramLimits(timeout_s=60.0)) as dialogue:
         for i in range(CALLS):
             assert await dialogue.ask(f"{i} 1".encode()) == str(i + 1).encode()
 

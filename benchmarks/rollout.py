@@ -44,7 +44,7 @@ async def _run(model: Path, dtype: str, rounds: int) -> dict[str, dict[str, floa
         slots=128,
         max_length=16,
         version=Version("", 0),
-        receiver=shm.Receiver(),
+        receiver=shm.ShmReceiver(),
     )
     try:
         return {

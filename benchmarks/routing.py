@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from atoll.coordinator.fleet.routing import Router, Seat, Work
+from atoll.coordinator.fleet.routing import GroupWork, ReplicaLoad, Router
 from atoll.wire.types import GroupId
 
 
@@ -17,14 +17,14 @@ def run(num_groups: int = 10_000, num_replicas: int = 64, prompt_tokens: int = 1
         np.append(header, rng.integers(0, 50_000, prompt_tokens // 2, np.int32)) for _ in range(num_groups)
     ]
     router = Router()
-    seats = [Seat(str(number), 8 * num_groups) for number in range(num_replicas)]
-    for seat in seats:  # measured ones, of different throughput
-        seat.sent(1, 0, 0.0)
-        seat.finished(1, 0, int(rng.integers(1000, 8000)), 1.0)
-    router.finished(1, 500)
-    waiting = [Work(GroupId("toy", 0, number), prompt, 8, 1000) for number, prompt in enumerate(prompts)]
+    loads = [ReplicaLoad(str(number), 8 * num_groups) for number in range(num_replicas)]
+    for load in loads:  # measured ones, of different throughput
+        load.record_sent(1, 0, 0.0)
+        load.record_finished(1, 0, int(rng.integers(1000, 8000)), 1.0)
+    router.record_finished(1, 500)
+    waiting = [GroupWork(GroupId("toy", 0, number), prompt, 8, 1000) for number, prompt in enumerate(prompts)]
     begun = time.process_time()
-    placed = router.share(waiting, seats, 0.0)
+    placed = router.share(waiting, loads, 0.0)
     seconds = time.process_time() - begun
     assert len(placed) == num_groups
     return {"groups": num_groups, "replicas": num_replicas, "us_per_group": seconds / num_groups * 1e6}

@@ -27,7 +27,7 @@ from atoll.trainer.megatron.attention import BACKENDS
 from atoll.trainer.megatron.forward import Forward
 from atoll.trainer.megatron.hf import load_model
 from atoll.trainer.megatron.model import ModelSettings
-from atoll.trainer.megatron.shards import catalog
+from atoll.trainer.megatron.shards import shard_layout
 from atoll.trainer.objective import PolicyObjective, PolicySettings
 from atoll.trainer.step import Learner
 from atoll.weights.delta import decode, encode
@@ -71,7 +71,7 @@ def _train(folder: Path, learning_rate: float) -> dict[str, Any]:
         objective = PolicyObjective(forward, PolicySettings(partial(ppo_clip, clip_low=CLIP, clip_high=CLIP)))
         optimizer = OptimizerConfig(learning_rate=learning_rate)
         learner = Learner("actor", forward, {PolicyBatch: objective}, optimizer)
-    _, buffers = catalog(model)
+    _, buffers = shard_layout(model)
     rng, found = np.random.default_rng(0), {}
     for step in range(1, max(STEPS) + 1):
         old = torch.cat([buffer.bfloat16() for buffer in buffers])

@@ -27,12 +27,12 @@ from atoll.weights.plan import plan
 from atoll.weights.transport.base import open_receiver, open_sender
 from atoll.wire.types import (
     BOX,
-    Catalog,
     Membership,
     Plan,
-    Published,
+    PublishedPart,
     PublishRequest,
     PushPart,
+    ShardLayout,
     StreamManifest,
     Version,
 )
@@ -65,7 +65,7 @@ class Writer:
         pairs = list(zip(self._copy.chunk(NUM_TENSORS), self._weights.chunk(NUM_TENSORS), strict=True))
         return copied(pairs)
 
-    def publish(self, version: Version, membership: Membership, plan: Plan, part: int) -> Published:
+    def publish(self, version: Version, membership: Membership, plan: Plan, part: int) -> PublishedPart:
         return self._publisher.publish(
             PublishRequest(version, "float32", {plan.id: membership}, [plan], part)
         )
@@ -149,8 +149,8 @@ def _serve(pipe: Connection, kind: Callable[[str, str], object], device: str, tr
 def measure(transport: str, devices: Sequence[str], rounds: int = 7) -> dict[str, Any]:
     """Medians of seconds. The first device is the trainer's, the others are replicas'."""
     boxes = [(t, 0, ROWS, 0, COLUMNS, 0, t * ROWS * COLUMNS, COLUMNS) for t in range(NUM_TENSORS)]
-    catalog = Catalog(tuple(f"layer.{t}" for t in range(NUM_TENSORS)), np.array(boxes, BOX))
-    weight_plan = plan([catalog], [catalog], part_elements=PART_ELEMENTS)
+    shard_layout = ShardLayout(tuple(f"layer.{t}" for t in range(NUM_TENSORS)), np.array(boxes, BOX))
+    weight_plan = plan([shard_layout], [shard_layout], part_elements=PART_ELEMENTS)
     writer, *readers = workers = [
         Worker(Reader if number else Writer, device, transport) for number, device in enumerate(devices)
     ]
@@ -162,7 +162,7 @@ def measure(transport: str, devices: Sequence[str], rounds: int = 7) -> dict[str
         streams.clear()
         ahead = threads.submit(writer, "publish", version, membership, weight_plan, 0)
         for part in count(1):
-            published: Published = ahead.result()
+            published: PublishedPart = ahead.result()
             if not published.last:
                 ahead = threads.submit(writer, "publish", version, membership, weight_plan, part)
             streams.extend(published.streams)

@@ -36,11 +36,11 @@ from atoll.weights.transport.base import open_receiver, open_sender
 from atoll.wire.info import RolloutInfo, TrainerInfo
 from atoll.wire.types import (
     BOX,
-    Catalog,
-    Published,
+    PublishedPart,
     PublishRequest,
     PushPart,
     ServiceEntry,
+    ShardLayout,
     Version,
 )
 
@@ -83,9 +83,9 @@ async def _run(num_bytes: int, rounds: int, setting: Setting) -> dict[str, Any]:
             seen = await asyncio.gather(*(reader("last_byte") for reader in readers[:num_readers]))
             assert seen == [expected] * num_readers
 
-        catalog = even_catalog(num_bytes)
-        replicas = {cast(RolloutClient, _Replica(reader)): (catalog,) for reader in readers}
-        pusher = Pusher(writer, catalog, replicas, setting.transport)
+        shard_layout = even_shard_layout(num_bytes)
+        replicas = {cast(RolloutClient, _Replica(reader)): (shard_layout,) for reader in readers}
+        pusher = Pusher(writer, shard_layout, replicas, setting.transport)
         actions: dict[str, Callable[[], Awaitable[object]]] = {"memcpy": lambda: writer("memcpy")}
         for num in range(1, 1 + setting.num_readers):
             actions[f"hand_off_{num}"] = lambda num=num: hand_off(num)  # type: ignore[misc]
@@ -131,16 +131,16 @@ class Pusher:
     def __init__(
         self,
         writer: "Worker",
-        catalog: Catalog,
-        replicas: Mapping[RolloutClient, tuple[Catalog, ...]],
+        shard_layout: ShardLayout,
+        replicas: Mapping[RolloutClient, tuple[ShardLayout, ...]],
         transport: str,
     ) -> None:
         known = Replicas(Caller(), request_timeout_s=60)
-        for number, (client, catalogs) in enumerate(replicas.items()):
+        for number, (client, shard_layouts) in enumerate(replicas.items()):
             name = f"rollout-{number}"
-            info = RolloutInfo(name, name, NOTHING, 0, 0, 0, "float32", catalogs, 0, 0, 0)
+            info = RolloutInfo(name, name, NOTHING, 0, 0, 0, "float32", shard_layouts, 0, 0, 0)
             known.hold(Replica(ServiceEntry("rollout", name, name, ""), client, info, NOTHING))
-        self._trainer = cast(TrainerClient, _Trainer(writer, catalog))
+        self._trainer = cast(TrainerClient, _Trainer(writer, shard_layout))
         self._sync = WeightSync(
             known,
             Canary(Path(), every=0, tolerance=0.0),
@@ -150,7 +150,7 @@ class Pusher:
             first_epoch=1,
         )
         self._versions = (Version("bench", number) for number in count(1))
-        self._num_bytes = flat(catalog)[1]
+        self._num_bytes = flat(shard_layout)[1]
         self._stalls: list[float] = []
 
     @property
@@ -213,7 +213,7 @@ class Writer:
     def __init__(self, num_bytes: int, transport: str) -> None:
         self._parameters = torch.rand(num_bytes // 4)
         self._copy = torch.ones_like(self._parameters)
-        self._segment = shm.Segment(num_bytes)
+        self._segment = shm.SharedSegment(num_bytes)
         self._publisher = Publisher(
             0,
             [self._parameters],
@@ -234,7 +234,7 @@ class Writer:
         self._segment.memory.view(torch.float32).copy_(self._parameters)
         return int(self._segment.memory[-1])
 
-    def publish(self, request: PublishRequest) -> Published:
+    def publish(self, request: PublishRequest) -> PublishedPart:
         return self._publisher.publish(request)
 
 
@@ -270,15 +270,15 @@ class Reader:
 class _Trainer:
     """TrainerClient's part in a push."""
 
-    def __init__(self, worker: Worker, catalog: Catalog) -> None:
+    def __init__(self, worker: Worker, shard_layout: ShardLayout) -> None:
         self._worker = worker
-        self._catalog = catalog
+        self._shard_layout = shard_layout
 
     async def info(self) -> TrainerInfo:
-        return TrainerInfo("", 1, 1, 1, 1, 1, 1, 0, 0, "", (self._catalog,), ("actor",))
+        return TrainerInfo("", 1, 1, 1, 1, 1, 1, 0, 0, "", (self._shard_layout,), ("actor",))
 
-    async def publish_weights(self, request: PublishRequest) -> Published:
-        return cast(Published, await self._worker("publish", request))
+    async def publish_weights(self, request: PublishRequest) -> PublishedPart:
+        return cast(PublishedPart, await self._worker("publish", request))
 
 
 class _Replica:
@@ -294,18 +294,18 @@ class _Replica:
         return cast(float, await self._worker("commit", version))
 
 
-def even_catalog(num_bytes: int) -> Catalog:
+def even_shard_layout(num_bytes: int) -> ShardLayout:
     """Matrices of TENSOR_BYTES, one behind the other."""
     tensors = [
         (t, 0, TENSOR_BYTES // 4 // COLUMNS, 0, COLUMNS, 0, t * TENSOR_BYTES // 4, COLUMNS)
         for t in range(num_bytes // TENSOR_BYTES)
     ]
-    return Catalog(tuple(f"layer.{t}" for t in range(len(tensors))), np.array(tensors, BOX))
+    return ShardLayout(tuple(f"layer.{t}" for t in range(len(tensors))), np.array(tensors, BOX))
 
 
-def flat(catalog: Catalog) -> tuple[Catalog, int]:
+def flat(shard_layout: ShardLayout) -> tuple[ShardLayout, int]:
     """The same boxes, dense, in one buffer; and its bytes in float32."""
-    boxes = catalog.boxes.copy()
+    boxes = shard_layout.boxes.copy()
     sizes = boxes["rows"] * boxes["columns"]
     boxes["buffer"], boxes["stride"], boxes["offset"] = 0, boxes["columns"], np.cumsum(sizes) - sizes
-    return Catalog(catalog.tensors, boxes), int(sizes.sum()) * 4
+    return ShardLayout(shard_layout.tensors, boxes), int(sizes.sum()) * 4

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from atoll.cli.arithmetic import build_arithmetic
-from atoll.cli.plan_weights import trainer_catalogs
+from atoll.cli.plan_weights import trainer_shard_layouts
 from atoll.config.load import TOKEN
 from atoll.config.schema import ParallelConfig
 from atoll.runtime.clients.base import Caller
@@ -61,11 +61,11 @@ def run(rounds: int) -> dict[str, Any]:
 
 
 async def _push(folder: Path, address: str, token: str, rounds: int) -> dict[str, Any]:
-    catalog, num_bytes = flat(trainer_catalogs(read_spec(folder), ParallelConfig())[0])
+    shard_layout, num_bytes = flat(trainer_shard_layouts(read_spec(folder), ParallelConfig())[0])
     writer = Worker(0, Writer, num_bytes, "shm")
     try:
         client = RolloutClient(address, Caller(fence=1, token=token), timeout_s=60)
-        pusher = Pusher(writer, catalog, {client: (await client.info()).catalogs}, "shm")
+        pusher = Pusher(writer, shard_layout, {client: (await client.info()).shard_layouts}, "shm")
         actions = {"memcpy": lambda: writer("memcpy"), "push": pusher.push}
         measured = await interleaved(actions, rounds, [writer], lambda: writer("train"))
         return {"bytes": num_bytes, **measured, "stall_s": pusher.stall_s}

@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from atoll.cli.plan_weights import replica_catalogs, trainer_catalogs
+from atoll.cli.plan_weights import replica_shard_layouts, trainer_shard_layouts
 from atoll.config.schema import ParallelConfig
 from atoll.rollout.refit import Refit
 from atoll.runtime.model_spec import ModelSpec
 from atoll.trainer.publish import Publisher
 from atoll.weights.plan import plan
 from atoll.weights.transport import shm
-from atoll.wire.types import Catalog, Membership, PublishRequest, PushPart, Version
+from atoll.wire.types import Membership, PublishRequest, PushPart, ShardLayout, Version
 
 SPEC = ModelSpec(
     vocab_size=8192,
@@ -41,14 +41,15 @@ def run() -> dict[str, Any]:
 
 
 def _push(tp_size: int) -> dict[str, list[int]]:
-    sources, targets = trainer_catalogs(SPEC, TRAINER), replica_catalogs(SPEC, tp_size)
+    sources, targets = trainer_shard_layouts(SPEC, TRAINER), replica_shard_layouts(SPEC, tp_size)
     found = plan(sources, targets, part_elements=PART_ELEMENTS)
     publishers = [
-        Publisher(rank, _buffers(catalog), shm.Sender, stays_readable=True)
-        for rank, catalog in enumerate(sources)
+        Publisher(rank, _buffers(shard_layout), shm.ShmSender, stays_readable=True)
+        for rank, shard_layout in enumerate(sources)
     ]
     refits = [
-        Refit(_buffers(catalog), Version("", 0), shm.Receiver(), rank) for rank, catalog in enumerate(targets)
+        Refit(_buffers(shard_layout), Version("", 0), shm.ShmReceiver(), rank)
+        for rank, shard_layout in enumerate(targets)
     ]
     got = [0] * tp_size
     for part in range(int(found.transfers["round"].max()) + 1):
@@ -59,18 +60,18 @@ def _push(tp_size: int) -> dict[str, list[int]]:
             for rank, refit in enumerate(refits):
                 got[rank] += refit.receive(PushPart(VERSION, streams, found, ALONE))
     for refit in refits:
-        refit.commit(VERSION)  # raises where a slice is missing
-    own = [_num_elements(catalog) * 4 for catalog in targets]
+        refit.commit(VERSION)  # raises if a slice is missing
+    own = [_num_elements(shard_layout) * 4 for shard_layout in targets]
     assert got == own, (got, own)
     return {"received": got, "shard": own}
 
 
-def _buffers(catalog: Catalog) -> list[torch.Tensor]:
-    sizes = [0] * (int(catalog.boxes["buffer"].max()) + 1)
-    for box in catalog.boxes:
+def _buffers(shard_layout: ShardLayout) -> list[torch.Tensor]:
+    sizes = [0] * (int(shard_layout.boxes["buffer"].max()) + 1)
+    for box in shard_layout.boxes:
         sizes[box["buffer"]] += int(box["rows"] * box["columns"])
     return [torch.rand(size) for size in sizes]
 
 
-def _num_elements(catalog: Catalog) -> int:
-    return int((catalog.boxes["rows"] * catalog.boxes["columns"]).sum())
+def _num_elements(shard_layout: ShardLayout) -> int:
+    return int((shard_layout.boxes["rows"] * shard_layout.boxes["columns"]).sum())

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from atoll.coordinator.rewards.registration import RegistrationRules
 from atoll.coordinator.rewards.servers import Servers
-from atoll.coordinator.rewards.terms import Terms
-from atoll.external.addresses import Addresses
+from atoll.external.addresses import AddressPolicy
 from atoll.runtime.errors import AtollError
 from atoll.wire.types import (
     ExternalServer,
@@ -107,7 +107,7 @@ class FakeStore:
         return list(self.servers.values())
 
 
-class Everywhere(Addresses):
+class Everywhere(AddressPolicy):
     """Each server has an address that may be called; nothing is looked up."""
 
     async def locate(self, server: ExternalServer) -> str:
@@ -123,8 +123,8 @@ class World:
         self.changes = 0
         self.servers = Servers(
             self.store,  # type: ignore[arg-type]
-            Terms(("judge", "style"), Everywhere(), secrets=("JUDGE_*",)),
-            patience_s=100.0,
+            RegistrationRules(("judge", "style"), Everywhere(), secrets=("JUDGE_*",)),
+            wait_timeout_s=100.0,
             changed=self._changed,
             connect=self.connect,
         )
@@ -138,9 +138,9 @@ class World:
         fake.num_clients += 1
         return FakeClient(server, fake)
 
-    def unwell(self) -> dict[str, str]:
+    def unhealthy(self) -> dict[str, str]:
         """Causes by URL."""
-        return {health.server.url: health.cause for health in self.servers.health() if not health.well}
+        return {health.server.url: health.cause for health in self.servers.health() if not health.healthy}
 
 
 @asynccontextmanager

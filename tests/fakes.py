@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 from atoll.coordinator.algorithm.algorithm import Algorithm
-from atoll.coordinator.algorithm.filters import NOTHING
-from atoll.coordinator.beside import Beside
-from atoll.coordinator.control import Control
+from atoll.coordinator.algorithm.filters import NO_COUNTS
+from atoll.coordinator.background import BackgroundWork
+from atoll.coordinator.control import RunControl
 from atoll.coordinator.journal.checkpoints import Checkpoints
 from atoll.coordinator.learners import Learners
-from atoll.coordinator.loop import Loop, Parts, Settings, Start
+from atoll.coordinator.loop import Loop, LoopParts, LoopSettings, LoopStart
 from atoll.coordinator.steps import GroupSteps, NoRecipe, StepSource
 from atoll.coordinator.warmup import NoWarmUp, WarmUp
 from atoll.runtime.errors import UserError
 from atoll.runtime.telemetry import MetricsFile
-from atoll.wire.types import Batch, Group, SampleId, Segments, StepKey, Version, Written
+from atoll.wire.types import Batch, CheckpointWrite, Group, SampleId, Segments, StepKey, Version
 from tests.builders import group, node, run_config, sample, sample_id
 
 Event = tuple[Any, ...]
@@ -61,8 +61,8 @@ class FakeTrainer:
         self._events.append(("save", self.role, len(self.weights)))
         self._write(path)
 
-    async def wait_checkpoint(self, path: Path) -> Written:
-        return Written(seconds=1.0, num_bytes=1)
+    async def wait_checkpoint(self, path: Path) -> CheckpointWrite:
+        return CheckpointWrite(seconds=1.0, num_bytes=1)
 
     async def export_hf(self, path: Path) -> int:
         self._events.append(("export", self.role))
@@ -84,7 +84,7 @@ class FakeTrainer:
 class ListSource:
     """Hands out the batches of a list, the first of them to step `first`; then it has none, and waits."""
 
-    counters = NOTHING
+    counters = NO_COUNTS
 
     def __init__(self, batches: Sequence[Sequence[Group]], first: int = 1) -> None:
         self._batches = batches
@@ -97,10 +97,10 @@ class ListSource:
             await asyncio.Event().wait()
         return list(self._batches[step - self._first])
 
-    async def refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None:
+    async def on_refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None:
         self.refusals.append((step, [str(id) for id in samples], reason))
 
-    async def published(self, version: Version) -> None:
+    async def on_published(self, version: Version) -> None:
         self.published_versions.append(version.number)
 
     def take_metrics(self) -> Mapping[str, float]:
@@ -157,7 +157,7 @@ class FakeRun:
         self.config.folder.mkdir(exist_ok=True, parents=True)
         self.events: list[Event] = []
         self.trainers = {role: FakeTrainer(self.events, role) for role in self.models}
-        self.control = Control(trains=bool(self.models))
+        self.control = RunControl(trains=bool(self.models))
         self.journal = FakeJournal()
         self.checkpoints = Checkpoints(self.config.folder / "checkpoints", self.config.checkpoint.keep)
         self.source = self.source or ListSource([batch(step) for step in range(1, self.config.run.steps + 1)])
@@ -166,7 +166,7 @@ class FakeRun:
         self.events.append(("push", version.number))
         return {}
 
-    async def beside(self) -> None:
+    async def background(self) -> None:
         """What generates: nothing here, for ever."""
         await asyncio.Event().wait()
 
@@ -180,7 +180,7 @@ class FakeRun:
             self.source,
             Algorithm(self.config, self.trainers, None) if self.trainers else NoRecipe(),
             self.control,
-            Beside(self.beside()),
+            BackgroundWork(self.background()),
             prompts_per_step=1,
             dumps=self.config.folder / "dumps" if self.config.coordinator.dump else None,
             meters=[],
@@ -190,7 +190,7 @@ class FakeRun:
     def loop(self, step: int = 0, **start: Any) -> Loop:
         """After `step`: if that is not 0, from its checkpoint."""
         config = self.config
-        parts = Parts(
+        parts = LoopParts(
             steps=self.steps or self.group_steps(),
             learners=Learners(
                 self.trainers,
@@ -198,7 +198,7 @@ class FakeRun:
                 num_steps=config.run.steps,
                 num_epochs=config.algorithm.num_epochs,
                 critic_warmup=config.critic.warmup_steps if config.critic else 0,
-                followers=config.followers,
+                started_from_warmup=config.started_from_warmup,
             ),
             push=self.push,
             warmup=self.warmup,
@@ -207,8 +207,8 @@ class FakeRun:
             journal=self.journal,  # type: ignore[arg-type]
             checkpoints=self.checkpoints,
         )
-        settings = Settings(config.run, config.validation, config.checkpoint, config.guards)
-        begin = Start(Version("a3f0", step), **{"step": step, "resumed": step > 0, **start})
+        settings = LoopSettings(config.run, config.validation, config.checkpoint, config.guards)
+        begin = LoopStart(Version("a3f0", step), **{"step": step, "resumed": step > 0, **start})
         return Loop(settings, parts, begin, self.clock)
 
     async def run(self, step: int = 0, **start: Any) -> None:

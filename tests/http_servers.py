@@ -1,4 +1,4 @@
-"""Servers of other people, as tests need them: one that sends bytes as it is told, and one for ASGI apps."""
+"""External servers, as tests need them: one that sends bytes as it is told, and one for ASGI apps."""
 
 import asyncio
 import json

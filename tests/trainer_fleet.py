@@ -15,7 +15,7 @@ import numpy as np
 from atoll.config.load import write_resolved
 from atoll.config.schema import ParallelConfig
 from atoll.runtime.clients.trainer import TrainerClient
-from atoll.runtime.ports import reserved_port
+from atoll.runtime.ports import reserve_port
 from atoll.wire.types import PolicyBatch, Segments, StepKey
 from tests.builders import run_config
 
@@ -44,7 +44,7 @@ def fleet(
     config = run_config(**sections | tables)
     write_resolved(config, folder / "config.json")
     ranks, logs, ready, stack = [], [], [], ExitStack()
-    port = stack.enter_context(reserved_port())
+    port = stack.enter_context(reserve_port())
     try:
         for rank in range(parallel.world_size):
             read_end, write_end = os.pipe()
@@ -80,7 +80,7 @@ def fleet(
 
 
 def read_line(fd: int) -> bytes:
-    """Up to the newline, or nothing where the process died."""
+    """Up to the newline, or nothing if the process died."""
     line = b""
     while not line.endswith(b"\n"):
         data = os.read(fd, 1000)

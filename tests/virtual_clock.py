@@ -13,10 +13,10 @@ class _Selector(selectors.DefaultSelector):
         super().__init__()
         self.now = 0.0
         self.before_time_passes: Callable[[], None] = lambda: None
-        self.at_each_turn: Callable[[], None] = lambda: None
+        self.at_each_tick: Callable[[], None] = lambda: None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self.at_each_turn()
+        self.at_each_tick()
         ready = super().select(0)
         if not ready and timeout != 0:
             self.before_time_passes()
@@ -42,9 +42,9 @@ class VirtualClock(asyncio.SelectorEventLoop):
         """`check` runs whenever all that can happen at this moment has happened."""
         self._virtual.before_time_passes = check
 
-    def at_each_turn(self, check: Callable[[], None]) -> None:
+    def at_each_tick(self, check: Callable[[], None]) -> None:
         """`check` runs before each turn of the loop, in which every task that is ready runs once."""
-        self._virtual.at_each_turn = check
+        self._virtual.at_each_tick = check
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -1,4 +1,4 @@
-"""The quickstart's task: sums of two numbers, `12+34=`, for a model of one million parameters."""
+"""The quickstart's task: sums of two numbers, `12+34=`, for a model with one million parameters."""
 
 from pathlib import Path
 
@@ -20,13 +20,13 @@ SHAPE = ModelShape(
     head_dim=32,
     max_positions=64,
 )
-MAX_SUMS = 8100  # all there are of two digits
+MAX_SUMS = 8100  # all pairs of two-digit numbers
 VALIDATION_SHARE = 16  # every 16th
 
 
 def build_arithmetic(out: Path, seed: int, digits: int = 2) -> None:
-    """Writes out/model and the sums of two `digits`-digit numbers: train, validation (other sums, each with
-    its answer, too) and warmup.parquet (the training sums with their answers)."""
+    """Writes out/model and sums of two `digits`-digit numbers: train, validation (different sums, each with
+    its answer) and warmup.parquet (the training sums with their answers)."""
     write_model(out / "model", SHAPE, _tokenizer(), SPECIAL, None, seed)
     low, high = 10 ** (digits - 1), 10**digits
     span = high - low
@@ -46,7 +46,7 @@ def build_arithmetic(out: Path, seed: int, digits: int = 2) -> None:
 
 
 def _tokenizer() -> Tokenizer:
-    """One token a character."""
+    """One token per character."""
     special = [SPECIAL.pad, SPECIAL.eos, "<unk>"]
     vocabulary = {token: i for i, token in enumerate([*special, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -1,4 +1,4 @@
-"""Small models and data sets in the formats of the field, written without torch."""
+"""Small models and data sets in standard formats, written without torch."""
 
 import json
 import math
@@ -35,8 +35,9 @@ class ModelShape:
 
     @property
     def initializer_range(self) -> float:
-        """Standard deviation of random weights. The 0.02 of large models is too little for a narrow one:
-        after 300 warm-up steps on sums it answers 5 % where 1/sqrt(hidden_size) answers 70 %."""
+        """Standard deviation of random weights. The 0.02 of large models is too small for a narrow one: after
+        300 warm-up steps on sums it answers 5 % correctly, and 1/sqrt(hidden_size) answers 70 %.
+        """
         return 1 / math.sqrt(self.hidden_size)
 
 

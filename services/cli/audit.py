@@ -1,7 +1,7 @@
-"""`atoll audit`: what became of every sample that a run issued, recomputed from its ledger and its dumps.
+"""`atoll audit`: the fate of every sample that a run issued, recomputed from its ledger and dumps.
 
-It replays the events of runs/NAME/ledger.jsonl (coordinator/journal/ledger.py) on tables of its own, one
-set for each lineage, and shares no code with the journal, whose mistakes it is to find.
+Replays the events of runs/NAME/ledger.jsonl (coordinator/journal/ledger.py) on its own tables, one set per
+lineage, and shares no code with the journal, whose bugs it is meant to find.
 """
 
 import argparse
@@ -22,20 +22,20 @@ SHOWN = 20  # samples named in one finding
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class SampleFate:
     kind: Literal["trained", "dropped", "pending"]
-    step: int | None = None  # that trained on it, or whose batch was refused
+    step: int | None = None  # the step that trained on it, or whose batch was refused
     reason: str = ""  # of a drop
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Of the path that leads to the run's current lineage."""
+class AuditReport:
+    """The path that leads to the run's current lineage."""
 
     lineage: str
-    fates: Mapping[str, Fate]  # by sample, "epoch/prompt/index"
-    wrong: tuple[str, ...]  # lost, or trained on twice: on the path of any lineage
-    unknown: tuple[str, ...]  # what the records do not tell
+    fates: Mapping[str, SampleFate]  # by sample, "epoch/prompt/index"
+    wrong: tuple[str, ...]  # lost or trained on twice, on the path of any lineage
+    unknown: tuple[str, ...]  # what the records leave open
 
     @property
     def exit_code(self) -> int:
@@ -43,15 +43,15 @@ class Report:
 
 
 @dataclass(slots=True)
-class Account:
+class LineageAccount:
     """The samples on one lineage's path. Each issued one is in one of the first three tables."""
 
     trained: dict[str, int] = field(default_factory=dict)  # step
     dropped: dict[str, tuple[str, int | None]] = field(default_factory=dict)  # reason, refused step
     pending: set[str] = field(default_factory=set)
     draws: dict[str, int] = field(default_factory=dict)  # group -> of all prompts, once it was issued
-    steps: set[int] = field(default_factory=set)  # that consumed something
-    skipped: int = 0  # draws without a group that were reported
+    steps: set[int] = field(default_factory=set)  # with consumed samples
+    skipped: int = 0  # draws without a group, already reported
 
     def __contains__(self, sample: str) -> bool:
         return sample in self.trained or sample in self.pending or sample in self.dropped
@@ -61,10 +61,10 @@ class Account:
 
 
 class Auditor:
-    """Takes the ledger's events in their order."""
+    """Consumes the ledger's events in order."""
 
     def __init__(self) -> None:
-        self.accounts: dict[str, Account] = {}
+        self.accounts: dict[str, LineageAccount] = {}
         self.lineage = ""  # the current one
         self.wrong: list[str] = []
         self.unknown: list[str] = []
@@ -85,7 +85,7 @@ class Auditor:
         else:
             self.unknown.append(f"an event {event['event']!r}, which this version of Atoll does not know")
 
-    def _issue(self, account: Account, event: Event) -> None:
+    def _issue(self, account: LineageAccount, event: Event) -> None:
         draws = _draws(event["cursor"])
         samples = list(_samples(event["samples"]))
         again = [sample for sample in samples if sample in account]
@@ -95,8 +95,8 @@ class Auditor:
             account.draws.setdefault(_group(sample), draws)
         self._check_draws(account, draws, "an issue")
 
-    def _drop(self, account: Account, event: Event) -> None:
-        """As in the journal: what a step consumed is only dropped with that step."""
+    def _drop(self, account: LineageAccount, event: Event) -> None:
+        """As in the journal: consumed samples are dropped only with their step."""
         strange = []
         for sample in _samples(event["samples"]):
             if sample in account.pending:
@@ -110,7 +110,7 @@ class Auditor:
             account.dropped[sample] = event["reason"], event["step"]
         self._find(self.unknown, strange, "dropped, but no record says that they were issued")
 
-    def _consume(self, account: Account, event: Event) -> None:
+    def _consume(self, account: LineageAccount, event: Event) -> None:
         step, strange, dropped = event["step"], [], []
         account.steps.add(step)
         for sample in _samples(event["samples"]):
@@ -130,17 +130,19 @@ class Auditor:
             self.unknown, strange, f"trained on in step {step}, but no record says that they were issued"
         )
 
-    def _commit(self, account: Account, step: int) -> None:
+    def _commit(self, account: LineageAccount, step: int) -> None:
         """Every step up to a checkpoint has consumed something, if the run issues samples at all."""
         missing = [number for number in range(1, step + 1) if number not in account.steps]
         if account.draws and missing:
             account.steps.update(missing)
-            self.unknown.append(f"no record says what these steps trained on: {_shown(map(str, missing))}")
+            self.unknown.append(
+                f"no record says what these steps trained on: {_list_samples(map(str, missing))}"
+            )
 
     def _branch(self, event: Event) -> None:
-        """The tables of a new lineage: what its start found must be what its past led to."""
+        """The tables of a new lineage: what it found at its start must match its past."""
         base = self._base(event)
-        new, draws, step = Account(), _draws(event["cursor"]), event["step"]
+        new, draws, step = LineageAccount(), _draws(event["cursor"]), event["step"]
         new.trained = {sample: trained for sample, trained in base.trained.items() if trained <= step}
         new.steps = {number for number in base.steps if number <= step}
         new.pending = set(_samples(event["pending"]))
@@ -154,7 +156,7 @@ class Auditor:
             if sample in new.trained or sample in new.pending:
                 pass
             elif event["continues"] is None and base.draws[group] > draws:
-                continue  # issued after the checkpoint: it will be drawn again
+                continue  # issued after the checkpoint: will be drawn again
             elif sample in base.dropped:
                 reason, refused = base.dropped[sample]
                 is_kept = refused is not None and refused <= step
@@ -169,20 +171,20 @@ class Auditor:
         self.lineage = event["lineage"]
         self.accounts[self.lineage] = new
 
-    def _base(self, event: Event) -> Account:
-        """What the tables that a branch begins with were: the last lineage's, or the checkpoint's."""
+    def _base(self, event: Event) -> LineageAccount:
+        """The tables that a branch starts from: the last lineage's, or the checkpoint's."""
         if event["parent"] is None:
-            return Account()
+            return LineageAccount()
         name = self.lineage if event["continues"] is not None else event["parent"]
         if name not in self.accounts:
             self.unknown.append(
                 f"the ledger lacks lineage {name or event['parent']}, which the run continued"
             )
-            return Account()
+            return LineageAccount()
         return self.accounts[name]
 
-    def _check_draws(self, account: Account, draws: int, where: str) -> None:
-        """Every prompt drawn was issued: the cursor counts the ones, the ledger names the others."""
+    def _check_draws(self, account: LineageAccount, draws: int, where: str) -> None:
+        """Every drawn prompt was issued: the cursor counts draws, the ledger names what was issued."""
         skipped = draws - len(account.draws)
         if skipped != account.skipped:
             difference, account.skipped = skipped - account.skipped, skipped
@@ -193,7 +195,7 @@ class Auditor:
             )
 
     def check_dumps(self, dumps: Iterable[tuple[int, set[str]]]) -> None:
-        """A dump holds what its step consumed, also if the trainer refused it."""
+        """A dump holds what its step consumed, even if the trainer refused it."""
         account, consumed = self.accounts[self.lineage], defaultdict[int, set[str]](set)
         for sample, trained in account.trained.items():
             consumed[trained].add(sample)
@@ -203,7 +205,7 @@ class Auditor:
         for step, samples in dumps:
             self._check_dump(account, step, samples, consumed[step])
 
-    def _check_dump(self, account: Account, step: int, samples: set[str], consumed: set[str]) -> None:
+    def _check_dump(self, account: LineageAccount, step: int, samples: set[str], consumed: set[str]) -> None:
         for sample in sorted(samples - consumed):
             other = account.trained.get(sample)
             if other is not None:
@@ -217,37 +219,39 @@ class Auditor:
         missing = sorted(consumed - samples)
         self._find(self.unknown, missing, f"consumed by step {step} as recorded, but not in its dump")
 
-    def report(self) -> Report:
-        account = self.accounts.get(self.lineage, Account())
-        fates = {sample: Fate("trained", step) for sample, step in account.trained.items()}
-        fates |= {sample: Fate("dropped", step, reason) for sample, (reason, step) in account.dropped.items()}
-        fates |= dict.fromkeys(account.pending, Fate("pending"))
-        return Report(self.lineage, fates, tuple(self.wrong), tuple(self.unknown))
+    def report(self) -> AuditReport:
+        account = self.accounts.get(self.lineage, LineageAccount())
+        fates = {sample: SampleFate("trained", step) for sample, step in account.trained.items()}
+        fates |= {
+            sample: SampleFate("dropped", step, reason) for sample, (reason, step) in account.dropped.items()
+        }
+        fates |= dict.fromkeys(account.pending, SampleFate("pending"))
+        return AuditReport(self.lineage, fates, tuple(self.wrong), tuple(self.unknown))
 
     def _find(self, findings: list[str], samples: Iterable[str], what: str) -> None:
-        if shown := _shown(samples):
+        if shown := _list_samples(samples):
             findings.append(f"{what}: {shown}")
 
 
-def audit(folder: Path) -> Report:
-    """What the records of the run in `folder` say, whether it is finished or in progress."""
-    dumps = list(_dumps(folder / "dumps"))  # first: what they hold is in the ledger by then
+def audit(folder: Path) -> AuditReport:
+    """Audits the run in `folder`, finished or in progress."""
+    dumps = list(_dumps(folder / "dumps"))  # read first: their content is in the ledger by then
     auditor = Auditor()
     path = folder / LEDGER
     if not path.exists():
         reason = f"{path} is missing: an earlier version of Atoll wrote none, or it was removed"
-        return Report("", {}, (), (reason,))
+        return AuditReport("", {}, (), (reason,))
     for event in _events(path, auditor.unknown):
         auditor.take(event)
     if any(
         account.draws for account in auditor.accounts.values()
-    ):  # else a replay's, of another run's samples
+    ):  # otherwise those of a replay, with samples of another run
         auditor.check_dumps(dumps)
     return auditor.report()
 
 
 def _events(path: Path, unknown: list[str]) -> Iterator[Event]:
-    """A last line that is cut off is left out, and one before a branch, which says what was pending then."""
+    """Skips a truncated last line, and one before a branch, which lists what was pending."""
     cut: str | None = None
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
@@ -292,7 +296,7 @@ def _spans(samples: Iterable[str]) -> Iterator[str]:
             yield f"{epoch}/{prompt}/{numbers[0]}-{numbers[-1]}"
 
 
-def _shown(samples: Iterable[str]) -> str:
+def _list_samples(samples: Iterable[str]) -> str:
     names = list(samples)
     return " ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
@@ -307,12 +311,13 @@ def _draws(cursor: Mapping[str, Any] | None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="runs/NAME, finished or in progress")
-    parser.add_argument("--json", action="store_true", help="every sample by itself, for programs")
+    parser.add_argument("--json", action="store_true", help="print every sample as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code 0: every sample is accounted for; 1: some are lost or trained on twice; 3: the records do
-    not tell."""
+    """Exit code 0: every sample is accounted for; 1: some are lost or trained on twice; 3: records are
+    incomplete.
+    """
     if not arguments.run.is_dir():
         raise UserError(f"{arguments.run} is not a folder: give a run's, such as runs/quickstart")
     report = audit(arguments.run)
@@ -320,7 +325,7 @@ def run(arguments: argparse.Namespace) -> int:
     return report.exit_code
 
 
-def _as_json(report: Report) -> str:
+def _as_json(report: AuditReport) -> str:
     samples = {
         sample: {"fate": fate.kind, "step": fate.step, "reason": fate.reason}
         for sample, fate in report.fates.items()
@@ -329,9 +334,9 @@ def _as_json(report: Report) -> str:
     return json.dumps(tree, indent=1)
 
 
-def _as_text(report: Report) -> str:
-    """A line for each step, reason of a drop, and for what is pending; findings and the sum last."""
-    by_fate: dict[Fate, list[str]] = {}
+def _as_text(report: AuditReport) -> str:
+    """One line per step, per drop reason, and for pending samples; then findings and the total."""
+    by_fate: dict[SampleFate, list[str]] = {}
     for sample, fate in report.fates.items():
         by_fate.setdefault(fate, []).append(sample)
     counts = dict.fromkeys(("trained", "dropped", "pending"), 0)

@@ -1,4 +1,4 @@
-"""`atoll bench WHAT`: runs one of the checkout's benchmarks and prints what it measured."""
+"""`atoll bench WHAT`: runs a benchmark of the checkout and prints the results."""
 
 import argparse
 import importlib
@@ -17,12 +17,12 @@ LOAD = (  # of the coordinator
     ("replicas", 256, "rollout replicas"),
     ("reward-workers", 64, "reward services"),
     ("rate", 5000.0, "samples per second"),
-    ("seconds", 20.0, "for how long, after the first steps"),
-    ("in-flight", 100_000, "samples between issue and publish; then a tenth of them"),
+    ("seconds", 20.0, "seconds, after the first steps"),
+    ("in-flight", 100_000, "samples between issue and publish; then a tenth as many"),
     ("tokens", 512, "of a response"),
     ("group-size", 8, "samples of a prompt"),
     ("memory-rate", 1000.0, "samples per second while memory is watched"),
-    ("memory-seconds", 120.0, "for how long; 0: not at all"),
+    ("memory-seconds", 120.0, "seconds; 0: skip"),
 )
 
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     for what in WHAT:
         benchmark = benchmarks.add_parser(what)
-        benchmark.add_argument("--json", action="store_true", help="print one JSON object")
+        benchmark.add_argument("--json", action="store_true", help="print JSON")
         for name, default, meaning in LOAD if what == "coordinator" else ():
             benchmark.add_argument(
                 f"--{name}", type=type(default), default=default, help=f"{meaning} (default: {default:g})"

@@ -1,4 +1,4 @@
-"""`atoll conformance URL`: tests someone's server before it is registered; needs no run."""
+"""`atoll conformance URL`: tests an external server before it is registered; needs no run."""
 
 import argparse
 import asyncio
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from atoll.cli import servers
+from atoll.cli import server_arguments
 from atoll.config.load import secret
 from atoll.external.conformance import Check, conformance
 from atoll.runtime.errors import UserError
@@ -17,8 +17,8 @@ from atoll.wire.types import ExternalServer, FinishReason, GroupId, SampleId, Sc
 EXIT_FAILED = 1
 
 
-class _Row(BaseModel):
-    """A line of --items."""
+class _ItemRow(BaseModel):
+    """One line of --items."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -29,29 +29,30 @@ class _Row(BaseModel):
     extra: dict[str, str] = {}
 
 
-_ROW = TypeAdapter(_Row)
+_ROW = TypeAdapter(_ItemRow)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="as it would be registered")
-    parser.add_argument("--kind", choices=servers.KINDS, default="reward")
-    servers.add_arguments(parser)
+    parser.add_argument("url", metavar="URL", help="as for atoll register")
+    parser.add_argument("--kind", choices=server_arguments.KINDS, default="reward")
+    server_arguments.add_arguments(parser)
     parser.add_argument(
         "--items",
         type=Path,
         metavar="FILE.jsonl",
-        help="what a reward server is asked about: prompt, response, ground_truth, data_source, extra; "
-        "none: sums",
+        help="JSON lines to grade (prompt, response, ground_truth, data_source, extra); default: sums",
     )
     parser.add_argument(
-        "--not-deterministic", action="store_true", help="rewards of one item differ, as a judge's may"
+        "--not-deterministic",
+        action="store_true",
+        help="allow different rewards for the same item, as from an LLM judge",
     )
-    parser.add_argument("--json", action="store_true", help="for other programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 1 where a check failed."""
-    server = servers.described(arguments, "conformance")
+    """Returns 1 if a check failed."""
+    server = server_arguments.parse_server(arguments, "conformance")
     token = secret(arguments.auth) if arguments.auth else None
     items = _items(arguments.items) if arguments.items else []
     checks = asyncio.run(_check(server, token, items, not arguments.not_deterministic, arguments.json))
@@ -76,7 +77,9 @@ async def _check(
 
 def _items(path: Path) -> list[ScoreItem]:
     try:
-        lines = path.read_text().split("\n")  # JSON may hold what else str.splitlines takes for an end
+        lines = path.read_text().split(
+            "\n"
+        )  # JSON may contain characters that str.splitlines treats as line ends
     except OSError as error:
         raise UserError(f"--items {path}: {error.strerror}") from None
     rows = [_row(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -97,7 +100,7 @@ def _items(path: Path) -> list[ScoreItem]:
     ]
 
 
-def _row(path: Path, number: int, line: str) -> _Row:
+def _row(path: Path, number: int, line: str) -> _ItemRow:
     try:
         return _ROW.validate_json(line)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""`atoll data`: the data sets, tokenizers and small models of the examples."""
+"""`atoll data`: builds the data sets, tokenizers and small models of the examples."""
 
 import argparse
 from pathlib import Path
@@ -8,18 +8,20 @@ SAMPLE = Path(__file__).parents[2] / "examples" / "data" / "gsm8k"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks = parser.add_subparsers(dest="task", metavar="TASK", required=True)
-    arithmetic = tasks.add_parser("arithmetic", help="sums for a model of one million parameters")
-    arithmetic.add_argument("--digits", type=int, choices=range(1, 7), default=2, help="of each number")
-    gsm8k = tasks.add_parser("gsm8k", help="grade-school maths for a small model")
+    arithmetic = tasks.add_parser("arithmetic", help="sums, for a model with one million parameters")
+    arithmetic.add_argument(
+        "--digits", type=int, choices=range(1, 7), default=2, help="digits of each number"
+    )
+    gsm8k = tasks.add_parser("gsm8k", help="grade-school maths, for a small model")
     gsm8k.add_argument(
         "--source",
         type=Path,
         default=SAMPLE,
-        help="folder of GSM8K's train.jsonl and test.jsonl (%(default)s)",
+        help="folder with GSM8K's train.jsonl and test.jsonl (default: %(default)s)",
     )
     for name, task in tasks.choices.items():
         task.add_argument("--out", type=Path, default=Path("runs/data") / name, help="folder (%(default)s)")
-        task.add_argument("--seed", type=int, default=0, help="of the weights and of the split")
+        task.add_argument("--seed", type=int, default=0, help="seed of the weights and of the split")
 
 
 def run(arguments: argparse.Namespace) -> int:

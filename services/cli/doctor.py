@@ -1,6 +1,6 @@
-"""`atoll doctor`: what this machine has, what it lacks, and what to do about it.
+"""`atoll doctor`: checks this machine and says what is missing and how to fix it.
 
-Imports nothing that may be missing.
+Imports only what is always installed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ GIB = 1 << 30
 INSTALL = "pip install --editable '.[cpu]'"
 
 
-class State(Enum):
+class FindingState(Enum):
     OK = "ok"
     WARNING = "warning"
     MISSING = "missing"
@@ -31,16 +31,16 @@ class State(Enum):
 class Finding:
     what: str
     found: str
-    state: State = State.OK
+    state: FindingState = FindingState.OK
     advice: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", type=Path, help="a run's TOML file: what it asks for, too")
+    parser.add_argument("config", nargs="?", type=Path, help="also check what this run's TOML file needs")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 1 where something is missing that a run on this machine needs."""
+    """Returns 1 if something is missing that a run on this machine needs."""
     findings = [
         python(),
         *packages(),
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{finding.state.value:8} {finding.what:{width}}  {finding.found}")
         if finding.advice:
             print(f"{'':8} {'':{width}}  -> {finding.advice}")
-    missing = sum(finding.state is State.MISSING for finding in findings)
+    missing = sum(finding.state is FindingState.MISSING for finding in findings)
     print(f"{missing} missing" if missing else "ready for: atoll quickstart")
     return 1 if missing else 0
 
@@ -70,13 +70,13 @@ def python() -> Finding:
 
 
 def packages() -> Iterator[Finding]:
-    """One finding per requirement of the installed set-up: present, and of a version that fits."""
+    """One finding per requirement of the installed set-up: installed, in a matching version."""
     try:
         from packaging.requirements import Requirement
 
         required = importlib.metadata.requires("atoll") or []
     except (ImportError, importlib.metadata.PackageNotFoundError):
-        yield Finding("atoll", "not installed", State.MISSING, INSTALL)
+        yield Finding("atoll", "not installed", FindingState.MISSING, INSTALL)
         return
     for requirement in map(Requirement, required):
         if requirement.marker and not requirement.marker.evaluate({"extra": "cpu"}):
@@ -84,17 +84,17 @@ def packages() -> Iterator[Finding]:
         try:
             found = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(requirement.name, "not installed", State.MISSING, INSTALL)
+            yield Finding(requirement.name, "not installed", FindingState.MISSING, INSTALL)
             continue
         if requirement.specifier.contains(found, prereleases=True):
             yield Finding(requirement.name, found)
         else:
             wanted = f"{found}, but {requirement.specifier} is needed"
-            yield Finding(requirement.name, wanted, State.MISSING, INSTALL)
+            yield Finding(requirement.name, wanted, FindingState.MISSING, INSTALL)
 
 
 def rollout_environment(path: Path) -> Finding:
-    """Does the interpreter of a run's replicas import their engine?"""
+    """Checks that the interpreter of a run's replicas can import their engine."""
     from atoll.config.load import load
 
     rollout = load(path).rollout
@@ -105,81 +105,83 @@ def rollout_environment(path: Path) -> Finding:
     try:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        return Finding(what, str(error), State.MISSING, "set rollout.python to an interpreter")
+        return Finding(what, str(error), FindingState.MISSING, "set rollout.python to an interpreter")
     if result.returncode:
         reason = result.stderr.strip().rpartition("\n")[2]
         advice = f"{interpreter} -m pip install --editable '.[{extra}]', or set rollout.python"
-        return Finding(what, reason, State.MISSING, advice)
+        return Finding(what, reason, FindingState.MISSING, advice)
     return Finding(what, f"{interpreter} imports {module}")
 
 
 def cores(count: int) -> Finding:
     if count < 2:
-        advice = "generation and training take turns; a run is about half as fast"
-        return Finding("cores", str(count), State.WARNING, advice)
+        advice = "generation and training share one core; a run is about half as fast"
+        return Finding("cores", str(count), FindingState.WARNING, advice)
     return Finding("cores", str(count))
 
 
 def memory(total: int) -> Finding:
     found = f"{total / GIB:.1f} GiB"
     if total < 4 * GIB:
-        return Finding("memory", found, State.WARNING, "the quickstart needs about 4 GiB")
+        return Finding("memory", found, FindingState.WARNING, "the quickstart needs about 4 GiB")
     return Finding("memory", found)
 
 
 def shared_memory() -> Finding:
-    """Weights reach the rollout services of this machine through anonymous shared memory."""
-    mount = Path("/dev/shm")  # of no use to a run on the CPU; GPU libraries share memory there
+    """Weights reach the rollout services on this machine through anonymous shared memory."""
+    mount = Path("/dev/shm")  # not needed on CPUs; GPU libraries use it
     size = f"{shutil.disk_usage(mount).free / GIB:.1f} GiB free" if mount.is_dir() else "absent"
     try:
         os.close(os.memfd_create("atoll-doctor"))
     except (AttributeError, OSError) as error:
-        advice = "a Linux that allows memfd_create is needed"
-        return Finding("shared memory", str(error), State.MISSING, advice)
+        advice = "requires a Linux that allows memfd_create"
+        return Finding("shared memory", str(error), FindingState.MISSING, advice)
     return Finding("shared memory", f"memfd works; {mount} {size}")
 
 
 def gpu() -> Finding:
     if not shutil.which("nvidia-smi"):
-        return Finding("gpu", "none; the CPU set-up is used")
+        return Finding("gpu", "none; using the CPU set-up")
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
     if answer.returncode:
-        return Finding("gpu", answer.stdout.strip(), State.WARNING, "nvidia-smi failed: check the driver")
+        return Finding(
+            "gpu", answer.stdout.strip(), FindingState.WARNING, "nvidia-smi failed: check the driver"
+        )
     return Finding("gpu", "; ".join(answer.stdout.strip().splitlines()))
 
 
 def loopback() -> Finding:
-    """Services talk over ports of 127.0.0.1 that the system chooses."""
+    """Services talk over ports of 127.0.0.1 chosen by the system."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return Finding("loopback", f"port {server.getsockname()[1]} could be opened")
     except OSError as error:
-        return Finding("loopback", str(error), State.MISSING, "allow this user to listen on 127.0.0.1")
+        return Finding("loopback", str(error), FindingState.MISSING, "allow this user to listen on 127.0.0.1")
 
 
 async def sandbox() -> Finding:
-    """Where reward services run what models write: the sandbox starts, and is attacked, as it is there."""
-    advice = "only the graders code and data_source, and tools of agents, need it: docs/rewards.md"
+    """Starts the sandbox that reward services run model-written code in, and attacks it as they do."""
+    advice = "needed only by the graders code and data_source, and by tools of agents: see docs/rewards.md"
     try:
         from atoll.reward.sandbox.host import start_sandbox
         from atoll.runtime.errors import AtollError
     except ImportError as error:
-        return Finding("sandbox", str(error), State.WARNING, INSTALL)
+        return Finding("sandbox", str(error), FindingState.WARNING, INSTALL)
     try:
         async with start_sandbox(programs=2, namespaces=True) as started:
             tier = started.tier
     except AtollError as error:
-        return Finding("sandbox", str(error), State.WARNING, advice)
+        return Finding("sandbox", str(error), FindingState.WARNING, advice)
     if "namespaces" in tier:
         return Finding("sandbox", tier)
-    more = "programs have no folder to write to; where they need one, allow user namespaces here"
-    return Finding("sandbox", tier, State.WARNING, more)
+    more = "programs have no writable folder; if they need one, allow user namespaces on this machine"
+    return Finding("sandbox", tier, FindingState.WARNING, more)
 
 
 def git() -> Finding:
     if not shutil.which("git"):
-        return Finding("git", "not found", State.WARNING, "only development needs it")
+        return Finding("git", "not found", FindingState.WARNING, "only development needs it")
     answer = subprocess.run(["git", "--version"], capture_output=True, text=True, timeout=30)
     return Finding("git", answer.stdout.strip().removeprefix("git version "))
 
@@ -188,7 +190,7 @@ def runs_folder(folder: Path) -> Finding:
     existing = folder if folder.exists() else folder.absolute().parent
     if not os.access(existing, os.W_OK):
         return Finding(
-            "runs folder", f"{existing} is not writable", State.MISSING, "start from another folder"
+            "runs folder", f"{existing} is not writable", FindingState.MISSING, "start from another folder"
         )
     free = shutil.disk_usage(existing).free
     return Finding("runs folder", f"{folder.absolute()}, {free / GIB:.1f} GiB free on its disk")

@@ -1,10 +1,10 @@
-"""`atoll export`: a checkpoint becomes a Hugging Face folder, written by a trainer fleet of its own."""
+"""`atoll export`: converts a checkpoint to a Hugging Face folder, with a trainer fleet started for it."""
 
 import argparse
 import asyncio
 from pathlib import Path
 
-from atoll.cli.launcher import first_of, ranks_of
+from atoll.cli.launcher import first_of, trainer_group
 from atoll.cli.processes import Fleet
 from atoll.cli.tokens import Tokens
 from atoll.config.load import read_resolved
@@ -14,18 +14,18 @@ from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import UserError
 
-FENCE = 1  # no coordinator ever gives this fleet orders
+FENCE = 1  # this fleet has no coordinator
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", type=Path, metavar="RUN|CHECKPOINT", help="runs/NAME, or one of its checkpoints"
+        "source", type=Path, metavar="RUN|CHECKPOINT", help="a run's folder, or one of its checkpoints"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    parser.add_argument("--out", type=Path, required=True, help="folder to create")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    checkpoint = newest_checkpoint(arguments.source.resolve())
+    checkpoint = find_newest_checkpoint(arguments.source.resolve())
     if arguments.out.exists():
         raise UserError(
             f"{arguments.out} exists: give a folder that does not, so that nothing is overwritten"
@@ -36,8 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def newest_checkpoint(source: Path) -> Path:
-    """`source` itself where it is a checkpoint, else the newest of the run. Raises UserError."""
+def find_newest_checkpoint(source: Path) -> Path:
+    """`source` itself if it is a checkpoint, else the run's newest one. Raises UserError."""
     if (source / ACTOR).is_dir():
         return source
     checkpoints = Checkpoints(source / "checkpoints", keep=1)
@@ -47,8 +47,8 @@ def newest_checkpoint(source: Path) -> Path:
 
 
 async def export(config: RunConfig, weights: Path, out: Path) -> None:
-    """Starts the run's trainer ranks, has them load `weights` and write `out`, and ends them."""
-    ranks, tokens = ranks_of(config, ACTOR, "--export", str(out)), Tokens.of_this_run()
+    """Starts the run's trainer ranks, loads `weights`, writes `out`, and stops them."""
+    ranks, tokens = trainer_group(config, ACTOR, "--export", str(out)), Tokens.of_this_run()
     async with Fleet(config.folder / "logs" / "export", tokens.environment) as fleet:
         client = TrainerClient(await fleet.start(ranks), Caller(fence=FENCE, token=tokens.run))
 

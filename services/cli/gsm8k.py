@@ -1,4 +1,4 @@
-"""GSM8K for a small model: rows in verl's schema, a tokenizer of its own texts, random weights."""
+"""GSM8K for a small model: rows in verl's schema, a tokenizer trained on its texts, random weights."""
 
 import json
 import re
@@ -33,7 +33,7 @@ SHAPE = ModelShape(
     max_positions=1024,
 )
 
-_CALCULATION = re.compile(r"<<[^>]*>>")  # the dataset's calculator calls, "<<48/2=24>>"
+_CALCULATION = re.compile(r"<<[^>]*>>")  # calculator annotations of the dataset, "<<48/2=24>>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Problem:
 
     @property
     def solution(self) -> str:
-        """The answer as people write it."""
+        """The worked solution without calculator annotations."""
         return _CALCULATION.sub("", self.answer)
 
 
@@ -94,7 +94,7 @@ def _read(path: Path) -> list[Problem]:
 
 
 def _tokenizer(problems: Sequence[Problem]) -> Tokenizer:
-    """Byte-level BPE; every digit is a token, so that numbers look alike."""
+    """Byte-level BPE; every digit is one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

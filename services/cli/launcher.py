@@ -1,4 +1,4 @@
-"""One run on this machine: which processes it has, and their life from start to end."""
+"""Runs all processes of a run on this machine, from start to end."""
 
 import asyncio
 import logging
@@ -11,37 +11,37 @@ from functools import partial
 from pathlib import Path
 
 from atoll.cli import tokens
-from atoll.cli.processes import Fleet, Service, ServiceGroup
+from atoll.cli.processes import Fleet, ServiceCommand, ServiceGroup
 from atoll.cli.tokens import Tokens
 from atoll.config.load import write_private, write_resolved
 from atoll.config.schema import Role, RunConfig
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import ServiceUnavailableError, UserError
-from atoll.runtime.store import embedded
+from atoll.runtime.store import run_embedded_server
 
 _log = logging.getLogger(__name__)
 
-ADDRESS_FILE = "coordinator.address"  # in the run's folder for as long as the run goes on
-STOP_RETRY_S = 1.0  # before a coordinator that did not answer is asked again to stop
+ADDRESS_FILE = "coordinator.address"  # in the run's folder while it is running
+STOP_RETRY_S = 1.0  # before asking again a coordinator that did not answer
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
 
 
 def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
-    """Runs to the end, in config.folder. Returns False where the user stopped it before.
+    """Runs to the end, in config.folder. Returns False if the user stopped it early.
 
     `follow` shows progress; it is cancelled at the end. The first Ctrl-C (or SIGTERM) stops the run
-    after the step in progress, the second at once. Raises UserError where the folder belongs to
-    another run, ServiceDiedError where a service is lost for good; all others are down by then.
+    after the step in progress, the second at once. Raises UserError if the folder belongs to
+    another run, ServiceDiedError if a service is lost permanently; all other processes have ended by then.
     """
     check_interpreter(config.rollout.python)
     given = Tokens.of_this_run()
     claim_folder(config.folder, resume=resume)
-    with store_url(config) as url:  # which no second launcher of this run gets
+    with store_url(config) as url:  # held by at most one launcher of this run
         write_resolved(config, config.folder / "config.json")
-        coordinator = coordinator_of(config, url, resume=resume)
-        services = partial(services_of, config)
+        coordinator = coordinator_group(config, url, resume=resume)
+        services = partial(service_groups, config)
         try:
             return asyncio.run(
                 supervise(
@@ -66,20 +66,20 @@ async def supervise(
     *,
     start_timeout_s: float | None = None,
 ) -> bool:
-    """Starts the coordinator, then the services that want its address, until the coordinator ends.
+    """Starts the coordinator, then the services, which need its address; returns when the coordinator ends.
 
     Waits for the first of: the coordinator's end, the loss of a service, a second interrupt.
     """
     stop = asyncio.Event()
-    with interrupts(stop):
+    with handle_interrupts(stop):
         async with Fleet(folder / "logs", given.environment, start_timeout_s=start_timeout_s) as fleet:
             address = await fleet.start(coordinator)
-            with address_file(folder, address, given):
+            with publish_address(folder, address, given):
                 client = CoordinatorClient(address, Caller(token=given.run))
                 try:
                     await first_of(
                         *(fleet.keep(group) for group in services(address)),
-                        fleet.finished(*coordinator.names),
+                        fleet.wait_for_exit(*coordinator.names),
                         stop_run(stop, client),
                         follow(client),
                     )
@@ -88,30 +88,30 @@ async def supervise(
     return not stop.is_set()
 
 
-def coordinator_of(config: RunConfig, store: str, *, resume: bool) -> ServiceGroup:
+def coordinator_group(config: RunConfig, store: str, *, resume: bool) -> ServiceGroup:
     command = _command("coordinator", config, "--store", store, *(["--resume"] if resume else []))
-    return ServiceGroup((Service("coordinator", command, {"OMP_NUM_THREADS": "1"}),))
+    return ServiceGroup((ServiceCommand("coordinator", command, {"OMP_NUM_THREADS": "1"}),))
 
 
-def services_of(config: RunConfig, coordinator: str) -> list[ServiceGroup]:
-    """What the run's mode needs beside its coordinator."""
+def service_groups(config: RunConfig, coordinator: str) -> list[ServiceGroup]:
+    """The services that the run's mode needs, without its coordinator."""
     registered = ("--coordinator", coordinator)
     models = [
-        ranks_of(config, role, *registered)
+        trainer_group(config, role, *registered)
         for role in config.roles
         if not (role == "reference" and config.reference.placement == "colocated")
     ]
     replicas = [
-        Service(
+        ServiceCommand(
             f"rollout-{index}",
             _command("rollout", config, "--name", f"rollout-{index}", *registered),
-            computing(config.rollout.threads),
+            compute_environment(config.rollout.threads),
         )
         for index in range(config.rollout.replicas)
     ]
     rollout = [ServiceGroup((replica,), config.rollout.max_restarts) for replica in replicas]
     graders = [
-        Service(
+        ServiceCommand(
             f"reward-{index}",
             _command("reward", config, "--name", f"reward-{index}", *registered),
             {"OMP_NUM_THREADS": "1"},
@@ -128,11 +128,11 @@ def services_of(config: RunConfig, coordinator: str) -> list[ServiceGroup]:
             return models
 
 
-def computing(threads: int) -> dict[str, str]:
-    """The environment of a process that computes with torch.
+def compute_environment(threads: int) -> dict[str, str]:
+    """Environment variables for a process that computes with torch.
 
-    glibc gives freed blocks back to the kernel, which zeroes each page again when the next step asks for
-    it. Here blocks of up to 32 MiB (glibc's limit) stay, and 256 MiB at the heap's end.
+    By default glibc returns freed blocks to the kernel, which zeroes each page again at the next step. These
+    settings keep blocks of up to 32 MiB (glibc's limit), and 256 MiB at the heap's end.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -141,13 +141,13 @@ def computing(threads: int) -> dict[str, str]:
     }
 
 
-def ranks_of(config: RunConfig, role: Role, *arguments: str) -> ServiceGroup:
-    """One process a rank; the first one serves for all of them, the others announce no address."""
+def trainer_group(config: RunConfig, role: Role, *arguments: str) -> ServiceGroup:
+    """One process per rank; only the first one serves and announces an address."""
     section = config.roles[role]
     world_size = section.parallel.world_size
-    environment = {"WORLD_SIZE": str(world_size), **computing(section.threads)}
+    environment = {"WORLD_SIZE": str(world_size), **compute_environment(section.threads)}
     ranks = tuple(
-        Service(
+        ServiceCommand(
             f"{role}-{rank}",
             _command("trainer", config, "--role", role, "--name", f"{role}-{rank}", *arguments),
             {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -160,37 +160,38 @@ def ranks_of(config: RunConfig, role: Role, *arguments: str) -> ServiceGroup:
 def check_interpreter(python: Path | None) -> None:
     if python is not None and not os.access(python, os.X_OK):
         raise UserError(
-            f"rollout.python = {python} is no program: name the interpreter of the replicas' environment, "
-            "such as .venv-rollout/bin/python, seen from the folder that the command runs in"
+            f"rollout.python = {python} is not an executable: set it to the Python interpreter of the "
+            "replicas' environment, such as "
+            ".venv-rollout/bin/python, relative to the current folder"
         )
 
 
 def claim_folder(folder: Path, *, resume: bool) -> None:
-    """A folder belongs to the run that recorded a step in it; a start that failed before leaves it free."""
+    """A folder belongs to the run that recorded a step in it; a failed start does not claim it."""
     rows = folder / "metrics.jsonl"
     taken = rows.exists() and rows.stat().st_size > 0
     if taken and not resume:
         raise UserError(
-            f"{folder} holds a run already: go on with it (--resume), "
-            f"name this one otherwise (--set run.name=NAME), or delete the folder"
+            f"{folder} already contains a run: resume it (--resume), choose another name "
+            f"(--set run.name=NAME), or delete the folder"
         )
     if resume and not taken:
-        raise UserError(f"--resume: {folder} holds no run; start it without --resume")
+        raise UserError(f"--resume: {folder} contains no run; start without --resume")
     folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
 def store_url(config: RunConfig) -> Iterator[str]:
     if config.store.url == "embedded":
-        with embedded(config.folder / "store") as server:
+        with run_embedded_server(config.folder / "store") as server:
             yield server.url
     else:
         yield config.store.url
 
 
 @contextmanager
-def address_file(folder: Path, address: str, given: Tokens) -> Iterator[None]:
-    """Lets `atoll status` find the coordinator and its token, until a later launcher takes the run over."""
+def publish_address(folder: Path, address: str, given: Tokens) -> Iterator[None]:
+    """Publishes the coordinator's address and token for `atoll status`, until a later launcher takes over."""
     path = folder / ADDRESS_FILE
     given.write(folder)
     write_private(path, address)
@@ -203,7 +204,7 @@ def address_file(folder: Path, address: str, given: Tokens) -> Iterator[None]:
 
 
 @contextmanager
-def interrupts(stop: asyncio.Event) -> Iterator[None]:
+def handle_interrupts(stop: asyncio.Event) -> Iterator[None]:
     """SIGINT or SIGTERM sets `stop`; a second one cancels the calling task."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
@@ -225,8 +226,9 @@ def interrupts(stop: asyncio.Event) -> Iterator[None]:
 
 
 async def stop_run(stop: asyncio.Event, client: CoordinatorClient) -> None:
-    """Hands the user's wish to the coordinator, whose exit ends the run, and shows what that waits for: a
-    step and a checkpoint take as long as they take. Returns if there is nothing to finish."""
+    """Asks the coordinator to stop the run, and shows what it is waiting for: the current step and a
+    checkpoint. Returns if there is nothing to finish.
+    """
     await stop.wait()
     seen, shown, is_told = 0, "", False
     while True:
@@ -237,21 +239,21 @@ async def stop_run(stop: asyncio.Event, client: CoordinatorClient) -> None:
             if not is_told:
                 await client.stop_run()
                 is_told = True
-        except ServiceUnavailableError as error:  # it is busy, or ending already
-            waits_for = f"an answer of the coordinator ({error})"
+        except ServiceUnavailableError as error:  # busy, or already ending
+            waits_for = f"the coordinator to answer ({error})"
             await asyncio.sleep(STOP_RETRY_S)
         else:
             seen = status.revision
             waits_for = f"the run, which is {status.state} after step {status.step} of {status.num_steps}"
         if waits_for != shown:
-            _log.warning("stopping: waits for %s; interrupt again to stop at once", waits_for)
+            _log.warning("stopping: waiting for %s; interrupt again to stop immediately", waits_for)
             shown = waits_for
 
 
 async def first_of(*coroutines: Coroutine[None, None, None]) -> None:
-    """Returns or raises as the first of them does, and cancels the others.
+    """Returns or raises like the first one to finish, and cancels the others.
 
-    Of those that end at the same moment the leftmost counts: a cause stands left of its effects.
+    If several end at the same time, the leftmost wins: causes are listed before their effects.
     """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:

@@ -1,4 +1,4 @@
-"""The `atoll` command. Each subcommand is a module of this folder, imported only when it is asked for."""
+"""The `atoll` command. Each subcommand is a module of this folder, imported on demand."""
 
 import argparse
 import importlib
@@ -6,26 +6,26 @@ import os
 import sys
 from collections.abc import Sequence
 
-# The launcher starts processes while gRPC runs; none of them uses gRPC before exec, so it need not mind.
+# The launcher forks while gRPC runs; children do not use gRPC before exec, so fork support is off.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 EXIT_INTERRUPTED = 130
 
 COMMANDS = {
-    "quickstart": "make the arithmetic task and train on it (two to three minutes on two cores)",
-    "run": "start every service of a run on this machine and follow it",
-    "status": "show a run's state, services, servers and last metrics",
-    "register": "let someone else's reward, tool or environment server join a running run",
-    "deregister": "take a registered server out of a running run",
-    "reload": "let a running run import its own graders anew from their files",
-    "audit": "say what became of every sample of a run: trained, dropped, pending, lost",
-    "plan": "say before a start what a run takes on its devices, and how long a weight push lasts",
-    "conformance": "test whether a reward, tool or environment server keeps its protocol",
+    "quickstart": "build the arithmetic task and train on it (two to three minutes on two cores)",
+    "run": "run all services of a run on this machine and show progress",
+    "status": "show a run's state, services, servers and latest metrics",
+    "register": "let add a reward, tool or environment server to a running run",
+    "deregister": "remove a registered server from a running run",
+    "reload": "reload the user's own graders of a running run",
+    "audit": "show the fate of every sample of a run: trained, dropped, pending, lost",
+    "plan": "estimate device memory and weight-push time before starting a run",
+    "conformance": "test whether a reward, tool or environment server follows its protocol",
     "doctor": "check this machine and say what is missing",
-    "data": "make data sets, tokenizers and small models",
-    "export": "turn a checkpoint into a Hugging Face folder",
-    "bench": "measure the loop, the rollout engine, rewards, the trainer or the weight push",
-    "serve": "run one service here, for those who place services by hand",
+    "data": "build data sets, tokenizers and small models",
+    "export": "convert a checkpoint to a Hugging Face folder",
+    "bench": "benchmark the loop, the rollout engine, rewards, the trainer or weight pushes",
+    "serve": "run a single service, for manual placement",
 }
 
 
@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether the message says all; anything else is a defect and deserves its traceback."""
-    from atoll.config.errors import ConfigError  # here, since `--help` and `doctor` do without
+    """Whether the message is enough; anything else is a bug and gets a traceback."""
+    from atoll.config.errors import ConfigError  # imported here: `--help` and `doctor` do not need it
     from atoll.runtime.errors import AtollError
 
     return isinstance(error, ConfigError | AtollError)

@@ -1,4 +1,4 @@
-"""`atoll plan --memory`: what each rank of a run will take on its device, before anything starts.
+"""`atoll plan --memory`: estimates the device memory of every rank before a run starts.
 
 `--weights` is in plan_weights.py.
 """
@@ -21,7 +21,7 @@ from atoll.config.schema import (
     TrainerSection,
 )
 from atoll.runtime.errors import UserError
-from atoll.runtime.memory import BYTES, Memory, host_memory, rank_memory
+from atoll.runtime.memory import BYTES, RankMemory, host_memory, rank_memory
 from atoll.runtime.model_spec import ModelSpec, read_spec, with_value_head
 
 GIB = 1 << 30
@@ -30,23 +30,23 @@ COLUMNS = ("role", "stage", "ranks", "weights", "grads", "optim", "activ", "work
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """The ranks of one pipeline stage of one role; they are alike."""
+class StageMemory:
+    """The ranks of one pipeline stage of one role, which are identical."""
 
     role: Role
     stage: int
     num_ranks: int
-    forward: Memory  # while all models are asked about a batch
-    update: Memory  # while those that learn are updated
+    forward: RankMemory  # while models compute logprobs and values
+    update: RankMemory  # while models are updated
     host: int  # bytes per rank
     offload: bool
 
     @property
-    def peak(self) -> Memory:
+    def peak(self) -> RankMemory:
         return max(self.forward, self.update, key=lambda memory: memory.total)
 
     def resting(self) -> int:
-        """Bytes on the device while others are updated."""
+        """Bytes on the device while other models are updated."""
         return self.update.framework if self.offload else self.update.resident
 
 
@@ -56,19 +56,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="?",
         metavar="FILE",
-        help="a run's TOML file; weights are not needed; none: --weights of usual models and layouts",
+        help="a run's TOML file (model weights are not needed); with --weights, default: common models",
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as with atoll run")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="override one setting")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--memory", action="store_true", help="plan device memory")
-    what.add_argument("--weights", action="store_true", help="plan a weight push: seconds by link")
-    parser.add_argument("--gpus", type=int, help="devices; none: one for each rank of the largest role")
-    parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of one device")
-    parser.add_argument("--json", action="store_true", help="bytes, for other programs")
+    what.add_argument("--weights", action="store_true", help="estimate weight-push time by link")
+    parser.add_argument(
+        "--gpus", type=int, help="number of devices; default: one per rank of the largest role"
+    )
+    parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="memory of one device")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 1 where a device needs more than it has."""
+    """Returns 1 if a device needs more than it has."""
     if arguments.weights:
         from atoll.cli.plan_weights import show
 
@@ -86,12 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DOES_NOT_FIT if warnings else 0
 
 
-def plan(config: RunConfig) -> Iterator[Row]:
-    """Every role's stages. Raises UserError where a model folder has no config.json that Atoll can read."""
+def plan(config: RunConfig) -> Iterator[StageMemory]:
+    """Every role's stages. Raises UserError if a model folder has no config.json that Atoll can read."""
     for role, section in config.roles.items():
         spec = _spec(config, role)
         is_colocated = role == "reference" and config.reference.placement == "colocated"
-        if is_colocated:  # on the actor's ranks, as they are
+        if is_colocated:  # uses the actor's ranks
             section = RoleSection.model_validate(
                 {name: value for name, value in config.trainer if name in RoleSection.model_fields}
                 | {"offload": section.offload}
@@ -100,17 +102,19 @@ def plan(config: RunConfig) -> Iterator[Row]:
         for stage in range(parallel.pipeline):
             forward, update = (rank_memory(spec, section, stage, phase) for phase in ("forward", "update"))
             if not isinstance(section, TrainerSection):
-                update = replace(update, activations=0, working=0)  # it waits
+                update = replace(update, activations=0, working=0)  # idle
             if is_colocated:
                 forward, update = replace(forward, framework=0), replace(update, framework=0)
             pushed = BYTES[config.rollout.dtype] if role == "actor" else 0
             host = host_memory(spec, section, stage, pushed)
             num_ranks = parallel.world_size // parallel.pipeline
-            yield Row(role, stage, num_ranks, forward, update, host, section.offload)
+            yield StageMemory(role, stage, num_ranks, forward, update, host, section.offload)
 
 
-def misfits(config: RunConfig, rows: Sequence[Row], num_devices: int | None, capacity: int) -> Iterator[str]:
-    """A sentence for each kind of device that needs more than `capacity` bytes.
+def misfits(
+    config: RunConfig, rows: Sequence[StageMemory], num_devices: int | None, capacity: int
+) -> Iterator[str]:
+    """One sentence per kind of device that needs more than `capacity` bytes.
 
     Rank r of every role is on device r modulo their number, as the trainer places it; none: as many devices
     as the largest role has ranks.
@@ -130,16 +134,16 @@ def misfits(config: RunConfig, rows: Sequence[Row], num_devices: int | None, cap
             )
 
 
-def _ranks(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
-    """Every rank with its row; those of a role count from 0, stage after stage."""
+def _ranks(rows: Sequence[StageMemory]) -> Iterator[tuple[int, StageMemory]]:
+    """Every rank with its row; ranks of a role are numbered from 0, stage by stage."""
     counts: Counter[str] = Counter()
     for row in rows:
         yield from ((counts[row.role] + i, row) for i in range(row.num_ranks))
         counts[row.role] += row.num_ranks
 
 
-def _advice(config: RunConfig, row: Row) -> str:
-    """The setting that takes most away from the largest part."""
+def _advice(config: RunConfig, row: StageMemory) -> str:
+    """The setting that reduces the largest part most."""
     section, table = config.roles[row.role], "trainer" if row.role == "actor" else row.role
     memory = row.peak
     sizes = {name: size for name, size in asdict(memory).items() if name != "framework"}
@@ -167,7 +171,7 @@ def _spec(config: RunConfig, role: Role) -> ModelSpec:
     return with_value_head(spec) if role in ("critic", "cost_critic") else spec
 
 
-def _print(rows: Sequence[Row], warnings: Sequence[str]) -> None:
+def _print(rows: Sequence[StageMemory], warnings: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 

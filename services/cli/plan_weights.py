@@ -1,4 +1,4 @@
-"""`atoll plan --weights`: how long a weight push takes, from the plan that a run would use."""
+"""`atoll plan --weights`: estimates the time of a weight push from the plan that a run would use."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,17 +8,17 @@ from atoll.config.schema import ParallelConfig, RunConfig, WeightsSection
 from atoll.rollout.engines.sglang.parameters import parameters
 from atoll.runtime.memory import BYTES
 from atoll.runtime.model_spec import Experts, ModelSpec, check_layout, read_spec
-from atoll.trainer.megatron.names import Chunk, pieces
+from atoll.trainer.megatron.names import Chunk, tensor_slices
 from atoll.weights.estimate import estimate
-from atoll.weights.pieces import Piece, catalog_of
 from atoll.weights.plan import plan
-from atoll.wire.types import Catalog
+from atoll.weights.tensor_slices import TensorSlice, shard_layout_of
+from atoll.wire.types import ShardLayout
 
-ROUND_S = 1e-3  # of calls to trainer and replica, which no link's speed shortens: measured on one host
-REACHED = 0.8  # of a link's nominal speed, by messages of some MiB
-# bytes/s between a trainer rank and a replica's rank, each of which has a link of its own
+ROUND_S = 1e-3  # latency of the calls to trainer and replica, measured on one host
+REACHED = 0.8  # share of a link's nominal speed, with messages of some MiB
+# bytes/s between a trainer rank and a replica's rank, each with its own link
 LINKS = {
-    "shm": 2.2e9,  # of the full push, with a core on either side: measured, see docs/benchmarks.md
+    "shm": 2.2e9,  # of a full push with one core per side, measured (docs/benchmarks.md)
     "100G": 12.5e9 * REACHED,  # network, Gb/s
     "400G": 50e9 * REACHED,
     "PCIe5": 63e9 * REACHED,
@@ -27,8 +27,8 @@ LINKS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A trainer's layout and the class of replicas that it pushes to; more replicas take no longer."""
+class PushCase:
+    """A trainer's layout and the replica class that it pushes to; the number of replicas does not matter."""
 
     model: str
     spec: ModelSpec
@@ -39,13 +39,13 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PushEstimateRow:
     model: str
-    trainer: str  # its layout, in the field's letters
+    trainer: str  # its layout, as in TP2 PP4
     trainer_ranks: int
     tp_size: int
-    sent: int  # bytes from the trainer rank that sends most
-    received: int  # bytes to the replica's rank that gets most: its own part of the model
+    sent: int  # bytes from the busiest trainer rank
+    received: int  # bytes to the busiest replica rank: its part of the model
     rounds: int
     seconds: Mapping[str, float]  # by link
 
@@ -83,34 +83,34 @@ def _layout(**axes: int) -> ParallelConfig:
     return ParallelConfig(sequence=axes.get("tensor", 1) > 1, **axes)
 
 
-CASES = (  # what is planned where no config is named; each fits GPUs of 80 GB
-    Case("1.5B", _dense(28, 1536, 8960, 12, 2, 151936, tied=True), _layout(data=8), 1),
-    Case("7B", _dense(28, 3584, 18944, 28, 4, 152064, tied=False), _layout(tensor=2, data=4), 1),
-    Case("7B", _dense(28, 3584, 18944, 28, 4, 152064, tied=False), _layout(tensor=2, data=32), 4),
-    Case("32B", _dense(64, 5120, 27648, 40, 8, 152064, tied=False), _layout(tensor=8, data=8), 4),
-    Case("30B-A3B", _mixture(48, 2048, 768, 32), _layout(tensor=2, expert=8, data=32), 4),
-    Case("235B-A22B", _mixture(94, 4096, 1536, 64), _layout(tensor=4, pipeline=2, expert=32, data=32), 8),
+CASES = (  # planned if no config is given; each fits GPUs with 80 GB
+    PushCase("1.5B", _dense(28, 1536, 8960, 12, 2, 151936, tied=True), _layout(data=8), 1),
+    PushCase("7B", _dense(28, 3584, 18944, 28, 4, 152064, tied=False), _layout(tensor=2, data=4), 1),
+    PushCase("7B", _dense(28, 3584, 18944, 28, 4, 152064, tied=False), _layout(tensor=2, data=32), 4),
+    PushCase("32B", _dense(64, 5120, 27648, 40, 8, 152064, tied=False), _layout(tensor=8, data=8), 4),
+    PushCase("30B-A3B", _mixture(48, 2048, 768, 32), _layout(tensor=2, expert=8, data=32), 4),
+    PushCase("235B-A22B", _mixture(94, 4096, 1536, 64), _layout(tensor=4, pipeline=2, expert=32, data=32), 8),
 )
 
 
 def show(config: RunConfig | None, as_json: bool) -> None:
-    """Prints the push of this run, or of the usual models."""
+    """Prints the estimate for this run, or for common models."""
     from rich.console import Console
     from rich.table import Table
 
-    rows = [row(case) for case in ([case_of(config)] if config else CASES)]
+    rows = [estimate_push(case) for case in ([case_of(config)] if config else CASES)]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
     titles = ("model", "ranks", "trainer", "to", "sent", "got", "rounds", *LINKS)
-    title = "GB that the busiest rank sends and gets; seconds per push by link"
+    title = "GB sent and received by the busiest rank; seconds per push by link"
     table = Table(*titles, title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for found in rows:
-        table.add_row(*cells(found))
+        table.add_row(*format_row(found))
     Console().print(table)
 
 
-def cells(row: Row) -> list[str]:
+def format_row(row: PushEstimateRow) -> list[str]:
     return [
         row.model,
         str(row.trainer_ranks),
@@ -123,12 +123,12 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def case_of(config: RunConfig) -> Case:
-    """The run's own. Raises UserError where the model folder or the layout is none that Atoll can use."""
+def case_of(config: RunConfig) -> PushCase:
+    """The case of a run. Raises UserError if Atoll cannot use the model folder or the layout."""
     spec = read_spec(config.model.path)
     check_layout(spec, config.trainer.parallel, "trainer")
     tp_size = config.rollout.sglang.tp_size if config.rollout.engine == "sglang" else 1
-    return Case(
+    return PushCase(
         model=config.model.path.name,
         spec=spec,
         trainer=config.trainer.parallel,
@@ -138,14 +138,17 @@ def case_of(config: RunConfig) -> Case:
     )
 
 
-def row(case: Case) -> Row:
-    """Plans the push and times its rounds on each kind of link."""
-    sources, targets = trainer_catalogs(case.spec, case.trainer), replica_catalogs(case.spec, case.tp_size)
+def estimate_push(case: PushCase) -> PushEstimateRow:
+    """Plans the push and estimates its rounds on each kind of link."""
+    sources, targets = (
+        trainer_shard_layouts(case.spec, case.trainer),
+        replica_shard_layouts(case.spec, case.tp_size),
+    )
     part_elements = (case.bucket_mb << 20) // BYTES[case.dtype]
     at_1 = estimate(plan(sources, targets, part_elements=part_elements), BYTES[case.dtype], bytes_per_s=1)
     axes = {"TP": case.trainer.tensor, "PP": case.trainer.pipeline, "CP": case.trainer.context}
     axes |= {"EP": case.trainer.expert, "DP": case.trainer.data}
-    return Row(
+    return PushEstimateRow(
         model=case.model,
         trainer=" ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "1 rank",
         trainer_ranks=case.trainer.world_size,
@@ -157,37 +160,37 @@ def row(case: Case) -> Row:
     )
 
 
-def trainer_catalogs(spec: ModelSpec, parallel: ParallelConfig) -> list[Catalog]:
-    """What each rank will hold, as services/trainer/megatron/shards.py finds it in the built model.
+def trainer_shard_layouts(spec: ModelSpec, parallel: ParallelConfig) -> list[ShardLayout]:
+    """What each rank will hold, as services/trainer/megatron/shards.py reads from the built model.
 
     Megatron numbers ranks tensor first, pipeline last, and experts over all ranks of a stage.
     """
-    catalogs: dict[tuple[int, int, int], Catalog] = {}
+    shard_layouts: dict[tuple[int, int, int], ShardLayout] = {}
     shares = []
     for rank in range(parallel.world_size):
         stage, within = divmod(rank, parallel.world_size // parallel.pipeline)
         share = (stage, within % parallel.tensor, within % parallel.expert)
-        if share not in catalogs:
-            catalogs[share] = catalog_of(_held(spec, parallel, *share))
+        if share not in shard_layouts:
+            shard_layouts[share] = shard_layout_of(_rank_slices(spec, parallel, *share))
         shares.append(share)
-    return [catalogs[share] for share in shares]
+    return [shard_layouts[share] for share in shares]
 
 
-def replica_catalogs(spec: ModelSpec, tp_size: int) -> list[Catalog]:
-    """What each tensor-parallel rank of an SGLang replica will hold; with one, that of a local engine."""
+def replica_shard_layouts(spec: ModelSpec, tp_size: int) -> list[ShardLayout]:
+    """What each tensor-parallel rank of an SGLang replica will hold; with tp_size 1, also a local engine."""
     ranks = []
     for rank in range(tp_size):
         held = {name: parameter.pieces for name, parameter in parameters(spec, rank, tp_size).items()}
         if spec.tied:
             del held["lm_head.weight"]
-        ranks.append(catalog_of(held.values()))
+        ranks.append(shard_layout_of(held.values()))
     return ranks
 
 
-def _held(
+def _rank_slices(
     spec: ModelSpec, parallel: ParallelConfig, stage: int, tensor: int, expert: int
-) -> Iterator[list[Piece]]:
-    """Of each parameter of a rank, by its places along three axes."""
+) -> Iterator[list[TensorSlice]]:
+    """The slices of each parameter of a rank, from its position along three axes."""
     num_chunks = parallel.pipeline * parallel.virtual_pipeline
     num_layers = spec.num_layers // num_chunks
     num_experts = spec.experts.num // parallel.expert if spec.experts else 0
@@ -200,4 +203,4 @@ def _held(
             size=parallel.tensor,
             experts=range(expert * num_experts, (expert + 1) * num_experts),
         )
-        yield from pieces(spec, chunk).values()
+        yield from tensor_slices(spec, chunk).values()

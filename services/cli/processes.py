@@ -1,4 +1,4 @@
-"""Service processes of one run on this machine: started, awaited, restarted, taken down."""
+"""Starts, watches, restarts and stops the service processes of a run on this machine."""
 
 import asyncio
 import json
@@ -14,31 +14,31 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-from atoll.runtime.deaths import Deaths
 from atoll.runtime.errors import AtollError
-from atoll.runtime.ports import reserved_port
-from atoll.runtime.process import EXIT_GAVE_UP, EXIT_RANK_LOST
-from atoll.runtime.tether import tethered
+from atoll.runtime.failure_window import FailureWindow
+from atoll.runtime.parent_death import with_parent_death
+from atoll.runtime.ports import reserve_port
+from atoll.runtime.process import EXIT_RANK_LOST, EXIT_RESTARTS_EXHAUSTED
 
 _log = logging.getLogger(__name__)
 
-RESTART_PAUSE_S = 1.0  # before another try, if a restart failed; twice as long each time
+RESTART_PAUSE_S = 1.0  # before the next try if a restart failed; doubles each time
 TERMINATE_TIMEOUT_S = 10.0  # between SIGTERM and SIGKILL
-CAUSE_TIMEOUT_S = 10.0  # for the end of the rank whose loss ended another: a driver may hold on to it
-LOG_LINES = 20  # quoted when a service dies
+CAUSE_TIMEOUT_S = 10.0  # for the exit of the rank that caused another rank to exit: a driver may delay it
+LOG_LINES = 20  # quoted if a service dies
 LOOPBACK = "127.0.0.1"
 
 
 class ServiceDiedError(AtollError):
-    """A service that the run needs is gone; the message quotes the end of its log."""
+    """A required service has died; the message quotes the end of its log."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
-        self.has_given_up = code == EXIT_GAVE_UP
+        self.has_given_up = code == EXIT_RESTARTS_EXHAUSTED
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServiceCommand:
     """A process to start. It gets `--ready-fd N` and writes {"address": "host:port"} there once it serves."""
 
     name: str
@@ -48,12 +48,12 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class ServiceGroup:
-    """Processes that live and die together, such as the ranks of a trainer; most services have one.
+    """Processes that start and end together, such as the ranks of a trainer; most services have one.
 
-    Each gets MASTER_ADDR and MASTER_PORT, where they may meet: another port in every life.
+    Each gets MASTER_ADDR and MASTER_PORT for torch.distributed; the port changes at every start.
     """
 
-    services: tuple[Service, ...]
+    services: tuple[ServiceCommand, ...]
     max_restarts: int = 0  # in an hour
 
     @property
@@ -62,7 +62,7 @@ class ServiceGroup:
 
 
 class Fleet:
-    """The processes of a run, each in its own process group and with its own log. Leaving ends them all."""
+    """The processes of a run, each with its own process group and log. Leaving the context stops them all."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class Fleet:
         start_timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`environment`: of every process, above this one's and below a service's own. `start_timeout_s`:
-        until a process serves; None: as long as it takes."""
+        """`environment`: for every process, over this one's and under a service's own. `start_timeout_s`:
+        until a process serves; None: no limit."""
         self._logs = logs
         self._environment = environment
         self._start_timeout_s = start_timeout_s
@@ -90,9 +90,10 @@ class Fleet:
         await self._stop(*self._processes)
 
     async def start(self, group: ServiceGroup) -> str:
-        """Returns the address of the group's first process once all serve. Raises ServiceDiedError where
-        one does not."""
-        with reserved_port() as port:
+        """Returns the address of the group's first process once all serve. Raises ServiceDiedError if one
+        does not.
+        """
+        with reserve_port() as port:
             meeting = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
             pipes = [await self._spawn(service, meeting) for service in group.services]
             lines = [asyncio.create_task(pipe.readline()) for pipe in pipes]
@@ -113,12 +114,13 @@ class Fleet:
         return str(json.loads(lines[0].result())["address"])
 
     async def keep(self, group: ServiceGroup) -> None:
-        """Runs the group, again after each death in it as often as it may; one death ends all its processes.
+        """Runs the group, and restarts it after each death within its limit; one death ends all its
+        processes.
 
-        Raises ServiceDiedError in the end. A group that has never served is not started again: it would die
-        of the same cause; nor is a process that has given up.
+        Raises ServiceDiedError in the end. A group that has never served is not restarted, since it would
+        fail again; nor is a process that has given up.
         """
-        deaths, has_served = Deaths(self._clock), False
+        failures, has_served = FailureWindow(self._clock), False
         while True:
             serves = False
             try:
@@ -126,7 +128,7 @@ class Fleet:
                 has_served = serves = True
                 await self.watch(group)
             except ServiceDiedError as death:
-                number = deaths.count()
+                number = failures.record()
                 if not has_served or death.has_given_up or number > group.max_restarts:
                     raise
                 who = ", ".join(group.names)
@@ -136,19 +138,19 @@ class Fleet:
                 await asyncio.sleep(RESTART_PAUSE_S * 2 ** (number - 1))
 
     async def watch(self, group: ServiceGroup) -> None:
-        """Waits for as long as all processes of a started group live. Raises ServiceDiedError."""
+        """Waits while all processes of a started group live. Raises ServiceDiedError."""
         name, code = await self._first_death(group)
         raise self._death(name, "died", code)
 
-    async def finished(self, name: str) -> None:
-        """Returns when a started service ends of its own accord. Raises ServiceDiedError where it failed."""
+    async def wait_for_exit(self, name: str) -> None:
+        """Returns when a started service exits by itself. Raises ServiceDiedError if it failed."""
         if code := await self._processes[name].wait():
             raise self._death(name, "failed", code)
 
     async def _first_death(self, group: ServiceGroup) -> tuple[str, int]:
-        """Waits for a process of the group to end; returns the name and exit code of the one to blame.
+        """Waits for a process of the group to end; returns the name and exit code of the one that caused it.
 
-        A rank that ended because it lost another one may be seen before that one.
+        A rank that exits because it lost another one may be noticed first.
         """
 
         async def end(name: str) -> tuple[str, int]:
@@ -167,8 +169,8 @@ class Fleet:
             for task in ends:
                 task.cancel()
 
-    async def _spawn(self, service: Service, meeting: Mapping[str, str]) -> asyncio.StreamReader:
-        """Starts the process; returns its readiness pipe, which ends when the process does."""
+    async def _spawn(self, service: ServiceCommand, meeting: Mapping[str, str]) -> asyncio.StreamReader:
+        """Starts the process; returns its readiness pipe, which closes when the process ends."""
         read_end, write_end = os.pipe()
         ready = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
@@ -177,20 +179,20 @@ class Fleet:
         try:
             with (self._logs / f"{service.name}.log").open("ab") as log:
                 self._processes[service.name] = await asyncio.create_subprocess_exec(
-                    *tethered(*service.command, "--ready-fd", str(write_end)),
+                    *with_parent_death(*service.command, "--ready-fd", str(write_end)),
                     stdin=DEVNULL,
                     stdout=log,
                     stderr=STDOUT,
                     env={**os.environ, **self._environment, **meeting, **service.environment},
                     pass_fds=(write_end,),
-                    start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
+                    start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher
                 )
         finally:
             os.close(write_end)
         return ready
 
     async def _stop(self, *names: str) -> None:
-        """SIGTERM, a bounded wait, SIGKILL to the rest; cancelling goes straight there."""
+        """SIGTERM, a bounded wait, then SIGKILL; cancelling skips to SIGKILL."""
         processes = [self._processes[name] for name in names]
         _signal(processes, signal.SIGTERM)
         everyone = asyncio.gather(*(process.wait() for process in processes))
@@ -204,7 +206,7 @@ class Fleet:
     def _death(self, name: str, what: str, code: int) -> ServiceDiedError:
         log = self._logs / f"{name}.log"
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        first = f"{name} {what} ({_how(code)}); its log {log} ends with:"
+        first = f"{name} {what} ({_describe_exit(code)}); its log {log} ends with:"
         return ServiceDiedError("\n".join([first, *(f"  {line}" for line in lines)]), code)
 
 
@@ -215,5 +217,5 @@ def _signal(processes: Iterable[Process], number: signal.Signals) -> None:
                 os.killpg(process.pid, number)
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,4 +1,4 @@
-"""A run's progress on the console: drawn live on a terminal, else a line every second at most."""
+"""Shows a run's progress: live on a terminal, otherwise at most one line per second."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ from atoll.wire.types import ServerHealth
 
 LINE_EVERY_S = 1.0
 
-# What a reader looks at first: label, metric, format.
+# Headline metrics: label, metric, format.
 HEADLINES = (
     ("reward", "critic/score/mean", "{:.3f}"),
     ("sampled reward", "warmup/score/mean", "{:.3f}"),
@@ -36,12 +36,14 @@ Show = Callable[[RunStatus], None]
 
 
 async def follow(client: CoordinatorClient, show: Show) -> None:
-    """Shows every change of the run's status until cancelled. Waits for the coordinator's next change."""
+    """Shows every change of the run's status until cancelled. Waits for the coordinator's next change of
+    state.
+    """
     seen = 0
     while True:
         try:
             status = await client.status(seen)
-        except ServiceUnavailableError:  # busy, or at its end: whoever waits for its exit tells how
+        except ServiceUnavailableError:  # busy or ending: the launcher reports its exit
             continue
         seen = status.revision
         show(status)
@@ -54,7 +56,7 @@ def view() -> Iterator[Show]:
         yield _line_printer(console)
         return
     started = time.monotonic()
-    validation: dict[str, float] = {}  # of the last step that had one
+    validation: dict[str, float] = {}  # of the last validated step
     with Live(console=console, auto_refresh=False) as live:
 
         def show(status: RunStatus) -> None:
@@ -71,12 +73,12 @@ def line(status: RunStatus) -> str:
     words += [f"{label} {value}" for label, value in _headlines(status.metrics)]
     if timings := _timings(status.metrics):
         words.append("seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in timings))
-    words += [f"unwell: {_place(health)}" for health in status.servers if not health.well]
+    words += [f"unhealthy: {_place(health)}" for health in status.servers if not health.healthy]
     return "  ".join(words)
 
 
 def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
-    """What summary.json says, for people."""
+    """Prints summary.json in readable form."""
     minutes, seconds = divmod(int(summary["seconds"]), 60)
     print(f"{summary['run']}: {summary['steps']} steps in {minutes}:{seconds:02}")
     if summary["reward_first"] is not None:
@@ -121,7 +123,7 @@ def _picture(status: RunStatus, metrics: Mapping[str, float], elapsed_s: float) 
     body.add_row("seconds", "  ".join(f"{name} {value:.2f}" for name, value in _timings(metrics)))
     body.add_row("services", "  ".join(entry.name for entry in status.services))
     for health in status.servers:
-        how = "well" if health.well else f"[red]unwell[/]: {escape(health.cause)}"
+        how = "well" if health.healthy else f"[red]unhealthy[/]: {escape(health.cause)}"
         body.add_row("server", f"{escape(_place(health))}  {how}")
     if note := _note(status):
         body.add_row("note", escape(note))
@@ -129,7 +131,7 @@ def _picture(status: RunStatus, metrics: Mapping[str, float], elapsed_s: float) 
 
 
 def _note(status: RunStatus) -> str:
-    """Why it waits, pauses or recovers. Why it failed, the command says at its end."""
+    """Why it waits, pauses or recovers. The command itself reports failures."""
     return "" if status.state == "failed" else status.error
 
 
@@ -148,7 +150,7 @@ def _headlines(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _is_result(name: str) -> bool:
-    """avg@k, pass@k or nll: not a validation's lengths and drops."""
+    """avg@k, pass@k or nll, but not lengths and drops."""
     return "@" in name or name.endswith("/nll")
 
 

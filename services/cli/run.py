@@ -1,4 +1,4 @@
-"""`atoll run FILE`: every service of a run on this machine, followed until it ends."""
+"""`atoll run FILE`: runs all services of a run on this machine until it ends."""
 
 import argparse
 import json
@@ -14,8 +14,8 @@ from atoll.config.schema import RunConfig
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="the run's config in TOML, such as examples/arithmetic.toml")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override one setting")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config; start nothing")
-    parser.add_argument("--resume", action="store_true", help="go on with the run that its folder holds")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and exit")
+    parser.add_argument("--resume", action="store_true", help="resume the run in this folder")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,6 +33,6 @@ def follow_to_end(config: RunConfig, *, resume: bool = False) -> int:
     with progress.view() as show:
         completed = launch(config, lambda client: progress.follow(client, show), resume=resume)
     summary = config.folder / "summary.json"
-    if summary.exists():  # not where it was interrupted twice
+    if summary.exists():  # missing if interrupted twice
         progress.print_summary(json.loads(summary.read_text()), config.folder)
     return 0 if completed else EXIT_INTERRUPTED

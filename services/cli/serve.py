@@ -1,4 +1,4 @@
-"""`atoll serve ROLE ...`: becomes the service's process, for those who place services by hand."""
+"""`atoll serve ROLE ...`: runs a single service in this process, for manual placement."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
-        help="passed on: --config runs/NAME/config.json --name NAME --coordinator HOST:PORT ...",
+        help="service options: --config runs/NAME/config.json --name NAME --coordinator HOST:PORT ...",
     )
 
 

@@ -1,4 +1,4 @@
-"""`atoll status`: what a run is doing, or how it ended."""
+"""`atoll status`: shows what a run is doing, or how it ended."""
 
 import argparse
 import asyncio
@@ -6,7 +6,7 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from atoll.cli import progress, running
+from atoll.cli import active_runs, progress
 from atoll.cli.launcher import ADDRESS_FILE
 from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.wire.info import RunStatus
@@ -18,39 +18,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="of a run on another machine, whose token is in ATOLL_OPERATOR_TOKEN or ATOLL_TOKEN",
+        help="address of a run on another machine; its token is in ATOLL_OPERATOR_TOKEN or ATOLL_TOKEN",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.coordinator:
-        print(describe(asyncio.run(ask(running.at(arguments.coordinator)))))
+        print(describe(asyncio.run(ask(active_runs.run_at(arguments.coordinator)))))
         return 0
     folder: Path = arguments.run
     if not (folder / "config.json").exists():
-        raise UserError(f"{folder} holds no run: give a run's folder, such as runs/NAME")
+        raise UserError(f"{folder} contains no run: give a run's folder, such as runs/NAME")
     if (folder / ADDRESS_FILE).exists():
-        with suppress(ServiceUnavailableError):  # left behind by a launcher that was killed
-            print(describe(asyncio.run(ask(running.of(folder)))))
+        with suppress(ServiceUnavailableError):  # left by a killed launcher
+            print(describe(asyncio.run(ask(active_runs.run_in(folder)))))
             return 0
     if (folder / "summary.json").exists():
         progress.print_summary(json.loads((folder / "summary.json").read_text()), folder)
     else:
-        print(f"{folder} is not running and did not reach its end: see {folder / 'logs'}; --resume goes on")
+        print(f"{folder} is not running and did not finish: see {folder / 'logs'}; continue with --resume")
     return 0
 
 
-async def ask(run: running.Run) -> RunStatus:
-    async with running.connected(run) as client:
+async def ask(run: active_runs.RunAddress) -> RunStatus:
+    async with active_runs.connect_to(run) as client:
         return await client.status()
 
 
 def describe(status: RunStatus) -> str:
     services = [f"  {entry.name:12} {entry.address:21} {entry.incarnation}" for entry in status.services]
-    reason = [f"  {status.error}"] if status.error else []  # why it waits, pauses, recovers or failed
+    reason = (
+        [f"  {status.error}"] if status.error else []
+    )  # reason for waiting, pausing, recovering or failing
     servers = [
         f"  {health.server.kind:12} {health.server.name:21} {health.server.url}  "
-        + ("well" if health.well else f"unwell: {health.cause}")
+        + ("well" if health.healthy else f"unhealthy: {health.cause}")
         for health in status.servers
     ]
     return "\n".join([f"{status.run}: {progress.line(status)}", *reason, *services, *servers])

@@ -1,8 +1,8 @@
-"""Who may call a run's services: tokens that its launcher makes, and where commands find them.
+"""Access tokens of a run's services: made by the launcher, found by commands.
 
-The run's token opens every service; children get it by their environment. The operators' token opens what
-people ask of a coordinator, and can be handed to them. Both lie in the run's folder while it is running,
-readable by its owner alone.
+The run's token gives access to every service; child processes get it through the environment. The operators'
+token gives access to the coordinator's operator methods only. Both are in the run's folder while it is
+running, readable only by its owner.
 """
 
 import secrets
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from atoll.config.load import OPERATOR_TOKEN, TOKEN, given_token, write_private
+from atoll.config.load import OPERATOR_TOKEN, TOKEN, optional_token, write_private
 
 TOKEN_FILE: Final = "coordinator.token"
 OPERATOR_TOKEN_FILE: Final = "operator.token"
 
 
-@dataclass(frozen=True, slots=True, repr=False)  # nor does a traceback show them
+@dataclass(frozen=True, slots=True, repr=False)  # so that tracebacks do not show them
 class Tokens:
     run: str
     operators: str
 
     @classmethod
     def of_this_run(cls) -> Self:
-        """Those of the environment, else random ones."""
-        return cls(*(given_token(name) or secrets.token_urlsafe() for name in (TOKEN, OPERATOR_TOKEN)))
+        """Tokens from the environment, otherwise random ones."""
+        return cls(*(optional_token(name) or secrets.token_urlsafe() for name in (TOKEN, OPERATOR_TOKEN)))
 
     @property
     def environment(self) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""Functions that a config names: built-in ones by their key, the user's own by `file.py:function`.
+"""Functions named in a config: built-in ones by key, the user's own as `file.py:function`.
 
-`check` judges name and parameters by the source alone, so that reading a config imports neither torch nor
-the user's code. `load` imports the code, once, when the service starts that calls it.
+`check` validates name and parameters from the source code only, so that reading a config imports neither
+torch nor the user's code. `load` imports the code once, when the service that calls it starts.
 
-This is the one upward dependency: a `Kind` names files of the coordinator, the trainer and the reward
+This is the one upward dependency: a `FunctionKind` names files of the coordinator, the trainer and the reward
 service, which are layers above this one, and no import says so. What is read there is a dict of functions,
 their signatures, and beside the dict, in `TRAITS`, what a function asks of other settings.
 """
@@ -28,14 +28,14 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What the functions of one setting have in common: one positional parameter, others by keyword."""
+class FunctionKind:
+    """The interface of the functions of one setting: one positional parameter, the others by keyword."""
 
     setting: str
-    file: str  # where the built-in ones stand in a dict
+    file: str  # file with the dict of built-in functions
     table: str  # its name
     signature: str
-    traits: tuple[str, ...] = ()  # that one may have; what they mean stands beside the dict
+    traits: tuple[str, ...] = ()  # that one may have; their meaning is documented next to the dict
 
 
 class Named(Protocol):
@@ -48,30 +48,30 @@ class Named(Protocol):
     def parameters(self) -> Mapping[str, Any]: ...
 
 
-ADVANTAGE = Kind(
+ADVANTAGE = FunctionKind(
     "algorithm.advantage",
     "atoll/coordinator/algorithm/advantage.py",
     "ADVANTAGES",
     "(trajectories: Trajectories, *, ...) -> Estimate",
     ("needs_values", "needs_baseline", "group_relative", "reads_components"),
 )
-LOSS = Kind(
+LOSS = FunctionKind(
     "algorithm.loss",
     "atoll/trainer/losses/loss.py",
     "LOSSES",
     "(tokens: PolicyTokens, *, ...) -> tuple[Tensor, dict[str, Tensor]]",
     ("sequence_mean", "without_ratio"),
 )
-FILTER = Kind(
+FILTER = FunctionKind(
     "algorithm.filter", "atoll/coordinator/algorithm/filters.py", "FILTERS", "(group: Group, *, ...) -> bool"
 )
-REWEIGHT = Kind(
+REWEIGHT = FunctionKind(
     "algorithm.reweight",
     "atoll/coordinator/algorithm/reweight.py",
     "REWEIGHTS",
     "(scores: NDArray, *, ...) -> NDArray",
 )
-GRADER = Kind(
+GRADER = FunctionKind(
     "reward.graders", "atoll/reward/score.py", "GRADERS", "(item: ScoreItem, *, ...) -> float | Grade"
 )
 
@@ -80,10 +80,12 @@ def is_users_own(name: str) -> bool:
     return ".py:" in name
 
 
-def check(kind: Kind, name: str, parameters: Mapping[str, object], settings: Collection[str] = ()) -> None:
-    """Raises ConfigError where there is no such function or it does not take `parameters`.
+def check(
+    kind: FunctionKind, name: str, parameters: Mapping[str, object], settings: Collection[str] = ()
+) -> None:
+    """Raises ConfigError if there is no such function or it does not take `parameters`.
 
-    `settings` are the other keys of the same table, which a mistyped key may have meant.
+    `settings` are the other keys of the same table, for "did you mean".
     """
     if is_users_own(name):
         function = _users_definition(kind, name)
@@ -93,37 +95,37 @@ def check(kind: Kind, name: str, parameters: Mapping[str, object], settings: Col
         near = difflib.get_close_matches(name, built_in(kind), n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ConfigError(
-            f"{kind.setting} = {name!r}: no such function; {hint}"
-            f"Known: {', '.join(built_in(kind))}, or file.py:function of your own"
+            f"{kind.setting} = {name!r}: no such function; {hint}Known: {', '.join(built_in(kind))}, or "
+            "file.py:function of your own"
         )
     if function is not None:
         _check_parameters(f"{kind.setting}: {name}", function.args, parameters, settings)
 
 
 def check_server(name: str, parameters: Mapping[str, object]) -> None:
-    """For a grader that asks external servers: `server:NAME`."""
+    """Checks a grader that calls external servers: `server:NAME`."""
     if not name.removeprefix("server:"):
         raise ConfigError(f"{GRADER.setting} = {name!r}: name the servers, as in server:judge")
     if parameters:
         raise ConfigError(
-            f"{GRADER.setting}: {name} has no parameter {', '.join(parameters)}: options of a server stand "
-            "in its [[servers]] table, or in `atoll register`"
+            f"{GRADER.setting}: {name} has no parameter {', '.join(parameters)}: set options of a server in "
+            "its [[servers]] table, or with `atoll register`"
         )
 
 
 @cache
-def built_in(kind: Kind) -> Mapping[str, Definition]:
-    """The definitions of a kind's built-in functions, by name."""
+def built_in(kind: FunctionKind) -> Mapping[str, Definition]:
+    """A kind's built-in function definitions, by name."""
     module = ast.parse((PACKAGE / kind.file).read_bytes())
     table = _assigned(module, kind.table)
     assert isinstance(table, ast.Dict)
-    definitions = _imported(module) | _definitions(module)
+    definitions = _imports_of(module) | _functions_in(module)
     names = (ast.literal_eval(key) for key in table.keys if key is not None)
     return {name: definitions[ast.unparse(value)] for name, value in zip(names, table.values, strict=True)}
 
 
 @cache
-def traits(kind: Kind) -> Mapping[str, Collection[str]]:
+def traits(kind: FunctionKind) -> Mapping[str, Collection[str]]:
     """Those of a kind's built-in functions, by name; a function that is not there has none."""
     table = _assigned(ast.parse((PACKAGE / kind.file).read_bytes()), "TRAITS")
     return {} if table is None else ast.literal_eval(table)
@@ -132,9 +134,9 @@ def traits(kind: Kind) -> Mapping[str, Collection[str]]:
 def load(
     config: Named, known: Mapping[str, Callable[..., Any]], source: bytes | None = None
 ) -> Callable[..., Any]:
-    """The function that `config` names, of `known` or the user's own, with its parameters bound.
+    """Loads the function named by `config`, built in (`known`) or the user's own, with its parameters bound.
 
-    `source` is what stood in the user's file, where it must not be read anew.
+    `source`: content of the user's file, if it must not be read again.
     """
     if not is_users_own(config.name):
         return partial(known[config.name], **config.parameters)
@@ -150,16 +152,16 @@ def load(
 
 
 def load_user_function(name: str, source: bytes | None = None) -> Callable[..., Any]:
-    """Imports `file.py:function`. Raises ConfigError where that fails or it is no plain function."""
+    """Imports `file.py:function`. Raises ConfigError if that fails or if it is not a plain function."""
     path, _, function_name = name.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None  # a path that ends in .py always has a loader
+    assert spec is not None  # a path ending in .py always has a loader
     module = importlib.util.module_from_spec(spec)
     try:
         exec(compile(source or source_of(name), path, "exec"), vars(module))
     except ConfigError:
         raise
-    except Exception as error:  # the user's module may raise anything
+    except Exception as error:  # user code may raise anything
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     if function_name not in vars(module):
         raise ConfigError(f"{path} has no function {function_name!r}")
@@ -171,7 +173,7 @@ def load_user_function(name: str, source: bytes | None = None) -> Callable[..., 
 
 
 def source_of(name: str) -> bytes:
-    """What stands in the file of `file.py:function`."""
+    """Content of the file of `file.py:function`."""
     path = name.rpartition(":")[0]
     try:
         return Path(path).read_bytes()
@@ -180,8 +182,8 @@ def source_of(name: str) -> bytes:
         raise ConfigError(f"{path}: {reason}; {name} is read from {Path.cwd()}") from error
 
 
-def _users_definition(kind: Kind, name: str) -> Definition | None:
-    """The `def` of `file.py:function`; None where the file binds the name in another way."""
+def _users_definition(kind: FunctionKind, name: str) -> Definition | None:
+    """The `def` of `file.py:function`; None if the file binds the name in another way."""
     file, _, function_name = name.rpartition(":")
     where = f"{kind.setting}: {Path(file).absolute()}"
     try:
@@ -189,23 +191,21 @@ def _users_definition(kind: Kind, name: str) -> Definition | None:
         module = ast.parse(source)
         symbols = symtable.symtable(source, file, "exec").get_identifiers()
     except OSError as error:
-        raise ConfigError(
-            f"{where}: {error.strerror}; a path is relative to the folder in which the command runs"
-        ) from None
+        raise ConfigError(f"{where}: {error.strerror}; paths are relative to the current folder") from None
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes, or not in its encoding
         raise ConfigError(f"{where} is not valid Python: {error}") from None
     if function_name not in symbols:
-        known = ", ".join(_definitions(module)) or "none"
+        known = ", ".join(_functions_in(module)) or "none"
         raise ConfigError(f"{where}: no function {function_name!r}; it defines {known}")
     expected = f"def {function_name}{kind.signature}"
     for node in module.body:
         if isinstance(node, ast.AsyncFunctionDef) and node.name == function_name:
             raise ConfigError(f"{where}: got `async def {function_name}`, expected `{expected}`")
-    definition = _definitions(module).get(function_name)
+    definition = _functions_in(module).get(function_name)
     if definition is not None and not _takes_one(definition.args):
         got = f"def {function_name}({ast.unparse(definition.args)})"
         raise ConfigError(
-            f"{where}: got `{got}`, expected `{expected}`: one positional parameter, others by keyword alone"
+            f"{where}: got `{got}`, expected `{expected}`: one positional parameter, the others keyword-only"
         )
     return definition
 
@@ -230,8 +230,8 @@ def _check_parameters(
         annotation = annotations.get(name)
         if annotation is not None and not _fits(value, annotation):
             raise ConfigError(
-                f"{what}: {name} = {value!r} ({type(value).__name__}), "
-                f"expected {ast.unparse(annotation)}; its parameters: {known}"
+                f"{what}: {name} = {value!r} ({type(value).__name__}), expected {ast.unparse(annotation)}; "
+                f"its parameters: {known}"
             )
     missing = [name for name, default in defaults.items() if default is None and name not in got]
     if missing:
@@ -239,7 +239,7 @@ def _check_parameters(
 
 
 def parameters_text(arguments: ast.arguments) -> str:
-    """A function's keyword parameters as they are written: `lam: float = 1.0, ...`."""
+    """A function's keyword parameters as text: `lam: float = 1.0, ...`."""
     return ", ".join(
         ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
         for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
@@ -247,7 +247,7 @@ def parameters_text(arguments: ast.arguments) -> str:
 
 
 def _fits(value: object, annotation: ast.expr) -> bool:
-    """Whether a TOML value is of the kind that the annotation says; True for one that is not known here."""
+    """Whether a TOML value fits an annotation; True for unknown annotations."""
     match annotation:
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return _fits(value, left) or _fits(value, right)
@@ -269,8 +269,8 @@ def _fits(value: object, annotation: ast.expr) -> bool:
     return True
 
 
-def with_defaults(kind: Kind, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """All parameters of a built-in function that have a value: those that are set, else their defaults."""
+def with_defaults(kind: FunctionKind, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A built-in function's parameters with values: those set, otherwise defaults."""
     arguments = built_in(kind)[name].args
     defaults = {
         argument.arg: ast.literal_eval(default)
@@ -288,12 +288,12 @@ def _assigned(module: ast.Module, name: str) -> ast.expr | None:
     return None
 
 
-def _definitions(module: ast.Module) -> dict[str, Definition]:
+def _functions_in(module: ast.Module) -> dict[str, Definition]:
     return {node.name: node for node in module.body if isinstance(node, Definition)}
 
 
-def _imported(module: ast.Module) -> dict[str, Definition]:
-    """Functions that the module takes from our other modules."""
+def _imports_of(module: ast.Module) -> dict[str, Definition]:
+    """Functions that the module imports from other modules of Atoll."""
     return {
         alias.name: definition
         for node in module.body
@@ -307,4 +307,4 @@ def _definition(module: str, function: str) -> Definition | None:
     path = PACKAGE / f"{module.replace('.', '/')}.py"
     if not path.exists():  # a package
         return None
-    return _definitions(ast.parse(path.read_bytes())).get(function)
+    return _functions_in(ast.parse(path.read_bytes())).get(function)

@@ -1,4 +1,4 @@
-"""What the parallel layouts of a run ask of each other; what they ask of a model, its spec checks."""
+"""Rules between the parallel layouts of a run; `ModelSpec` checks them against a model."""
 
 from collections.abc import Callable
 
@@ -17,18 +17,19 @@ def _broken(parallel: ParallelConfig, table: str) -> str | None:
     tensor, expert = parallel.tensor, parallel.expert
     if parallel.sequence and tensor == 1:
         return (
-            f"{table}.sequence splits tokens over the ranks of tensor = 1: set tensor above 1, or take it out"
+            f"{table}.sequence splits tokens over tensor-parallel ranks, but tensor = 1: set tensor above 1, "
+            "or remove it"
         )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         return (
-            f"{table}.virtual_pipeline = {parallel.virtual_pipeline} gives turns to the stages of "
-            "pipeline = 1: set pipeline above 1, or take it out"
+            f"{table}.virtual_pipeline = {parallel.virtual_pipeline} needs pipeline stages, but pipeline = "
+            "1: set pipeline above 1, or remove it"
         )
     if tensor * parallel.context * parallel.data % expert:
         return (
             f"{table}.expert = {expert} does not divide tensor x context x data = {tensor} x "
-            f"{parallel.context} x {parallel.data}, the ranks of a stage, which share its experts: "
-            "choose one that does"
+            f"{parallel.context} x {parallel.data}, the ranks of a stage, which share its experts: choose a "
+            "divisor"
         )
     if expert > 1 and tensor > 1 and not parallel.sequence:
         return (
@@ -42,8 +43,9 @@ def _full_kl_has_one_stage(config: RunConfig) -> str | None:
     kl, pipeline = config.algorithm.kl, config.trainer.parallel.pipeline
     if kl and kl.estimator == "full" and pipeline > 1:
         return (
-            'algorithm.kl.estimator = "full" runs the reference within the last stage of the actor\'s pass: '
-            f'set trainer.parallel.pipeline = {pipeline} to 1, or take the estimator "k3"'
+            'algorithm.kl.estimator = "full" runs the reference in the last stage of the actor\'s forward '
+            "pass: set trainer.parallel.pipeline "
+            f'= {pipeline} to 1, or use estimator "k3"'
         )
     return None
 
@@ -53,8 +55,7 @@ def _colocated_reference_lies_as_the_actor(config: RunConfig) -> str | None:
     is_its_own = reference.parallel not in (actor, type(actor)())
     if "reference" in config.roles and reference.placement == "colocated" and is_its_own:
         return (
-            'reference.placement = "colocated" puts it on the actor\'s ranks, as they are: '
-            "take reference.parallel out"
+            'reference.placement = "colocated" uses the actor\'s ranks and layout: remove reference.parallel'
         )
     return None
 

@@ -1,4 +1,4 @@
-"""TOML in, overrides applied, a frozen RunConfig out. The only reader of os.environ."""
+"""Reads TOML, applies overrides, returns a frozen RunConfig. The only reader of os.environ."""
 
 import difflib
 import json
@@ -25,8 +25,8 @@ _FUNCTIONS = {
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a TOML file and applies overrides of the form "a.b=value" (TOML values; bare words are strings).
 
-    A file may name another, relative to itself, that it changes: `base = "arithmetic.toml"`.
-    Raises ConfigError that names every wrong key, with the nearest known one.
+    A file may extend another one, by a path relative to itself: `base = "arithmetic.toml"`.
+    Raises ConfigError naming every wrong key, with the nearest known one.
     """
     tree = _read(path, ())
     for override in overrides:
@@ -35,7 +35,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_resolved(path: Path) -> RunConfig:
-    """Reads the JSON that `write_resolved` wrote beside the run."""
+    """Reads the JSON written by `write_resolved`."""
     return validate(json.loads(path.read_text()), str(path))
 
 
@@ -64,9 +64,9 @@ def write_resolved(config: RunConfig, path: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replaces the file by one that nobody but its owner can read."""
+    """Replaces the file by one that only its owner can read."""
     new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)  # whose permissions would stay
+    new.unlink(missing_ok=True)  # which would keep its permissions
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
     new.replace(path)
@@ -77,18 +77,17 @@ OPERATOR_TOKEN: typing.Final = "ATOLL_OPERATOR_TOKEN"
 
 
 def access_token() -> str:
-    """The run's token, which every service and every caller of one has. Raises ConfigError if it is not
-    set."""
-    token = given_token(TOKEN)
+    """The run's token, shared by all services and their callers. Raises ConfigError if it is not set."""
+    token = optional_token(TOKEN)
     if token is None:
         raise ConfigError(
-            f"the environment variable {TOKEN} is not set: `atoll run` makes a token for its services; start "
-            "one by hand with the same secret in that variable as the others of its run"
+            f"the environment variable {TOKEN} is not set: `atoll run` sets it for its services; to start "
+            "one by hand, set it to the secret of the run's other services"
         )
     return token
 
 
-def given_token(variable: str) -> str | None:
+def optional_token(variable: str) -> str | None:
     """None if it is not set. Raises ConfigError if it is empty, as when a compose file passes on an unset
     variable."""
     token = os.environ.get(variable)
@@ -101,13 +100,13 @@ def given_token(variable: str) -> str | None:
 
 
 def secret(reference: str) -> str:
-    """What "env:VARIABLE" stands for. Raises ConfigError where that is not set."""
+    """The secret that "env:VARIABLE" refers to. Raises ConfigError if the variable is not set."""
     variable = reference.removeprefix("env:")
     value = os.environ.get(variable)
     if not value:
         raise ConfigError(
-            f"the environment variable {variable} is not set: set it where `atoll run` is started, since its "
-            "services take their environment from there"
+            f"the environment variable {variable} is not set: set it before starting `atoll run`, whose "
+            "services inherit its environment"
         )
     return value
 
@@ -127,16 +126,16 @@ WORKER_SOCKETS: typing.Final = "ATOLL_WORKER_SOCKETS"
 
 
 def worker_sockets() -> Path:
-    """Where the receivers inside an SGLang server put their sockets, as the rollout service set it."""
+    """Folder for the sockets of the receivers inside an SGLang server, as set by the rollout service."""
     return Path(os.environ[WORKER_SOCKETS])
 
 
 def _read(path: Path, derived: tuple[Path, ...]) -> Tree:
-    """The file's tables, over those of its base. `derived` are the files that led to this one."""
+    """The file's tables, merged over those of its base. `derived`: files that led to this one."""
     try:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file; examples lie in examples/*.toml") from None
+        raise ConfigError(f"{path}: no such config file; see examples/*.toml") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     base = tree.pop("base", None)
@@ -146,13 +145,14 @@ def _read(path: Path, derived: tuple[Path, ...]) -> Tree:
         raise ConfigError(f"{path}: base = {base!r}, expected the path of another config file")
     chain = (*derived, path.resolve())
     if (path.parent / base).resolve() in chain:
-        raise ConfigError(f"{path}: base = {base!r} leads back to a file that is built on this one")
+        raise ConfigError(f"{path}: base = {base!r} is circular: that file is based on this one")
     return _merge(_read(path.parent / base, chain), tree)
 
 
 def _merge(old: Tree, new: Tree, place: str = "") -> Tree:
-    """`new` over `old`, table by table; a list is replaced. A function that is named anew brings its own
-    parameters; a table without a name adds some to those of the function that stands there."""
+    """Merges `new` over `old`, table by table; lists are replaced. A table with a function's name replaces
+    the old parameters; one without a name adds to them.
+    """
     merged = dict(old)
     for key, value in new.items():
         before = old.get(key)
@@ -177,7 +177,7 @@ def _apply(tree: Tree, override: str) -> None:
     *tables, leaf = key.strip().split(".")
     for table in tables:
         below = tree.setdefault(table, {})
-        if isinstance(below, str):  # a function's name, which stands for its table
+        if isinstance(below, str):  # a function's name instead of a table
             below = tree[table] = {"name": below}
         if not isinstance(below, dict):
             raise ConfigError(f"--set {override}: {table} is not a table")
@@ -203,7 +203,7 @@ def _known_keys(location: tuple[int | str, ...]) -> list[str]:
     section: type[BaseModel] = RunConfig
     for step in location:
         if isinstance(step, int):
-            continue  # an element of a list of tables
+            continue  # element of a list of tables
         candidates = [
             section.model_fields[step].annotation,
             *typing.get_args(section.model_fields[step].annotation),

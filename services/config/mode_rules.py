@@ -1,4 +1,4 @@
-"""What each run.mode leaves unread, and settings that others switch off. See rules.py."""
+"""Settings that a run.mode ignores, and settings disabled by others. See rules.py."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from atoll.config.schema import RunConfig
 
 _OTHER_MODELS = ("cost_critic", "cost_model", "critic", "reference", "reward_model")
 
-# What starts replicas, and what steers generation and grading
+# Settings of replicas, generation and grading
 _GENERATION = (
     "coordinator.max_dropped_share",
     "coordinator.max_sample_attempts",
@@ -23,7 +23,7 @@ _GENERATION = (
 
 
 class Unread(NamedTuple):
-    because: str  # what the mode does
+    because: str  # reason
     settings: tuple[str, ...]  # tables, or TABLE.KEY
 
 
@@ -103,7 +103,7 @@ UNREAD: Mapping[str, Unread] = {
 
 
 def is_changed(section: BaseModel, path: str) -> bool:
-    """Whether a setting below `section` is not at its default."""
+    """Whether a setting below `section` differs from its default."""
     *tables, name = path.split(".")
     for table in tables:
         section = getattr(section, table)
@@ -122,8 +122,9 @@ def _supervised_sets_are_not_sampled(config: RunConfig) -> str | None:
     for entry in config.validation.sets if config.run.mode == "supervised" else ():
         if any(is_changed(entry, name) for name in ("num_samples", "sampling")):
             return (
-                f'validation set {entry.name}: run.mode = "supervised" measures the loss of the answers '
-                "there: take num_samples and sampling out"
+                f'validation set {entry.name}: run.mode = "supervised" measures the loss of the given '
+                "answers: remove num_samples and sampling"
+                ""
             )
     return None
 
@@ -132,7 +133,7 @@ def _validation_has_sets(config: RunConfig) -> str | None:
     names = ("every", "at_start", "at_end", "best")
     changed = [f"validation.{name}" for name in names if is_changed(config.validation, name)]
     if changed and not config.validation.sets:
-        return f"{', '.join(changed)}: nothing is validated: add [[validation.sets]], or take that out"
+        return f"{', '.join(changed)}: nothing is validated: add [[validation.sets]], or remove that"
     return None
 
 
@@ -145,42 +146,44 @@ def _best_is_measured(config: RunConfig) -> str | None:
         measured = [f"{entry.name}/{kind}@{entry.num_samples}" for entry in sets for kind in kinds]
     if best is not None and sets and best not in measured:
         return (
-            f'validation.best = "{best}" is measured by no set, so no checkpoint would be kept for it: '
-            f"set it to one of {', '.join(measured)}"
+            f'validation.best = "{best}" is not measured by any set: set it to one of {", ".join(measured)}'
         )
     return None
 
 
 def _models_are_asked(config: RunConfig) -> str | None:
-    """Those that the recipe decides on; see RunConfig.roles."""
+    """Only models that the recipe uses may be configured; see RunConfig.roles."""
     advantage = config.algorithm.advantage.name
     if config.critic is not None and "critic" not in config.roles:
-        return f'[critic]: algorithm.advantage = "{advantage}" does without: take the table out, or use "gae"'
+        return (
+            f'[critic]: algorithm.advantage = "{advantage}" does not use a critic: remove the table, or use '
+            '"gae"'
+        )
     if config.cost_critic is not None and "cost_critic" not in config.roles:
         has = "an" if config.algorithm.constraint else "no"
         return (
             "[cost_critic] estimates the cost of an [algorithm.constraint] for an advantage from values, "
-            f'such as "gae"; this run has {has} [algorithm.constraint] and "{advantage}": take the table out'
+            f'such as "gae"; this run has {has} [algorithm.constraint] and "{advantage}": remove the table'
         )
     if is_changed(config, "reference") and config.algorithm.kl is None:
-        return "[reference] is asked only for [algorithm.kl]: add that table, or take this one out"
+        return "[reference] is used only by [algorithm.kl]: add that table, or remove this one"
     return None
 
 
 def _switches_are_on(config: RunConfig) -> str | None:
-    """Settings of something that another setting switches off."""
+    """Settings of a feature that another setting disables."""
     kl, coordinator = config.algorithm.kl, config.coordinator
     if coordinator.partial_rollouts and coordinator.max_staleness == 0:
         return (
-            "coordinator.partial_rollouts continues sequences with newer weights, and with max_staleness = 0 "
-            "none is under way at a push: set coordinator.max_staleness to 1 or more, or take it out"
+            "coordinator.partial_rollouts continues sequences with newer weights, but with max_staleness = "
+            "0 no sequence is running at a push: set coordinator.max_staleness to 1 or more, or remove it"
         )
     if kl is not None and kl.target is None and is_changed(kl, "horizon"):
-        return "algorithm.kl.horizon is that of an adaptive coef: set algorithm.kl.target, or take it out"
+        return "algorithm.kl.horizon applies to an adaptive coef: set algorithm.kl.target, or remove it"
     if config.guards.reward_drop is None and is_changed(config.guards, "window"):
-        return "guards.window is that of guards.reward_drop: set that, or take it out"
+        return "guards.window applies to guards.reward_drop: set that, or remove it"
     if config.warmup.steps == 0 and is_changed(config, "warmup"):
-        return "[warmup] has steps = 0, so nothing warms up: set warmup.steps, or take the table out"
+        return "[warmup] has steps = 0, which disables the warm-up: set warmup.steps, or remove the table"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Prints docs/configuration.md: `make docs`. The comments beside the fields of schema.py are the text."""
+"""Prints docs/configuration.md: `make docs`. The text comes from the comments of the fields in schema.py."""
 
 import inspect
 import json
@@ -13,13 +13,13 @@ from atoll.config.schema import FunctionConfig, RunConfig
 
 HEAD = """# Configuration
 
-A run is one TOML file. `atoll run FILE --set a.b=c` overrides a setting, `--dry-run` prints all of them,
-defaults filled in, and the same goes to `runs/NAME/config.json`. Unknown keys are refused.
-`base = "other.toml"`, at the top of a file, reads that one first (relative to this one) and changes it.
+A run is configured by one TOML file. `atoll run FILE --set a.b=c` overrides a setting; `--dry-run` prints
+all of them with defaults filled in, as they are saved to `runs/NAME/config.json`. Unknown keys are rejected.
+`base = "other.toml"` at the top of a file extends that file (path relative to this one).
 
-Some settings name a function: one of those listed, or `file.py:function` of your own. Its parameters stand
-beside the name, `advantage = { name = "gae", lam = 0.95 }`, and `advantage = "gae"` takes their defaults;
-[algorithms.md](algorithms.md) has them, [rewards.md](rewards.md) those of graders.
+Some settings name a function: a listed one, or your own as `file.py:function`. Its parameters stand
+next to the name, `advantage = { name = "gae", lam = 0.95 }`; `advantage = "gae"` uses the defaults.
+See [algorithms.md](algorithms.md) for parameters, and [rewards.md](rewards.md) for those of graders.
 
 Written by `make docs` from `services/config/schema.py`.
 """
@@ -32,7 +32,7 @@ def document() -> str:
 
 
 def _section(prefix: str, section: type[BaseModel]) -> Iterator[str]:
-    """The lines of a table of the plain settings, then those of the tables below, each under its heading."""
+    """The lines of a section: a table of its plain settings, then its sub-tables, each with a heading."""
     source = inspect.getsource(section).splitlines()
     comments = {match["name"]: match["comment"] for line in source if (match := _COMMENT.fullmatch(line))}
     rows, tables = [], []
@@ -42,7 +42,7 @@ def _section(prefix: str, section: type[BaseModel]) -> Iterator[str]:
             tables.append((f"{prefix}{name}", field.annotation, table))
             continue
         default = "required" if field.is_required() else _shown(field.default)
-        if table:  # a function, whose name stands for its table
+        if table:  # a function, named instead of a table
             rows.append(f"| `{name}` | {default} | {_functions(table)} | {table.__doc__} |")
         else:
             values = " ".join(f"`{value}`" for value in get_args(field.annotation) if isinstance(value, str))
@@ -60,7 +60,7 @@ def _section(prefix: str, section: type[BaseModel]) -> Iterator[str]:
 
 
 def _functions(table: type[BaseModel]) -> str:
-    """The names of the built-in functions that a table may name; empty for a table of another sort."""
+    """Names of the built-in functions that a table may name; empty for other tables."""
     return " ".join(f"`{name}`" for name in built_in(table.kind)) if issubclass(table, FunctionConfig) else ""
 
 
@@ -71,7 +71,7 @@ def _shown(default: object) -> str:
 
 
 def _table(annotation: object) -> type[BaseModel] | None:
-    """The section that a field holds, or holds a list of, or may hold."""
+    """The section in a field, in its list, or in its optional value."""
     candidates = (annotation, *get_args(annotation))
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 

@@ -1,4 +1,4 @@
-"""What settings ask of [rollout]. See rules.py."""
+"""Rules about [rollout]. See rules.py."""
 
 from collections.abc import Callable
 
@@ -13,21 +13,22 @@ def _the_engine_reads_its_table(config: RunConfig) -> str | None:
         return None
     name = "local" if rollout.engine == "sglang" else "sglang"
     return (
-        f'[rollout.{name}] is read by rollout.engine = "{name}", and this run has "{rollout.engine}": '
-        "take the table out, or set the engine"
+        f'[rollout.{name}] is read by rollout.engine = "{name}", but this run uses "{rollout.engine}": '
+        "remove the table"
+        ", or change the engine"
     )
 
 
 def _prompts_leave_room_to_answer(config: RunConfig) -> str | None:
-    """The rows themselves are measured when they are read, see RunConfig.longest_prompt."""
+    """Prompt lengths are checked when rows are read, see RunConfig.longest_prompt."""
     new, prompt = config.rollout.sampling.max_new_tokens, config.data.max_prompt_tokens
     if config.sequence_limit is None or config.run.mode not in ("train", "rollout_only"):
         return None
     setting, limit = config.sequence_limit
     if is_changed(config, "data.max_prompt_tokens") and prompt + new > limit:
         return (
-            f"data.max_prompt_tokens = {prompt} and rollout.sampling.max_new_tokens = {new} are together "
-            f"more than {setting} = {limit}: lower one of the two, or raise the limit"
+            f"data.max_prompt_tokens = {prompt} and rollout.sampling.max_new_tokens = {new} together exceed "
+            f"{setting} = {limit}: lower one of them, or raise the limit"
         )
     return None
 

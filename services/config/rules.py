@@ -1,4 +1,4 @@
-"""What settings of different tables ask of each other: each rule is a sentence that says why, or None.
+"""Rules between settings of different tables: each returns a sentence saying what is wrong, or None.
 
 Reading applies them to a config whose tables are valid (load.py), so RunConfig knows nothing of them.
 """
@@ -10,7 +10,7 @@ from atoll.config.schema import RunConfig
 
 
 def violations(config: RunConfig) -> list[str]:
-    """A sentence for each rule that the config breaks."""
+    """One sentence per violated rule."""
     return [sentence for rule in RULES if (sentence := rule(config)) is not None]
 
 
@@ -61,8 +61,9 @@ def _baseline_is_scored_alike(config: RunConfig) -> str | None:
     other = "[reward_model]" if config.reward_model else "[algorithm.constraint]"
     if advantage.has("needs_baseline") and (config.reward_model or config.algorithm.constraint):
         return (
-            f'algorithm.advantage = "{advantage.name}" knows of its greedy samples what reward.graders say, '
-            f'and nothing of {other}: take that out, or another advantage such as "rloo"'
+            f'algorithm.advantage = "{advantage.name}" scores greedy samples by reward.graders only, without '
+            f'{other}: remove that, or use another advantage such as "rloo"'
+            f""
         )
     return None
 
@@ -73,8 +74,10 @@ def _components_are_the_whole_score(config: RunConfig) -> str | None:
     other = "[reward_model]" if config.reward_model else 'algorithm.kl.where = "reward"'
     if advantage.has("reads_components") and (config.reward_model or kl_in_reward):
         return (
-            f'algorithm.advantage = "{advantage.name}" combines reward.graders one by one and would leave '
-            f'out {other}: take that out (a KL can go into the loss), or another advantage such as "grpo"'
+            f'algorithm.advantage = "{advantage.name}" combines reward.graders individually and would ignore '
+            f"{other}: remove that (a KL penalty can go into the loss), or use another advantage such as "
+            '"grpo"'
+            f""
         )
     return None
 
@@ -83,8 +86,9 @@ def _baseline_is_used(config: RunConfig) -> str | None:
     advantage = config.algorithm.advantage
     if config.coordinator.greedy_baseline and not (advantage.has("needs_baseline") or advantage.is_users_own):
         return (
-            f'coordinator.greedy_baseline generates a sample per prompt that "{advantage.name}" does not '
-            'look at: take it out, or set algorithm.advantage = "remax"'
+            f'coordinator.greedy_baseline generates a sample per prompt that "{advantage.name}" ignores: '
+            "remove it, or set algorithm.advantage "
+            '= "remax"'
         )
     return None
 
@@ -92,8 +96,9 @@ def _baseline_is_used(config: RunConfig) -> str | None:
 def _values_have_a_critic(config: RunConfig) -> str | None:
     if config.algorithm.advantage.has("needs_values") and config.critic is None:
         return (
-            f'algorithm.advantage = "{config.algorithm.advantage.name}" needs the values of states: '
-            "add a [critic] table"
+            f'algorithm.advantage = "{config.algorithm.advantage.name}" needs a value model: add a [critic] '
+            "table"
+            ""
         )
     return None
 
@@ -121,8 +126,8 @@ def _constraint_has_a_cost(config: RunConfig) -> str | None:
         )
     if constraint.cost is not None and constraint.cost not in graders:
         return (
-            f"algorithm.constraint.cost = {constraint.cost!r} is none of reward.graders "
-            f"({', '.join(graders) or 'none'}): add it there, with weight = 0 where it is no reward"
+            f"algorithm.constraint.cost = {constraint.cost!r} is not among reward.graders ("
+            f"{', '.join(graders) or 'none'}): add it there, with weight = 0 if it is not a reward"
         )
     return None
 
@@ -131,15 +136,15 @@ def _cost_model_is_used(config: RunConfig) -> str | None:
     constraint = config.algorithm.constraint
     if config.cost_model is not None and (constraint is None or constraint.cost is not None):
         return (
-            "[cost_model] is asked only by an [algorithm.constraint] that names no other cost: "
-            "add that table without cost, or take [cost_model] out"
+            "[cost_model] is used only by an [algorithm.constraint] without cost: add that table, or remove "
+            "[cost_model]"
         )
     return None
 
 
 def _something_scores(config: RunConfig) -> str | None:
     if not config.reward.graders and config.reward_model is None:
-        return "nothing scores a response: name a function in reward.graders, or add a [reward_model] table"
+        return "nothing scores responses: name a function in reward.graders, or add a [reward_model] table"
     return None
 
 
@@ -152,17 +157,17 @@ def _code_has_limits_that_can_be_kept(config: RunConfig) -> str | None:
         if min(case_s, all_s, memory_mb) <= 0:
             return (
                 f"reward.graders: code: case_timeout_s = {case_s}, timeout_s = {all_s}, "
-                f"memory_mb = {memory_mb}: each has to be above 0"
+                f"memory_mb = {memory_mb}: each must be above 0"
             )
         if case_s + all_s > grader.deadline_s:
             return (
-                "reward.graders: code: a program that hangs has to end before the response's deadline: set "
+                "reward.graders: code: a hanging program must end before the response's deadline: set "
                 f"deadline_s = {grader.deadline_s} to timeout_s + case_timeout_s = {all_s + case_s} or more"
             )
         sandbox = config.reward.sandbox
         if sandbox is not None and memory_mb > sandbox.memory_mb:
             return (
-                f"reward.graders: code: memory_mb = {memory_mb} is more than a program may have: set it to "
+                f"reward.graders: code: memory_mb = {memory_mb} exceeds the limit of a program: set it to "
                 f"reward.sandbox.memory_mb = {sandbox.memory_mb} or less"
             )
     return None
@@ -172,7 +177,7 @@ def _graders_have_names_of_their_own(config: RunConfig) -> str | None:
     names = [grader.name for grader in config.reward.graders]
     if len(set(names)) < len(names):
         return (
-            f"reward.graders: {', '.join(names)}: components are told apart by name: give each function once"
+            f"reward.graders: {', '.join(names)}: components are identified by name: list each function once"
         )
     return None
 
@@ -183,8 +188,8 @@ def _servers_are_asked(config: RunConfig) -> str | None:
         if server.kind == "reward" and server.name not in asked:
             graders = ", ".join(f"server:{name}" for name in asked) or "no server:NAME"
             return (
-                f"[[servers]]: no grader asks the reward server {server.name}: reward.graders has {graders}: "
-                f'add {{ name = "server:{server.name}" }} there, or take the server out'
+                f"[[servers]]: no grader uses the reward server {server.name}: reward.graders has {graders}: "
+                f'add {{ name = "server:{server.name}" }} there, or remove the server'
             )
     return None
 
@@ -193,15 +198,15 @@ def _servers_stand_there_once(config: RunConfig) -> str | None:
     places = [(server.kind, server.name, server.url) for server in config.servers]
     for place in places:
         if places.count(place) > 1:
-            return f"[[servers]]: {' '.join(place)} stands there twice: raise its concurrency instead"
+            return f"[[servers]]: {' '.join(place)} is listed twice: raise its concurrency instead"
     return None
 
 
 def _filter_sees_the_whole_score(config: RunConfig) -> str | None:
     if config.algorithm.filter and config.reward_model:
         return (
-            "algorithm.filter judges a group when it is graded, before [reward_model] has scored it: "
-            "take one of the two out"
+            "algorithm.filter filters a group when it is graded, before [reward_model] has scored it: "
+            "remove one of the two"
         )
     return None
 
@@ -211,9 +216,9 @@ def _full_kl_sees_both_vocabularies(config: RunConfig) -> str | None:
     colocated = config.reference.placement == "colocated"
     if kl and kl.estimator == "full" and not (kl.where == "loss" and colocated):
         return (
-            'algorithm.kl.estimator = "full" sums over the vocabulary, whose logits of both models never '
-            'leave the actor\'s process: set algorithm.kl.where = "loss" and '
-            'reference.placement = "colocated", or take "k3"'
+            'algorithm.kl.estimator = "full" needs the logits of both models, which never leave the '
+            'actor\'s process: set algorithm.kl.where = "loss" and reference.placement = "colocated", or '
+            'use "k3"'
         )
     return None
 
@@ -222,8 +227,9 @@ def _straight_through_has_a_gradient(config: RunConfig) -> str | None:
     kl = config.algorithm.kl
     if kl and kl.estimator.endswith("+") and kl.where == "reward":
         return (
-            f'algorithm.kl.estimator = "{kl.estimator}" differs from "{kl.estimator[:-1]}" in its gradient, '
-            f'and a reward has none: set algorithm.kl.where = "loss", or estimator = "{kl.estimator[:-1]}"'
+            f'algorithm.kl.estimator = "{kl.estimator}" differs from "{kl.estimator[:-1]}" only in its '
+            "gradient, and a reward has no gradient: set "
+            f'algorithm.kl.where = "loss", or estimator = "{kl.estimator[:-1]}"'
         )
     return None
 
@@ -232,8 +238,9 @@ def _adaptive_kl_is_in_the_reward(config: RunConfig) -> str | None:
     kl = config.algorithm.kl
     if kl and kl.target is not None and kl.where == "loss":
         return (
-            "algorithm.kl.target adapts the coefficient of a penalty in the reward; in the loss it is fixed: "
-            'set algorithm.kl.where = "reward", or take target out'
+            "algorithm.kl.target adapts the coefficient of a penalty in the reward, and a coefficient in the "
+            'loss is fixed: set algorithm.kl.where = "reward", or remove target'
+            ""
         )
     return None
 
@@ -241,9 +248,10 @@ def _adaptive_kl_is_in_the_reward(config: RunConfig) -> str | None:
 def _correction_has_two_logprobs(config: RunConfig) -> str | None:
     if config.algorithm.correction and config.algorithm.old_logprobs == "rollout":
         return (
-            "algorithm.correction weighs the trainer's logprobs against the rollout engine's; with "
-            'algorithm.old_logprobs = "rollout" the ratio of the loss does so already: set it to "trainer", '
-            "or take the correction out"
+            "algorithm.correction corrects between the trainer's and the rollout engine's logprobs, which "
+            'the ratio of the loss already does with algorithm.old_logprobs = "rollout": set it to '
+            '"trainer", or remove the correction'
+            ""
         )
     return None
 
@@ -254,12 +262,13 @@ def _correction_has_an_interval(config: RunConfig) -> str | None:
         return None
     if correction.method == "truncate" and correction.low > 0:
         return (
-            f'algorithm.correction.low = {correction.low:g}: "truncate" cuts weights from above alone: '
-            'set it to 0, or method to "mask" or "reject"'
+            f'algorithm.correction.low = {correction.low:g}: "truncate" limits weights only from above: set '
+            "it to 0"
+            ', or method to "mask" or "reject"'
         )
     if correction.low >= correction.high:
         return (
-            f"algorithm.correction: no weight lies between low = {correction.low:g} and "
+            f"algorithm.correction: no weight is between low = {correction.low:g} and "
             f"high = {correction.high:g}: set low below high"
         )
     return None
@@ -280,9 +289,10 @@ def _updates_stay_on_policy_without_a_ratio(config: RunConfig) -> str | None:
     num_updates = algorithm.num_minibatches * algorithm.num_epochs
     if algorithm.loss.has("without_ratio") and num_updates > 1:
         return (
-            f'algorithm.loss = "{algorithm.loss.name}" has no ratio to the policy that generated: after the '
-            f"first of a step's {num_updates} updates it would be biased, and nothing would correct it: set "
-            'algorithm.num_minibatches and num_epochs to 1, or take "ppo_clip"'
+            f'algorithm.loss = "{algorithm.loss.name}" has no ratio to the policy that generated the '
+            f"samples, so it would be biased after the first of a step's {num_updates} updates: set "
+            'algorithm.num_minibatches and num_epochs to 1, or use "ppo_clip"'
+            ""
         )
     return None
 
@@ -291,9 +301,11 @@ def _samples_are_fresh_without_a_ratio(config: RunConfig) -> str | None:
     algorithm, staleness = config.algorithm, config.coordinator.max_staleness
     if algorithm.loss.has("without_ratio") and staleness and algorithm.correction is None:
         return (
-            f'algorithm.loss = "{algorithm.loss.name}" has no ratio to the policy that generated, which may '
-            f"be coordinator.max_staleness = {staleness} versions old: add an [algorithm.correction], or set "
-            'it to 0, or take "ppo_clip"'
+            f'algorithm.loss = "{algorithm.loss.name}" has no ratio to the policy that generated the '
+            "samples, which may be "
+            f"coordinator.max_staleness = {staleness} versions old: add an [algorithm.correction], set it to "
+            '0, or use "ppo_clip"'
+            ""
         )
     return None
 
@@ -313,8 +325,9 @@ def _flash_has_half_precision(config: RunConfig) -> str | None:
         if section.attention == "flash" and section.dtype == "float32":
             table = "trainer" if role == "actor" else role
             return (
-                f'{table}.attention = "flash" calls kernels that have no float32: '
-                f'set {table}.dtype = "bfloat16", or take attention out'
+                f'{table}.attention = "flash" does not support float32: set {table}.dtype = "bfloat16", or '
+                "remove attention"
+                f""
             )
     return None
 
@@ -323,9 +336,11 @@ def _validation_sets_have_names_of_their_own(config: RunConfig) -> str | None:
     names = [entry.name for entry in config.validation.sets]
     for name in names:
         if names.count(name) > 1:
-            return f'[[validation.sets]]: "{name}" names two sets, which share ids and metrics: rename one'
+            return f'[[validation.sets]]: "{name}" is the name of two sets: rename one'
     if "warmup" in names:
-        return '[[validation.sets]]: "warmup" names what warmup.target_reward measures: rename the set'
+        return (
+            '[[validation.sets]]: "warmup" is reserved for the metric of warmup.target_reward: rename the set'
+        )
     return None
 
 
@@ -339,8 +354,9 @@ def _warmup_target_is_measured(config: RunConfig) -> str | None:
     can_measure = config.validation.sets and config.run.mode == "train"
     if config.warmup.target_reward is not None and not can_measure:
         return (
-            "warmup.target_reward is measured by the replicas on the first [[validation.sets]]: add one, "
-            'and use run.mode = "train" (else set warmup.steps alone)'
+            "warmup.target_reward is measured on the first of [[validation.sets]]: add one, and use run.mode "
+            '= "train" (or set only warmup.steps)'
+            ""
         )
     return None
 

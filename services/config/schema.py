@@ -1,6 +1,6 @@
-"""Every setting of a run: validated once, then frozen. Derived values are properties."""
+"""All settings of a run: validated once, then frozen. Derived values are properties."""
 
-# long because all of them stand in one place
+# long because all settings are in one place
 
 import re
 from fnmatch import fnmatchcase
@@ -29,20 +29,20 @@ Role = Literal["actor", "critic", "cost_critic", "reference", "reward_model", "c
 
 
 class Section(BaseModel):
-    """A config table: unknown keys are refused, numbers are finite, values never change after reading."""
+    """A config table: unknown keys are rejected, numbers are finite, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class FunctionConfig(Section):
-    """A function by its name and, beside it, its keyword parameters: `{ name = "gae", lam = 0.95 }`.
+    """A function and its keyword parameters: `{ name = "gae", lam = 0.95 }`.
 
-    `name` alone may stand for the table. It is a built-in name or the user's own `file.py:function`; both
-    are checked when the config is read (services/config/functions.py).
+    The name alone may replace the table. It is a built-in name or the user's own `file.py:function`; both are
+    checked when the config is read (services/config/functions.py).
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    kind: ClassVar[functions.Kind]
+    kind: ClassVar[functions.FunctionKind]
     name: str
 
     @model_validator(mode="before")
@@ -56,7 +56,7 @@ class FunctionConfig(Section):
         return self
 
     def _check(self) -> None:
-        """Raises ConfigError or ValueError where there is nothing of that name that takes the parameters."""
+        """Raises ConfigError or ValueError if no function of that name takes the parameters."""
         functions.check(self.kind, self.name, self.parameters, type(self).model_fields.keys() - {"name"})
 
     @property
@@ -78,18 +78,16 @@ class SamplingConfig(Section):
     temperature: NonNegativeFloat = 1.0  # 0: greedy
     top_p: Probability = 1.0
     top_k: NonNegativeInt = 0  # 0: off
-    stop: tuple[
-        Annotated[str, Field(min_length=1)], ...
-    ] = ()  # the tokenizer's end-of-sequence token always stops
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # the end-of-sequence token always stops
 
 
 class RunSection(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$")  # a folder: not "." or ".."
-    dir: Path = Path("runs")  # the run writes to dir/name
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$")  # a folder name
+    dir: Path = Path("runs")  # runs are written to dir/name
     seed: NonNegativeInt = 0
     steps: PositiveInt
     mode: Literal["train", "rollout_only", "train_only", "supervised"] = "train"
-    target_reward: float | None = None  # stop when the mean reward of the last target_window steps passes it
+    target_reward: float | None = None  # stop once the mean reward of the last target_window steps exceeds it
     target_window: PositiveInt = 10
 
 
@@ -99,7 +97,7 @@ class ModelSection(Section):
 
 class SourceConfig(Section):
     path: Path  # .parquet (verl's schema), .jsonl, or a Hugging Face dataset folder
-    weight: Annotated[float, Field(gt=0)] = 1.0  # share of the draws
+    weight: Annotated[float, Field(gt=0)] = 1.0  # relative share of draws
 
 
 class ValidationSetConfig(Section):
@@ -112,30 +110,32 @@ class ValidationSetConfig(Section):
 
 class DataSection(Section):
     train: tuple[SourceConfig, ...] = ()
-    replay: Path | None = None  # a dump folder: consume its batches instead of generating
+    replay: Path | None = None  # dump folder to train on instead of generating
     max_prompt_tokens: PositiveInt = 1024
     overlong_prompts: Literal["filter", "refuse"] = "refuse"
     shuffle: bool = True
 
 
 class CoordinatorSection(Section):
-    """The dataflow. Batch sizes have one meaning and are never rewritten."""
+    """The dataflow. Batch sizes have one meaning and are never changed implicitly."""
 
     host: str = "127.0.0.1"
     port: NonNegativeInt = 0  # 0: any free port
-    prompts_per_step: PositiveInt = 16  # in supervised mode: rows
+    prompts_per_step: PositiveInt = 16  # in supervised mode: rows per step
     samples_per_prompt: PositiveInt = 8
-    greedy_baseline: bool = False  # one greedy sample more per prompt, scored but not trained on (ReMax)
+    greedy_baseline: bool = False  # one extra greedy sample per prompt, scored but not trained on (ReMax)
     max_staleness: NonNegativeInt = 0  # 0: strictly on-policy
-    partial_rollouts: bool = False  # interrupt, push weights, continue the same sequences
-    max_sample_attempts: PositiveInt = 3  # tries before a sample, and with it its group, is dropped
-    max_dropped_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of all groups; above it the run ends
-    lease_s: Annotated[float, Field(ge=1)] = 10.0  # silence of a service until it counts as lost
-    start_timeout_s: Annotated[float, Field(gt=0)] = 14400.0  # for a service to load its model and register
-    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # for an answer, or progress towards it
+    partial_rollouts: bool = False  # interrupt sequences for a push, then continue them
+    max_sample_attempts: PositiveInt = 3  # attempts before a sample and its group are dropped
+    max_dropped_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of all groups; the run fails above it
+    lease_s: Annotated[float, Field(ge=1)] = 10.0  # time without heartbeat until a service is lost
+    start_timeout_s: Annotated[float, Field(gt=0)] = (
+        14400.0  # time for a service to load its model and register
+    )
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # time without a response or progress
     dump: bool = False  # write every consumed batch to runs/NAME/dumps
-    server_networks: tuple[IPvAnyNetwork, ...] = ()  # private ones, of servers that register
-    server_secrets: tuple[str, ...] = ()  # variables that their `auth` may name; also PREFIX*
+    server_networks: tuple[IPvAnyNetwork, ...] = ()  # private networks that registered servers may be in
+    server_secrets: tuple[str, ...] = ()  # variables that their `auth` may name; PREFIX* for several
 
     @field_validator("server_secrets")
     @classmethod
@@ -155,38 +155,40 @@ class CoordinatorSection(Section):
 
 
 class LocalEngineConfig(Section):
-    slots: PositiveInt = 128  # sequences decoded at once
-    max_length: PositiveInt = 2048  # prompt and response tokens of one sequence
+    slots: PositiveInt = 128  # concurrent sequences
+    max_length: PositiveInt = 2048  # prompt and response tokens per sequence
 
 
 class SGLangConfig(Section):
-    """Any other key is passed to SGLang's server as the argument of that name."""
+    """Any other key is passed to SGLang's server as an argument."""
 
     model_config = ConfigDict(extra="allow")
 
     device: Literal["cuda", "cpu"] = "cuda"
-    tp_size: PositiveInt = 1  # ranks of one replica
+    tp_size: PositiveInt = 1  # ranks per replica
 
 
 class RolloutSection(Section):
     replicas: PositiveInt = 1
     engine: Literal["local", "sglang"] = "local"
-    python: Path | None = None  # interpreter of the replicas' environment; none: that of this command
+    python: Path | None = None  # Python interpreter of the replicas; default: the current one
     dtype: Literal["float32", "bfloat16"] = "float32"
     sampling: SamplingConfig = SamplingConfig()
     local: LocalEngineConfig = LocalEngineConfig()
     sglang: SGLangConfig = SGLangConfig()
-    max_restarts: NonNegativeInt = 3  # an hour, of one replica's engine, and of its process
+    max_restarts: NonNegativeInt = 3  # per replica and hour, of its engine and of its process
     threads: PositiveInt = 1
 
 
 class GraderConfig(FunctionConfig):
-    """What scores a response. Components are reported under the name."""
+    """Scores responses. Components are reported under the grader's name."""
 
     kind = functions.GRADER
-    weight: float = 1.0  # 0: a component that is reported, or is a cost, and no part of the score
-    deadline_s: Annotated[float, Field(gt=0)] = 30.0  # for one response
-    concurrency: PositiveInt | None = None  # responses at once; none: 1, of code reward.sandbox.programs
+    weight: float = 1.0  # 0: reported (or used as cost) but not part of the score
+    deadline_s: Annotated[float, Field(gt=0)] = 30.0  # per response
+    concurrency: PositiveInt | None = (
+        None  # concurrent responses; default: 1, for code reward.sandbox.programs
+    )
 
     def _check(self) -> None:
         if self.server is not None:
@@ -202,49 +204,49 @@ class GraderConfig(FunctionConfig):
 
     @property
     def server(self) -> str | None:
-        """The name of the external servers that this grader asks; None: it is a function."""
+        """Name of the external servers that this grader calls; None if it is a function."""
         return self.name.removeprefix("server:") if self.name.startswith("server:") else None
 
 
 class SandboxConfig(Section):
-    """Where the graders `code` and `data_source`, and tools of agents, run programs."""
+    """The sandbox for programs of the graders `code` and `data_source`, and of agents' tools."""
 
-    programs: PositiveInt = 16  # at once; up to 7 times as many that sleep or spin step aside
+    programs: PositiveInt = 16  # concurrent; up to 7x as many idle or CPU-starved ones are parked
     memory_mb: PositiveInt = 512  # address space of one program
-    output_kb: PositiveInt = 1024  # of what one program prints, and of its error stream
-    disk_mb: NonNegativeInt = 16  # that one program may write; needs namespaces, else nothing is writable
-    namespaces: Literal["auto", "never"] = "auto"  # auto: where a probe shows that they work
+    output_kb: PositiveInt = 1024  # per program, for stdout and for stderr
+    disk_mb: NonNegativeInt = 16  # writable per program; needs namespaces, otherwise 0
+    namespaces: Literal["auto", "never"] = "auto"  # auto: if a probe shows that they work
 
 
 class RewardSection(Section):
     graders: tuple[GraderConfig, ...] = (GraderConfig(name="exact_match"),)
-    services: PositiveInt = 1  # each with all graders
-    max_restarts: NonNegativeInt = 3  # of one service in an hour, before the run stops
-    sandbox: SandboxConfig | None = None  # none: only where a grader needs one
-    retries: NonNegativeInt = 3  # of what failed of a response's grading for a passing reason
-    max_queued: PositiveInt = 8192  # responses that a service holds; more go elsewhere, or wait
+    services: PositiveInt = 1  # each runs all graders
+    max_restarts: NonNegativeInt = 3  # per service and hour, before the run stops
+    sandbox: SandboxConfig | None = None  # default: only if a grader needs one
+    retries: NonNegativeInt = 3  # after transient failures to grade a response
+    max_queued: PositiveInt = 8192  # responses per service; others wait or go to another service
 
     @property
     def has_service(self) -> bool:
-        """Whether the run has a reward service of its own: not where servers do all that there is."""
+        """Whether the run needs its own reward service: not if external servers do all grading."""
         return self.sandbox is not None or not all(grader.server for grader in self.graders)
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Names of the external servers that graders ask."""
+        """Names of the external servers that graders call."""
         return tuple(grader.server for grader in self.graders if grader.server)
 
 
 class ParallelConfig(Section):
-    """How a model lies on its ranks. See docs/trainer.md."""
+    """The parallel layout of a model. See docs/trainer.md."""
 
-    tensor: PositiveInt = 1  # every matrix is split over so many ranks
-    sequence: bool = False  # and what lies between the matrices is split by tokens
-    pipeline: PositiveInt = 1  # layers are split into so many stages
-    virtual_pipeline: PositiveInt = 1  # pieces of the model on each stage, in turns
-    context: PositiveInt = 1  # the tokens of a micro-batch are split
-    expert: PositiveInt = 1  # experts are split over ranks that share nothing else but data
-    data: PositiveInt = 1  # copies that share a batch
+    tensor: PositiveInt = 1  # ranks that each matrix is split over
+    sequence: bool = False  # split activations between the matrices by tokens
+    pipeline: PositiveInt = 1  # stages that the layers are split into
+    virtual_pipeline: PositiveInt = 1  # virtual pipeline stages per rank
+    context: PositiveInt = 1  # ranks that the tokens of a micro-batch are split over
+    expert: PositiveInt = 1  # ranks that experts are split over
+    data: PositiveInt = 1  # data-parallel copies
 
     @property
     def world_size(self) -> int:
@@ -257,9 +259,11 @@ class OptimizerConfig(Section):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     schedule: Literal["constant", "cosine", "wsd"] = "constant"  # wsd: constant, then linear decay
     warmup_steps: NonNegativeInt = 0  # linear, from 0
-    decay_steps: PositiveInt | None = None  # the last so many of run.steps; cosine: none is all after warm-up
-    min_learning_rate_share: Annotated[float, Field(ge=0, le=1)] = 0.0  # where the decay ends
-    distributed: bool = False  # its state is split over the data-parallel ranks
+    decay_steps: PositiveInt | None = None  # last steps of the run; cosine: default is all after warm-up
+    min_learning_rate_share: Annotated[float, Field(ge=0, le=1)] = (
+        0.0  # final learning rate, relative to learning_rate
+    )
+    distributed: bool = False  # split optimizer state over data-parallel ranks
     weight_decay: NonNegativeFloat = 0.01
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -268,10 +272,10 @@ class OptimizerConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) are trained in place of the weights."""
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) are trained instead of the weights."""
 
     rank: PositiveInt = 16
-    alpha: Annotated[float, Field(gt=0)] = 32.0  # an adapter counts alpha / rank
+    alpha: Annotated[float, Field(gt=0)] = 32.0  # adapters are scaled by alpha / rank
     targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = (
         "q_proj",
         "k_proj",
@@ -281,21 +285,23 @@ class LoraConfig(Section):
         "up_proj",
         "down_proj",
     )
-    push: Literal["merged", "adapter"] = "merged"  # what replicas get: whole weights, or the adapters alone
-    path: Path | None = None  # folder of the peft library to begin with; none: new adapters
+    push: Literal["merged", "adapter"] = "merged"  # send replicas merged weights, or adapters only
+    path: Path | None = None  # peft folder with initial adapters; default: new adapters
 
 
 class RoleSection(Section):
-    """A model of the run: an instance of the trainer service with its own processes."""
+    """A model of the run: a trainer service with its own processes."""
 
     parallel: ParallelConfig = ParallelConfig()
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights; the optimizer keeps them in float32, too
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights; the optimizer also keeps a float32 copy
     max_tokens_per_microbatch: PositiveInt = 8192
-    max_tokens_per_forward: PositiveInt = 32768  # of a pass that keeps nothing for a backward pass
-    recompute: Literal["none", "selective", "full"] = "none"  # what backward computes again: attention, all
-    offload: bool = False  # the model lies in host memory while others work
-    max_restarts: NonNegativeInt = 3  # of its ranks, together, in an hour, before the run stops
-    attention: Literal["shared_prefix", "segments", "flash"] = "shared_prefix"  # flash: flash-attn, on GPUs
+    max_tokens_per_forward: PositiveInt = 32768  # of a forward pass without backward
+    recompute: Literal["none", "selective", "full"] = (
+        "none"  # activations to recompute: none, cheap large ones, all
+    )
+    offload: bool = False  # keep the model in host memory while it is idle
+    max_restarts: NonNegativeInt = 3  # of all its ranks together, per hour
+    attention: Literal["shared_prefix", "segments", "flash"] = "shared_prefix"  # flash: flash-attn, GPUs only
     threads: PositiveInt = 1  # per rank
 
 
@@ -303,82 +309,84 @@ class TrainerSection(RoleSection):
     """The actor: the policy that is trained."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    lora: LoraConfig | None = None  # none: every weight is trained
+    lora: LoraConfig | None = None  # default: train all weights
 
 
 class CriticSection(TrainerSection):
     """A value model: the policy's architecture with a value head, and its own optimizer."""
 
-    path: Path | None = None  # none: model.path, with a value head that says 0
-    clip: Annotated[float, Field(gt=0)] = 0.5  # of a value around the one that advantages came from
-    warmup_steps: NonNegativeInt = 0  # first steps in which the critic learns and the actor waits
+    path: Path | None = None  # default: model.path, with a zero-initialized value head
+    clip: Annotated[float, Field(gt=0)] = 0.5  # clip range of values around the old values
+    warmup_steps: NonNegativeInt = 0  # critic-only steps at the start
 
 
 class ReferenceSection(RoleSection):
-    """The policy that the KL divergence is measured from; started where algorithm.kl is set."""
+    """The policy that the KL divergence is measured from; used only with algorithm.kl."""
 
-    path: Path | None = None  # none: model.path
-    placement: Literal["separate", "colocated"] = "separate"  # colocated: in the actor's processes
+    path: Path | None = None  # default: model.path
+    placement: Literal["separate", "colocated"] = "separate"  # colocated: runs in the actor's processes
 
 
 class ScorerSection(RoleSection):
     """A neural reward or cost model: a Hugging Face folder for sequence classification with one label."""
 
     path: Path
-    weight: float = 1.0  # in the score; the cost counts as it is
+    weight: float = 1.0  # in the score; not applied to costs
 
 
 class KLConfig(Section):
-    """A penalty on leaving the reference policy."""
+    """A penalty for deviating from the reference policy."""
 
     where: Literal["loss", "reward"] = "loss"
-    estimator: Literal["k1", "abs", "k2", "k3", "full", "k1+", "k3+"] = "k3"  # +: the gradient of k2
+    estimator: Literal["k1", "abs", "k2", "k3", "full", "k1+", "k3+"] = "k3"  # +: with the gradient of k2
     coef: NonNegativeFloat = 1e-3
-    target: Annotated[float, Field(gt=0)] | None = None  # in the reward: coef adapts to this KL per token
-    horizon: PositiveInt = 10_000  # samples over which an adaptive coef moves
+    target: Annotated[float, Field(gt=0)] | None = (
+        None  # target KL per token of an adaptive coef (where = "reward")
+    )
+    horizon: PositiveInt = 10_000  # samples over which an adaptive coef changes
 
 
 class CorrectionConfig(Section):
-    """Importance weights for what differs between the rollout engine's and the trainer's logprobs."""
+    """Importance weights for the mismatch between the rollout engine's and the trainer's logprobs."""
 
-    level: Literal["token", "sequence", "geometric"] = "token"  # geometric: mean over the sequence's tokens
+    level: Literal["token", "sequence", "geometric"] = "token"  # geometric: mean over a sequence's tokens
     method: Literal["truncate", "mask", "reject"] = "truncate"
-    low: NonNegativeFloat = 0.0  # mask and reject: weights below have no part
-    high: Annotated[float, Field(gt=0)] = 2.0  # truncate: largest weight; mask and reject: above, no part
+    low: NonNegativeFloat = 0.0  # mask and reject: lower bound of accepted weights
+    high: Annotated[float, Field(gt=0)] = 2.0  # truncate: maximum weight; mask and reject: upper bound
 
 
 class AdvantageConfig(FunctionConfig):
-    """What a token was worth, from the scores of a batch."""
+    """The advantage estimator."""
 
     kind = functions.ADVANTAGE
 
 
 class LossConfig(FunctionConfig):
-    """What a token contributes to the policy's loss."""
+    """The policy loss of a token."""
 
     kind = functions.LOSS
 
 
 class ReweightConfig(FunctionConfig):
-    """How much each sample counts in the loss, by its score (PF-PPO)."""
+    """Sample weights in the loss, by score (PF-PPO)."""
 
     kind = functions.REWEIGHT
 
 
 class FilterConfig(FunctionConfig):
-    """Which finished groups are trained on; others are replaced by new prompts."""
+    """Which finished groups are trained on; the others are replaced by new prompts."""
 
     kind = functions.FILTER
-    max_refill: PositiveInt = 10  # groups left out in a row, in batches, before the run ends
+    max_refill: PositiveInt = 10  # batches of consecutively filtered groups before the run fails
 
 
 class ConstraintConfig(Section):
-    """Safe-RLHF: the mean cost of a sample is kept below `limit` by a Lagrangian multiplier."""
+    """Safe-RLHF: the mean cost of a sample is kept below `limit` by a Lagrange multiplier."""
 
-    cost: str | None = None  # the grader whose component is the cost; none: the [cost_model]
+    cost: str | None = None  # grader whose component is the cost; default: the [cost_model]
     limit: float = 0.0
-    initial: Annotated[float, Field(gt=0)] = 1.0  # the multiplier at the start
-    learning_rate: Annotated[float, Field(gt=0)] = 0.05  # of its logarithm
+    initial: Annotated[float, Field(gt=0)] = 1.0  # initial multiplier
+    learning_rate: Annotated[float, Field(gt=0)] = 0.05  # of the logarithm of the multiplier
     maximum: Annotated[float, Field(gt=0)] = 100.0
 
 
@@ -391,7 +399,7 @@ class AlgorithmSection(Section):
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     num_minibatches: PositiveInt = 1
     num_epochs: PositiveInt = 1
-    entropy_coef: float = 0.0  # of an entropy bonus
+    entropy_coef: float = 0.0  # coefficient of an entropy bonus
     kl: KLConfig | None = None
     correction: CorrectionConfig | None = None
     filter: FilterConfig | None = None
@@ -400,13 +408,15 @@ class AlgorithmSection(Section):
 
 
 class GuardsSection(Section):
-    """What ends or pauses a run that diverges; none: not watched. Non-finite metrics always do."""
+    """Limits that stop or pause a diverging run; unset: not checked. Non-finite metrics always stop it."""
 
     max_ppo_kl: Annotated[float, Field(gt=0)] | None = None  # |actor/ppo_kl|
     max_logprob_diff: Annotated[float, Field(gt=0)] | None = None  # rollout_corr/logprob_diff_mean
     min_entropy: NonNegativeFloat | None = None
     max_entropy: NonNegativeFloat | None = None
-    reward_drop: Annotated[float, Field(gt=0)] | None = None  # of the mean over `window` steps, from its best
+    reward_drop: Annotated[float, Field(gt=0)] | None = (
+        None  # drop of the mean reward over `window` steps from its best
+    )
     window: PositiveInt = 10  # steps
     action: Literal["stop", "pause"] = "stop"
 
@@ -418,36 +428,36 @@ class WarmupSection(Section):
     rows_per_step: PositiveInt = 128
     learning_rate: Annotated[float, Field(ge=0)] = 1e-3
     target_reward: float | None = (
-        None  # end early where the first validation set, sampled as in training, has it
+        None  # end early once the first validation set, sampled as in training, reaches it
     )
-    check_every: PositiveInt = 10  # steps between two looks at it
+    check_every: PositiveInt = 10  # steps between evaluations of it
     source: SourceConfig | None = None
 
 
 class ValidationSection(Section):
-    every: NonNegativeInt = 0  # steps; 0: never in between
+    every: NonNegativeInt = 0  # steps; 0: never during training
     at_start: bool = True
     at_end: bool = True
     sets: tuple[ValidationSetConfig, ...] = ()
-    best: str | None = None  # "SET/avg@k", "SET/pass@k" or "SET/nll": keep the checkpoint where it was best
+    best: str | None = None  # "SET/avg@k", "SET/pass@k" or "SET/nll": keep the checkpoint with its best value
 
 
 class CheckpointSection(Section):
-    every: NonNegativeInt = 0  # steps; 0: not by their number
-    every_minutes: NonNegativeFloat = 15.0  # since the last one, after the step in progress; 0: not by time
+    every: NonNegativeInt = 0  # steps; 0: not by steps
+    every_minutes: NonNegativeFloat = 15.0  # minutes since the last one; 0: not by time
     at_end: bool = True
     keep: PositiveInt = 2
 
 
 class WeightsSection(Section):
-    """How the policy reaches the replicas. See docs/weights.md."""
+    """How weights are pushed to the replicas. See docs/weights.md."""
 
     transport: Literal["shm", "cuda_ipc", "nccl", "tcp"] = "shm"
-    bucket_mb: PositiveInt = 64  # MiB of a rank's part of one round
-    deadline_s: Annotated[float, Field(gt=0)] = 60.0  # for a part to arrive
-    delta: bool = False  # only what differs from the last version travels
-    canary_every: NonNegativeInt = 1  # pushes; 0: fixed prompts are never scored by trainer and replica
-    canary_tolerance: Annotated[float, Field(gt=0)] = 0.1  # mean difference of log-probabilities
+    bucket_mb: PositiveInt = 64  # MiB per rank and round
+    deadline_s: Annotated[float, Field(gt=0)] = 60.0  # time for a part to arrive
+    delta: bool = False  # send only what changed since the last version
+    canary_every: NonNegativeInt = 1  # pushes between checks of trainer against replica; 0: never
+    canary_tolerance: Annotated[float, Field(gt=0)] = 0.1  # mean absolute difference of log-probabilities
 
     @property
     def stays_readable(self) -> bool:
@@ -455,23 +465,23 @@ class WeightsSection(Section):
 
 
 class ServerConfig(Section):
-    """Someone else's server, as `atoll register` adds one. See docs/rewards.md."""
+    """An external server, as with `atoll register`. See docs/rewards.md."""
 
     kind: Literal["reward", "tool", "env"]
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     url: str
     protocol: Literal["grpc", "http", "nemo_gym", "mcp", "openenv", "trainer"]
     options: dict[str, str] = {}  # of the protocol
-    auth: str = ""  # "env:VARIABLE", where the coordinator finds the bearer token; "": none
-    concurrency: PositiveInt = 16  # calls at once
-    timeout_s: Annotated[float, Field(gt=0)] = 60.0  # of one call
+    auth: str = ""  # "env:VARIABLE" with the bearer token, in the coordinator's environment; "": none
+    concurrency: PositiveInt = 16  # concurrent calls
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0  # timeout per call
 
     @field_validator("auth")
     @classmethod
     def _auth_is_a_reference(cls, value: str) -> str:
-        if not re.fullmatch(r"(env:[A-Za-z_][A-Za-z0-9_]*)?", value):  # which may be the token itself
+        if not re.fullmatch(r"(env:[A-Za-z_][A-Za-z0-9_]*)?", value):  # it may be the token itself
             raise ValueError(
-                "servers: auth names an environment variable, as in env:JUDGE_TOKEN (what stands there now "
+                "servers: auth must name an environment variable, as in env:JUDGE_TOKEN (the current value "
                 "is not shown): put the token into a variable"
             )
         return value
@@ -480,19 +490,19 @@ class ServerConfig(Section):
     @classmethod
     def _url_holds_no_password(cls, value: str) -> str:
         if "@" in value.partition("://")[2].partition("/")[0]:
-            raise ValueError("servers: url holds a password or a user: set auth instead")
+            raise ValueError("servers: url contains a user or password: use auth instead")
         return value
 
 
 class StoreSection(Section):
     url: str = "embedded"  # or redis://, rediss://, unix://
     max_mb: PositiveInt = (
-        4096  # MiB of samples; above, only what the next step needs is begun, and a checkpoint is due
+        4096  # MiB of samples; above it, only the next step's prompts are issued and a checkpoint is written
     )
 
 
 class TokenLimit(NamedTuple):
-    setting: str  # that says so
+    setting: str  # that sets it
     tokens: int
 
 
@@ -524,7 +534,7 @@ class RunConfig(Section):
 
     @property
     def roles(self) -> dict[Role, RoleSection]:
-        """The models that the recipe needs, none other, and their settings."""
+        """The models that the recipe needs, with their settings."""
         algorithm = self.algorithm
         roles: dict[Role, RoleSection | None] = {"actor": self.trainer}
         if algorithm.advantage.has("needs_values") or algorithm.advantage.is_users_own:
@@ -539,7 +549,7 @@ class RunConfig(Section):
 
     @property
     def sequence_limit(self) -> TokenLimit | None:
-        """Of prompt and response together; None: the model's own."""
+        """Limit of prompt and response tokens; None: the model's own."""
         if self.rollout.engine == "local":
             return TokenLimit("rollout.local.max_length", self.rollout.local.max_length)
         length = (self.rollout.sglang.model_extra or {}).get("context_length")
@@ -547,7 +557,7 @@ class RunConfig(Section):
 
     @property
     def longest_prompt(self) -> TokenLimit:
-        """What a replica takes: it refuses a prompt that leaves room for no token."""
+        """Longest prompt that a replica accepts: at least one token must fit after it."""
         limits = [TokenLimit("data.max_prompt_tokens", self.data.max_prompt_tokens)]
         if sequence := self.sequence_limit:
             limits.append(TokenLimit(f"{sequence.setting} - 1", sequence.tokens - 1))
@@ -555,12 +565,12 @@ class RunConfig(Section):
 
     @property
     def trained(self) -> tuple[Role, ...]:
-        """The roles that learn: those with an optimizer."""
+        """Trained roles: those with an optimizer."""
         return tuple(role for role, section in self.roles.items() if isinstance(section, TrainerSection))
 
     @property
-    def followers(self) -> frozenset[Role]:
-        """The roles that begin at the policy as the warm-up leaves it: they have no folder of their own."""
+    def started_from_warmup(self) -> frozenset[Role]:
+        """Roles initialized from the warmed-up policy: those without a path of their own."""
         kinds = CriticSection | ReferenceSection
         return frozenset(
             role

@@ -1,4 +1,4 @@
-"""What settings of training ask of each other: schedules, adapters."""
+"""Rules between training settings: schedules, adapters."""
 
 from collections.abc import Callable
 
@@ -18,12 +18,13 @@ def _schedules_fit_the_run(config: RunConfig) -> str | None:
         if optimizer.schedule == "constant":
             if optimizer.decay_steps or optimizer.min_learning_rate_share:
                 return (
-                    f'{table}.schedule = "constant" never decays: take decay_steps and '
-                    'min_learning_rate_share out, or set schedule to "cosine" or "wsd"'
+                    f'{table}.schedule = "constant" never decays: remove decay_steps and '
+                    "min_learning_rate_share, or set schedule to "
+                    '"cosine" or "wsd"'
                 )
             continue
         if optimizer.schedule == "wsd" and optimizer.decay_steps is None:
-            return f'{table}.schedule = "wsd" decays in its last steps: set decay_steps'
+            return f'{table}.schedule = "wsd" needs decay_steps: set it'
         decay = optimizer.decay_steps or 1
         if optimizer.warmup_steps + decay > steps:
             return (
@@ -38,8 +39,9 @@ def _adapters_are_the_actors(config: RunConfig) -> str | None:
     for role, section in (("critic", config.critic), ("cost_critic", config.cost_critic)):
         if section is not None and section.lora is not None:
             return (
-                f"{role}.lora: a value head begins at 0 and is learned whole, with what is below it: "
-                "take the table out; [trainer.lora] is for the actor"
+                f"{role}.lora: a critic is trained in full, since its value head starts at 0: remove the "
+                "table"
+                "; only the actor supports [trainer.lora]"
             )
     return None
 
@@ -48,8 +50,9 @@ def _recomputation_is_for_what_learns(config: RunConfig) -> str | None:
     for role, section in config.roles.items():
         if role not in config.trained and section.recompute != "none":
             return (
-                f'{role}.recompute = "{section.recompute}" saves what a backward pass reads, and a {role} '
-                f"has none: take it out; {role}.max_tokens_per_forward bounds its memory"
+                f'{role}.recompute = "{section.recompute}" reduces the memory of a backward pass, and a '
+                f"{role} has none: remove it; {role}.max_tokens_per_forward bounds its memory"
+                f""
             )
     return None
 

@@ -1,5 +1,4 @@
-"""The traits of each weight transport, for those who treat transports differently. What they do stands in
-weights/transport/."""
+"""Traits of the weight transports. Their implementations are in weights/transport/."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TransportTraits:
-    # readers come to a version in the trainer's memory, late ones too; else it is sent to each, who all enter
+    # replicas read a version from the trainer's memory at any time; otherwise it is broadcast
     stays_readable: bool
-    on_gpus: bool  # it begins and ends in their memory
+    on_gpus: bool  # requires trainer and replicas on GPUs
 
 
 TRANSPORTS: Mapping[str, TransportTraits] = {

@@ -1,4 +1,4 @@
-"""What settings ask of [weights]. See rules.py."""
+"""Rules about [weights]. See rules.py."""
 
 from collections.abc import Callable
 
@@ -10,8 +10,9 @@ def _deltas_travel(config: RunConfig) -> str | None:
     weights = config.weights
     if weights.delta and weights.stays_readable:
         return (
-            f'weights.delta saves what travels, and with weights.transport = "{weights.transport}" nothing '
-            'does, replicas read the trainer\'s memory: take it out, or set the transport to "tcp" or "nccl"'
+            f'weights.delta reduces what is sent, but with weights.transport = "{weights.transport}" '
+            "replicas read the trainer's memory: remove it, or set the transport to "
+            '"tcp" or "nccl"'
         )
     return None
 
@@ -21,7 +22,7 @@ def _device_transports_have_devices(config: RunConfig) -> str | None:
     on_gpus = rollout.engine == "sglang" and rollout.sglang.device == "cuda"
     if TRANSPORTS[transport].on_gpus and not on_gpus:
         return (
-            f'weights.transport = "{transport}" ends in the memory of GPUs, and the replicas have none: set '
+            f'weights.transport = "{transport}" requires replicas on GPUs: set '
             'rollout.engine = "sglang" and rollout.sglang.device = "cuda", or the transport to "shm" or "tcp"'
         )
     return None

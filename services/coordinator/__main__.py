@@ -9,36 +9,36 @@ import sys
 from pathlib import Path
 
 from atoll.config.errors import ConfigError
-from atoll.config.load import OPERATOR_TOKEN, access_token, given_token, read_resolved
+from atoll.config.load import OPERATOR_TOKEN, access_token, optional_token, read_resolved
 from atoll.config.schema import RunConfig
 from atoll.coordinator.assembly import Assembly
-from atoll.coordinator.beside import first_cause
-from atoll.coordinator.control import Control, State
+from atoll.coordinator.background import first_cause
+from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.fleet.registry import Registry
+from atoll.coordinator.rewards.registration import RegistrationRules
 from atoll.coordinator.rewards.servers import Servers
-from atoll.coordinator.rewards.terms import Terms
 from atoll.coordinator.service import OPERATORS_MAY, CoordinatorService
-from atoll.external.addresses import Addresses, is_loopback
+from atoll.external.addresses import AddressPolicy, is_loopback
 from atoll.external.protocols import connect
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.process import announce
-from atoll.runtime.server import Admitted, Server
+from atoll.runtime.server import Server, TokenGrant
 from atoll.runtime.store import Store
 from atoll.runtime.telemetry import configure_logging
 
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
-# Objects before a look for cycles: there are few, and each look walks what is in flight.
+# Allocations between garbage collections: cycles are rare, and each collection walks all samples in flight.
 GARBAGE = (20_000, 10, 10)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="atoll serve coordinator")
-    parser.add_argument("--config", type=Path, required=True, help="the run's resolved config.json")
+    parser.add_argument("--config", type=Path, required=True, help="path of the run's resolved config.json")
     parser.add_argument("--store", required=True, help="redis://, rediss:// or unix:// URL")
-    parser.add_argument("--ready-fd", type=int, help="a pipe that gets a line once the service answers")
+    parser.add_argument("--ready-fd", type=int, help="a pipe that receives a line once the service is ready")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     arguments = parser.parse_args()
     configure_logging("coordinator")
@@ -55,22 +55,24 @@ def main() -> None:
 
 
 async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: bool) -> None:
-    """Serves until the run has ended. Raises what ended it, if that was an error."""
-    token, operator_token = access_token(), given_token(OPERATOR_TOKEN)
+    """Serves until the run has ended. Raises the error that ended it, if any."""
+    token, operator_token = access_token(), optional_token(OPERATOR_TOKEN)
     store = Store(store_url, config.run.name)
     await store.claim(run_id(config.folder))
     caller = Caller(await store.take_epoch(), token)
-    registry = Registry(store.apart(), config.coordinator.lease_s)  # heartbeats wait for no journal
-    control = Control(trains=config.run.mode != "rollout_only")
+    registry = Registry(
+        store.new_connection(), config.coordinator.lease_s
+    )  # heartbeats must not wait for the journal
+    control = RunControl(trains=config.run.mode != "rollout_only")
     section = config.coordinator
     servers = Servers(
         store,
-        Terms(
-            asked=config.reward.servers,
-            addresses=Addresses(section.server_networks, loopback=is_loopback(section.host)),
+        RegistrationRules(
+            grader_names=config.reward.servers,
+            addresses=AddressPolicy(section.server_networks, loopback=is_loopback(section.host)),
             secrets=section.server_secrets,
         ),
-        patience_s=section.request_timeout_s,
+        wait_timeout_s=section.request_timeout_s,
         changed=control.report,
         connect=connect,
     )
@@ -82,7 +84,7 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
         port=config.coordinator.port,
         token=token,
         setting="coordinator.port",
-        operators=Admitted(operator_token, OPERATORS_MAY) if operator_token else None,
+        operators=TokenGrant(operator_token, OPERATORS_MAY) if operator_token else None,
     )
     try:
         if ready_fd is not None:
@@ -90,7 +92,7 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
         await Assembly(config, store, registry, servers, control, caller).run(resume)
     except BaseException as error:
         cause = first_cause(error)
-        await control.report(state=State.FAILED, error=str(cause))
+        await control.report(state=RunState.FAILED, error=str(cause))
         raise cause from error
     finally:
         await server.stop(STOP_GRACE_S)
@@ -99,7 +101,7 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
 
 
 def run_id(folder: Path) -> str:
-    """Tells the run in this folder from others of its name, in a store that they share."""
+    """Identifies the run in this folder among runs of the same name in a shared store."""
     path = folder / "run.id"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Puts a run together from its config and the services that registered: new, or from a checkpoint."""
+"""Assembles a run from its config and registered services, new or from a checkpoint."""
 
 import asyncio
 import json
@@ -11,26 +11,26 @@ from pathlib import Path
 
 from atoll.config.schema import Role, RunConfig
 from atoll.coordinator.algorithm.algorithm import Algorithm, AlgorithmState
-from atoll.coordinator.algorithm.filters import NOTHING, DynamicSampling
+from atoll.coordinator.algorithm.filters import NO_COUNTS, DynamicSampling
 from atoll.coordinator.algorithm.models import Models
-from atoll.coordinator.beside import Beside, first_cause
-from atoll.coordinator.control import Control, State
+from atoll.coordinator.background import BackgroundWork, first_cause
+from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.data.datasets import Cursor
 from atoll.coordinator.data.rendering import Renderer
-from atoll.coordinator.fleet.membership import Membership, TrainerLostError
+from atoll.coordinator.fleet.directory import ServiceDirectory, TrainerLostError
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.fleet.replicas import Replicas
 from atoll.coordinator.journal.checkpoints import Checkpoints, CoordinatorState
-from atoll.coordinator.journal.dump import last_dump, set_aside
+from atoll.coordinator.journal.dump import last_dump, set_dumps_aside
 from atoll.coordinator.journal.journal import Checkpoint, Journal, Restored
 from atoll.coordinator.journal.ledger import LEDGER, Ledger
 from atoll.coordinator.learners import Learners
-from atoll.coordinator.loop import WARM, Loop, Parts, Push, Settings, Start, no_push
+from atoll.coordinator.loop import WARMUP_EXPORT, Loop, LoopParts, LoopSettings, LoopStart, Push, skip_push
 from atoll.coordinator.rewards.rewards import Rewards
-from atoll.coordinator.rewards.score_parts import ServerGrader
 from atoll.coordinator.rewards.servers import Servers
+from atoll.coordinator.rewards.verdict_sources import ServerGrader
 from atoll.coordinator.rollouts.generation import Generation
-from atoll.coordinator.rollouts.source import GenerateSource, ReplaySource, Source
+from atoll.coordinator.rollouts.group_sources import GenerateSource, GroupSource, ReplaySource
 from atoll.coordinator.run_data import RunData, read_data
 from atoll.coordinator.steps import GroupSteps, NoRecipe, StepSource
 from atoll.coordinator.supervised import SupervisedSteps
@@ -51,7 +51,7 @@ POLICY = "actor"  # the model that replicas serve
 
 
 class Assembly:
-    """The parts of one run. `run` waits for the services, builds the loop and runs it to the end."""
+    """Owns the parts of one run. `run` waits for the services, builds the loop and runs it to the end."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Assembly:
         store: Store,
         registry: Registry,
         servers: Servers,
-        control: Control,
+        control: RunControl,
         caller: Caller,
     ) -> None:
         self._config = config
@@ -75,7 +75,7 @@ class Assembly:
             config.reward.retries,
             [ServerGrader(servers, g.server, g.weight, timeout_s) for g in graders if g.server],
             asks_own=any(not grader.server for grader in graders),
-            patience_s=timeout_s,
+            wait_timeout_s=timeout_s,
         )
         self._sync = (
             WeightSync(
@@ -89,7 +89,7 @@ class Assembly:
             if config.run.mode == "train"
             else None
         )
-        self._membership = Membership(
+        self._membership = ServiceDirectory(
             registry,
             self._replicas,
             self._rewards,
@@ -100,10 +100,11 @@ class Assembly:
         )
 
     async def run(self, resume: bool) -> None:
-        """Ends with the loop, or with the first error of what runs beside it; begins it again from the
-        last checkpoint where a trainer was lost and comes back."""
+        """Ends with the loop, or with the first error of a background task. If a trainer is lost and returns,
+        restarts the loop from the last checkpoint.
+        """
         async with asyncio.TaskGroup() as tasks:
-            beside = [
+            background = [
                 tasks.create_task(self._membership.follow()),
                 tasks.create_task(self._servers.watch()),
             ]
@@ -117,12 +118,13 @@ class Assembly:
                 except* ServiceUnavailableError as errors:
                     await self._recover(first_cause(errors))
                     resume = True
-            for task in beside:
+            for task in background:
                 task.cancel()
 
     async def _run_once(self, resume: bool) -> None:
-        """Runs the loop to its end. Raises a group of errors, TrainerLostError among them where a trainer
-        leaves; nothing of the loop goes on then."""
+        """Runs the loop to its end. Raises a group of errors, including TrainerLostError if a trainer leaves;
+        the loop has ended by then.
+        """
         async with asyncio.TaskGroup() as tasks:
             generation = Generation(
                 self._replicas,
@@ -132,23 +134,22 @@ class Assembly:
                 timeout_s=self._config.coordinator.request_timeout_s,
             )
             watching = tasks.create_task(self._membership.watch_trainers())
-            beside = Beside(generation.run())
+            background = BackgroundWork(generation.run())
             try:
-                loop = await self._build(resume, generation, beside)
+                loop = await self._build(resume, generation, background)
                 await self._control.report(error="")
                 await loop.run()
             finally:
-                await beside.end()
+                await background.end()
             watching.cancel()
 
     async def _recover(self, error: BaseException) -> None:
-        """Waits for the trainers that a run has lost to come back, its other services as they are.
+        """Waits for lost trainers to return, while other services keep running.
 
-        A call that fails says little: a trainer is lost once the registry says so. Raises `error` where
-        none is.
+        A failed call is not enough: a trainer is lost once the registry says so. Raises `error` if none is.
         """
-        log.warning("the step in progress is given up: %s", error)
-        await self._control.report(state=State.RECOVERING, error=str(error))
+        log.warning("aborting the current step: %s", error)
+        await self._control.report(state=RunState.RECOVERING, error=str(error))
         try:
             with suppress(TrainerLostError):
                 async with asyncio.timeout(2 * self._config.coordinator.lease_s):
@@ -159,12 +160,12 @@ class Assembly:
         if self._sync:
             await self._sync.use_trainer(None)
 
-    async def _build(self, resume: bool, generation: Generation, beside: Beside) -> Loop:
+    async def _build(self, resume: bool, generation: Generation, background: BackgroundWork) -> Loop:
         config = self._config
         trains, generates = config.run.mode != "rollout_only", config.run.mode in ("train", "rollout_only")
-        # reading takes seconds: in a thread, since services register and progress is asked for meanwhile
+        # reading takes seconds: in a thread, so that services can register and query progress
         data = await asyncio.to_thread(read_data, config)
-        # everything that can be wrong with the data has been said: now the services
+        # data errors have been raised by now; wait for the services
         await self._membership.wait_for(
             (dict.fromkeys(config.roles, 1) if trains else {})
             | ({"rollout": config.rollout.replicas} if generates else {})
@@ -178,14 +179,14 @@ class Assembly:
         models = self._membership.models
         for role, model in models.items():
             await self._check_tokenizer(role, model, data.renderer)
-        return await self._loop(resume, data, models, generation, beside)
+        return await self._loop(resume, data, models, generation, background)
 
     async def _wait_for_servers(self) -> None:
-        """Every grader has a server to ask. People register them, so there is no deadline."""
+        """Waits until every grader has a server. Users register servers, so there is no deadline."""
         if missing := self._servers.missing():
             folder, graders = self._config.folder, ", ".join(f"server:{name}" for name in missing)
             reason = (
-                f"waits for a server to ask for each of the graders {graders}: "
+                f"waiting for a server for each of the graders {graders}: "
                 f"atoll register reward {missing[0]} URL --protocol PROTOCOL --run {folder}"
             )
             log.warning("the run %s", reason)
@@ -198,39 +199,39 @@ class Assembly:
         data: RunData,
         models: Mapping[str, TrainerClient],
         generation: Generation,
-        beside: Beside,
+        background: BackgroundWork,
     ) -> Loop:
-        """Restores the last checkpoint where asked to, and opens the run's next lineage."""
+        """Restores the last checkpoint if asked to, and opens the run's next lineage."""
         config = self._config
         trained = {role: models[role] for role in config.trained if role in models}
         checkpoint, state = await self._resume(trained) if resume else (None, None)
         step = state.step if state else 0
         if data.rows and state and state.cursor:
             data.rows.load(state.cursor)
-        set_aside(config.folder / "dumps", after=step)
+        set_dumps_aside(config.folder / "dumps", after=step)
         restored = await self._journal.restore(checkpoint)
         version = Version(restored.lineage, checkpoint.version.number if checkpoint else 0)
         metrics = MetricsFile(config.folder / "metrics.jsonl", step if checkpoint else None)
-        push = _pushes(self._sync) if self._sync else no_push
-        parts = Parts(
-            steps=self._steps(data, models, generation, beside, restored, version, state),
+        push = _pushes(self._sync) if self._sync else skip_push
+        parts = LoopParts(
+            steps=self._steps(data, models, generation, background, restored, version, state),
             learners=Learners(
                 models,
                 {role: section for role, section in config.roles.items() if role in models},
                 num_steps=config.run.steps,
                 num_epochs=config.algorithm.num_epochs,
                 critic_warmup=config.critic.warmup_steps if config.critic else 0,
-                followers=config.followers,
+                started_from_warmup=config.started_from_warmup,
             ),
             push=push,
-            warmup=self._warmup(data, models, generation, beside, push),
+            warmup=self._warmup(data, models, generation, background, push),
             control=self._control,
             metrics=metrics,
             journal=self._journal,
             checkpoints=self._checkpoints,
         )
         rows = rows_before(config.folder / "metrics.jsonl")
-        start = Start(version, rows=list(rows.values()))
+        start = LoopStart(version, rows=list(rows.values()))
         if state:
             start = replace(
                 start,
@@ -240,13 +241,13 @@ class Assembly:
                 seconds=state.seconds,
                 resumed=True,
             )
-        settings = Settings(config.run, config.validation, config.checkpoint, config.guards)
+        settings = LoopSettings(config.run, config.validation, config.checkpoint, config.guards)
         return Loop(settings, parts, start, time.monotonic)
 
     async def _resume(
         self, trained: Mapping[Role, TrainerClient]
     ) -> tuple[Checkpoint, CoordinatorState] | tuple[None, None]:
-        """The last checkpoint, which every model that learns restores; in rollout_only, the last dump."""
+        """Restores the last checkpoint in every trained model; in rollout_only, reads the last dump."""
         folder = self._config.folder
         if not trained and (dump := await asyncio.to_thread(last_dump, folder / "dumps")):
             log.info("resumes after the dump of step %d", dump[0])
@@ -259,7 +260,7 @@ class Assembly:
             return Checkpoint(state.step, state.version, journal), state
         for model in trained.values():
             await model.load_checkpoint(None)
-        log.info("nothing was saved yet: begins again from the start")
+        log.info("no checkpoint found, starting from scratch")
         return None, None
 
     def _steps(
@@ -267,12 +268,12 @@ class Assembly:
         data: RunData,
         models: Models,
         generation: Generation,
-        beside: Beside,
+        background: BackgroundWork,
         restored: Restored,
         version: Version,
         state: CoordinatorState | None,
     ) -> StepSource:
-        """What the steps after that of `state` train on."""
+        """The step source for the steps after that of `state`."""
         config, coordinator = self._config, self._config.coordinator
         if data.rows:
             actor, rows_per_step = models["actor"], coordinator.prompts_per_step
@@ -280,13 +281,13 @@ class Assembly:
 
         async def validate(version: Version) -> Mapping[str, float]:
             sets, run = data.validation_sets, config.run.name
-            return await beside.wait_for(evaluate(sets, generation, run, version.number))
+            return await background.wait_for(evaluate(sets, generation, run, version.number))
 
         return GroupSteps(
             self._groups(data, generation, restored, version, state),
             Algorithm(config, models, state.algorithm if state else None) if models else NoRecipe(),
             self._control,
-            beside,
+            background,
             prompts_per_step=coordinator.prompts_per_step,
             dumps=config.folder / "dumps" if coordinator.dump else None,
             meters=[
@@ -304,7 +305,7 @@ class Assembly:
         restored: Restored,
         version: Version,
         state: CoordinatorState | None,
-    ) -> Source:
+    ) -> GroupSource:
         coordinator, wanted = self._config.coordinator, self._config.algorithm.filter
         step = state.step if state else 0
         if not data.prompts:
@@ -324,11 +325,11 @@ class Assembly:
             greedy_baseline=coordinator.greedy_baseline,
             dynamic_sampling=DynamicSampling(wanted, coordinator.prompts_per_step) if wanted else None,
         )
-        source.restore(restored.groups, version, state.counters if state else NOTHING)
+        source.restore(restored.groups, version, state.counters if state else NO_COUNTS)
         return source
 
     def _warmup(
-        self, data: RunData, models: Models, generation: Generation, beside: Beside, push: Push
+        self, data: RunData, models: Models, generation: Generation, background: BackgroundWork, push: Push
     ) -> WarmUp:
         config = self._config
         if not data.warmup:
@@ -340,18 +341,19 @@ class Assembly:
             first = data.validation_sets[0]
             probe = replace(first, name="warmup", sampling=data.sampling, num_samples=1)
             score = evaluate([probe], generation, config.run.name, version.number)
-            metrics = await beside.wait_for(score)
+            metrics = await background.wait_for(score)
             return metrics["val/warmup/avg@1"]
 
-        export = config.folder.absolute() / WARM if config.followers else None
+        export = config.folder.absolute() / WARMUP_EXPORT if config.started_from_warmup else None
         return SupervisedWarmUp(config.warmup, data.warmup, models["actor"], self._control, score, export)
 
     async def _check_tokenizer(self, role: str, model: TrainerClient, renderer: Renderer) -> None:
         info = await model.info()
         if info.tokenizer_digest != renderer.digest:
             raise UserError(
-                f"the {role}'s model folder {info.model} has another tokenizer.json than the coordinator's "
-                f"{self._config.model.path}: give both the same folder"
+                f"the {role}'s model folder {info.model} has a different tokenizer.json than the "
+                "coordinator's "
+                f"{self._config.model.path}: use the same folder for both"
             )
 
 
@@ -363,7 +365,7 @@ def _pushes(sync: WeightSync) -> Push:
 
 
 def rows_before(path: Path) -> dict[int, dict[str, float]]:
-    """What a metrics file has of each step; null, which was not finite, is left out."""
+    """Reads the metrics of each step; null (not finite) values are skipped."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {
         row.pop("step"): {name: value for name, value in row.items() if value is not None} for row in rows

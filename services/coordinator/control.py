@@ -1,4 +1,4 @@
-"""What the world sees of the run, and what it asks of it: the meeting point of the loop and the service."""
+"""Run state and operator requests: connects the loop and the coordinator service."""
 
 import asyncio
 import contextlib
@@ -12,21 +12,21 @@ from atoll.runtime.errors import UserError
 T = TypeVar("T")
 
 
-class State(Enum):
+class RunState(Enum):
     STARTING = "starting"
     WARMING_UP = "warming up"
     TRAINING = "training"
     VALIDATING = "validating"
     PAUSED = "paused"
-    RECOVERING = "recovering"  # a trainer died: waits for its next life, then restores the last checkpoint
-    SAVING = "writing its last checkpoint"
+    RECOVERING = "recovering"  # a trainer died: waiting for it to return, then restoring the last checkpoint
+    SAVING = "writing the last checkpoint"
     FINISHED = "finished"
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    state: State = State.STARTING
+class RunProgress:
+    state: RunState = RunState.STARTING
     step: int = 0
     num_steps: int = 0
     version: int = 0
@@ -35,30 +35,30 @@ class Progress:
     revision: int = 1
 
 
-class Control:
+class RunControl:
     def __init__(self, *, trains: bool) -> None:
-        self.progress = Progress()
+        self.progress = RunProgress()
         self._trains = trains
         self._stop = asyncio.Event()
         self._paused = False
         self._changed = asyncio.Condition()
         self._checkpoints: list[asyncio.Future[str]] = []  # asked for
-        self._begun: list[asyncio.Future[str]] = []  # asked for before the one that is being written began
+        self._begun: list[asyncio.Future[str]] = []  # requested before the checkpoint in progress began
 
     async def report(self, **changes: object) -> None:
-        """The loop says where it is; whoever follows wakes up."""
+        """Called by the loop to report its state; wakes followers."""
         self.progress = replace(self.progress, **changes, revision=self.progress.revision + 1)  # type: ignore[arg-type]
         await self._wake()
 
-    async def follow(self, seen: int, timeout_s: float) -> Progress:
-        """The progress once its revision is not `seen` any more, or after `timeout_s`."""
-        with contextlib.suppress(TimeoutError):  # nothing new: the caller asks again
+    async def follow(self, seen: int, timeout_s: float) -> RunProgress:
+        """Returns the progress once its revision differs from `seen`, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):  # nothing new: the caller repeats its call
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self.progress.revision != seen)
         return self.progress
 
     async def pause(self, reason: str = "") -> None:
-        """Between two steps. `reason` is shown until the run goes on."""
+        """Between two steps. `reason` is shown until the run resumes."""
         self._paused = True
         await self.report(error=reason)
 
@@ -74,8 +74,8 @@ class Control:
     def stopping(self) -> bool:
         return self._stop.is_set()
 
-    async def unless_stopped(self, work: Coroutine[None, None, T]) -> T | None:
-        """The work's result; None if the run is to stop before the work is done."""
+    async def run_unless_stopped(self, work: Coroutine[None, None, T]) -> T | None:
+        """The work's result; None if the run is stopped before the work is done."""
         tasks = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -85,12 +85,13 @@ class Control:
                 task.cancel()
 
     async def gate(self, save: Callable[[], Awaitable[None]]) -> None:
-        """Where the loop waits between two steps while the run is paused; `save` answers those who ask for
-        a checkpoint in the meantime."""
+        """The loop waits here between two steps while the run is paused; `save` serves checkpoint requests
+        during that time.
+        """
         if not self._paused or self.stopping:
             return
         before = self.progress.state
-        await self.report(state=State.PAUSED)
+        await self.report(state=RunState.PAUSED)
         while self._paused and not self.stopping:
             if self._checkpoints:
                 await save()
@@ -101,8 +102,9 @@ class Control:
         await self.report(state=before, error="")
 
     async def request_checkpoint(self) -> str:
-        """Returns the path once the loop has saved, after the step in progress. Raises UserError for a
-        run that trains nothing, and for one that a guard has paused."""
+        """Returns the path once the loop has saved, after the step in progress. Raises UserError if the run
+        trains nothing, or if a guard has paused it.
+        """
         if not self._trains:
             raise UserError(
                 'Checkpoint: a run of mode "rollout_only" has no trainer to save; '
@@ -117,25 +119,25 @@ class Control:
     def checkpoint_requested(self) -> bool:
         return bool(self._checkpoints)
 
-    def checkpoint_begun(self) -> None:
-        """Those who have asked until now get the one that is begun."""
+    def begin_checkpoint(self) -> None:
+        """Requests made so far are served by the checkpoint that begins now."""
         self._begun, self._checkpoints = self._begun + self._checkpoints, []
 
-    def checkpoint_saved(self, path: str) -> None:
+    def finish_checkpoint(self, path: str) -> None:
         for future in self._begun:
             if not future.done():
                 future.set_result(path)
         self._begun = []
 
     def refuse_checkpoint(self, reason: str) -> None:
-        """Those who have asked until now get none."""
+        """Rejects the requests made so far."""
         for future in self._checkpoints:
             if not future.done():
                 future.set_exception(UserError(reason))
         self._checkpoints = []
 
-    def checkpoint_abandoned(self) -> None:
-        """Those who waited for it get the next one."""
+    def requeue_checkpoint(self) -> None:
+        """Requests that waited for it are served by the next one."""
         self._checkpoints, self._begun = self._begun + self._checkpoints, []
 
     async def _wake(self) -> None:

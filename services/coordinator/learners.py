@@ -1,4 +1,4 @@
-"""The models of a run: where they begin, their updates, and which of them leave the device in between."""
+"""The models of a run: initial weights, updates, and offloading."""
 
 import asyncio
 import logging
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.config.schema import Role, RoleSection, TrainerSection
-from atoll.coordinator.algorithm.metrics import mean_of
-from atoll.coordinator.algorithm.models import Model, Models
+from atoll.coordinator.algorithm.metrics import average_metrics
+from atoll.coordinator.algorithm.models import ModelClient, Models
 from atoll.coordinator.algorithm.schedule import learning_rate
 from atoll.runtime.errors import UserError
 from atoll.runtime.telemetry import StepTimer
@@ -18,21 +18,21 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Updated:
-    """What became of a step's batches."""
+class UpdateResult:
+    """The result of updating on a step's batches."""
 
     metrics: Mapping[str, float]
     trained: frozenset[Role]  # who learned something
-    refused: Mapping[int, str]  # minibatches that no model trained on, and why
+    refused: Mapping[int, str]  # minibatches that no model trained on, with reasons
 
 
 @dataclass(frozen=True, slots=True)
-class _Update:
-    """What became of the batches of one model."""
+class _RoleUpdate:
+    """The result of updating one model."""
 
     metrics: Mapping[str, float]
     trained: frozenset[int]  # minibatches
-    refused: Mapping[int, str]  # minibatches that it did not take at least once
+    refused: Mapping[int, str]  # minibatches refused at least once
 
 
 class Learners:
@@ -44,20 +44,20 @@ class Learners:
         num_steps: int,
         num_epochs: int,
         critic_warmup: int = 0,
-        followers: frozenset[Role] = frozenset(),
+        started_from_warmup: frozenset[Role] = frozenset(),
     ) -> None:
         """`sections`: of each model. `critic_warmup`: steps in which the actor waits for its critic.
-        `followers`: roles that begin where a warm-up leaves the actor."""
+        `started_from_warmup`: roles that begin where a warm-up leaves the actor."""
         self._models = models
         self._sections = sections
         self._num_steps = num_steps
         self._num_epochs = num_epochs
         self._critic_warmup = critic_warmup
-        self._followers = followers
+        self._started_from_warmup = started_from_warmup
 
     @property
-    def trained(self) -> Mapping[Role, Model]:
-        """Those that learn; none in rollout_only."""
+    def trained(self) -> Mapping[Role, ModelClient]:
+        """Trained models; none in rollout_only."""
         return {
             role: self._models[role]
             for role, section in self._sections.items()
@@ -66,10 +66,10 @@ class Learners:
 
     async def update(
         self, step: int, lineage: str, batches: Mapping[Role, Sequence[Batch]], timer: StepTimer
-    ) -> Updated:
-        """Every model that trains, all at once; the actor waits while its critic warms up.
+    ) -> UpdateResult:
+        """Updates all trained models concurrently; the actor waits during critic warm-up.
 
-        A minibatch that a model refuses is left out by this model.
+        A model skips minibatches that it refuses.
         """
         roles = [role for role in batches if role != "actor" or step > self._critic_warmup]
         updates = await asyncio.gather(
@@ -77,7 +77,7 @@ class Learners:
         )
         metrics = {name: value for update in updates for name, value in update.metrics.items()}
         refused = {number: reason for update in updates for number, reason in update.refused.items()}
-        return Updated(
+        return UpdateResult(
             metrics | {"training/num_refused": float(len(refused))},
             frozenset(role for role, update in zip(roles, updates, strict=True) if update.trained),
             {
@@ -89,7 +89,7 @@ class Learners:
 
     async def _update(
         self, role: Role, step: int, lineage: str, batches: Sequence[Batch], timer: StepTimer
-    ) -> _Update:
+    ) -> _RoleUpdate:
         """One optimizer step per minibatch and epoch."""
         model, section = self._models[role], self._sections[role]
         assert isinstance(section, TrainerSection)
@@ -112,10 +112,10 @@ class Learners:
                 trained.add(minibatch)
             if role != "actor":  # which is published next
                 await self.offload(role)
-        return _Update(mean_of(rows), frozenset(trained), refused)
+        return _RoleUpdate(average_metrics(rows), frozenset(trained), refused)
 
     async def offload(self, *roles: str) -> None:
-        """Models whose part of the step is over make room for others, if their `offload` is set."""
+        """Offloads idle models whose `offload` is set."""
         chosen = [
             self._models[role]
             for role, section in self._sections.items()
@@ -124,9 +124,9 @@ class Learners:
         await asyncio.gather(*(model.offload() for model in chosen))
 
     async def begin_at(self, warm: Path, *, resumed: bool) -> None:
-        """Reference and critics without a path of their own begin with the policy that a warm-up left.
+        """Initializes reference and critics without their own path from the warmed-up policy.
 
         In a resumed run only the reference: critics come from their checkpoint.
         """
-        roles = self._followers & ({"reference"} if resumed else self._models.keys())
+        roles = self._started_from_warmup & ({"reference"} if resumed else self._models.keys())
         await asyncio.gather(*(self._models[role].load_hf(warm) for role in roles))

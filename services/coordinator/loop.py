@@ -1,8 +1,8 @@
-"""The one loop: prepare a step's batches, update, publish, validate, save; the same for every mode.
+"""The training loop, for every mode: prepare a step's batches, update, publish, validate, save.
 
-What a step trains on is behind `StepSource`. What differs between synchronous, one-step-off and
-asynchronous training is how far its source may run ahead (coordinator.max_staleness) and whether a push
-interrupts sequences (partial_rollouts).
+What a step trains on is behind `StepSource`. Synchronous, one-step-off and asynchronous training differ only
+in how far the source may run ahead (coordinator.max_staleness) and whether a push interrupts sequences
+(partial_rollouts).
 """
 
 import logging
@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atoll.config.schema import CheckpointSection, GuardsSection, RunSection, ValidationSection
-from atoll.coordinator.algorithm.algorithm import Prepared
-from atoll.coordinator.algorithm.guards import Limits, trip
-from atoll.coordinator.control import Control, State
-from atoll.coordinator.journal.checkpoints import Best, Checkpoints, CoordinatorState
+from atoll.coordinator.algorithm.algorithm import PreparedStep
+from atoll.coordinator.algorithm.guards import GuardLimits, check_divergence
+from atoll.coordinator.control import RunControl, RunState
+from atoll.coordinator.journal.checkpoints import BestValidation, Checkpoints, CoordinatorState
 from atoll.coordinator.journal.journal import Journal
 from atoll.coordinator.learners import Learners
 from atoll.coordinator.steps import StepSource
-from atoll.coordinator.summary import Row, write_summary
+from atoll.coordinator.summary import MetricsRow, write_summary
 from atoll.coordinator.warmup import WarmUp
 from atoll.runtime.errors import AtollError, ServiceUnavailableError
 from atoll.runtime.telemetry import MetricsFile, StepTimer
@@ -26,20 +26,22 @@ from atoll.wire.types import Version
 
 log = logging.getLogger(__name__)
 
-WARM = "warm"  # folder in the run's: the policy after the warm-up, where reference and critics begin
+WARMUP_EXPORT = "warm"  # folder in the run's: the policy after the warm-up, where reference and critics begin
 
-MAX_REFUSED = 2  # steps in a row of which the trainer takes nothing: then it is not the batches
+MAX_REFUSED = 2  # consecutive steps refused by the trainer before the run fails
 
-Push = Callable[[Version], Awaitable[Mapping[str, float]]]  # gives a version to every replica; its metrics
+Push = Callable[
+    [Version], Awaitable[Mapping[str, float]]
+]  # pushes a version to every replica; returns metrics
 
 
-async def no_push(version: Version) -> Mapping[str, float]:
-    """In modes whose replicas never change, or that have none."""
+async def skip_push(version: Version) -> Mapping[str, float]:
+    """For modes without weight pushes."""
     return {}
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LoopSettings:
     run: RunSection
     validation: ValidationSection
     checkpoint: CheckpointSection
@@ -51,32 +53,34 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class LoopParts:
     steps: StepSource
     learners: Learners
     push: Push
     warmup: WarmUp
-    control: Control
+    control: RunControl
     metrics: MetricsFile
     journal: Journal
     checkpoints: Checkpoints
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Where the loop begins: a new run, or after the step that a checkpoint covers."""
+class LoopStart:
+    """The starting point of the loop: a new run, or the step after a checkpoint."""
 
     version: Version
     step: int = 0  # the last finished one
-    best: Best | None = None
-    rows: Sequence[Row] = ()  # metrics of the steps so far
-    unrecorded: Row | None = None  # those of `step`, if they are not among `rows`
+    best: BestValidation | None = None
+    rows: Sequence[MetricsRow] = ()  # metrics of the steps so far
+    unrecorded: MetricsRow | None = None  # those of `step`, if they are not among `rows`
     seconds: float = 0.0  # that the run has taken so far
-    resumed: bool = False  # from a checkpoint; that of step 0 is one
+    resumed: bool = False  # from a checkpoint, also that of step 0
 
 
 class Loop:
-    def __init__(self, settings: Settings, parts: Parts, start: Start, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: LoopSettings, parts: LoopParts, start: LoopStart, clock: Callable[[], float]
+    ) -> None:
         """`clock` counts seconds, as time.monotonic does."""
         self._settings = settings
         self._parts = parts
@@ -86,20 +90,20 @@ class Loop:
         self._resumed = start.resumed
         self._rows = list(start.rows)
         self._unrecorded = start.unrecorded
-        self._row: Row = start.unrecorded or {}  # metrics of the last step, as far as they are known
+        self._row: MetricsRow = start.unrecorded or {}  # metrics of the last step, as far as they are known
         rows = [*start.rows, self._row]
         self._scores = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
         self._clock = clock
         self._begun = clock() - start.seconds
         self._saved = start.step if start.resumed else None  # the step of the last checkpoint
         self._saved_at = clock()
-        self._can_save = start.resumed  # the models are those of `step`, and no guard has tripped
+        self._can_save = start.resumed  # models are at `step`, and no guard has tripped
         self._num_refused = 0  # steps in a row of which the trainer took nothing
 
     async def run(self) -> None:
         """Runs to the last step, the target reward, or a request to stop; then writes summary.json.
 
-        What ends it otherwise, a lost trainer excepted, leaves a checkpoint of the last whole step.
+        If it ends with any other error than a lost trainer, the last complete step is checkpointed.
         """
         try:
             await self._begin()
@@ -115,7 +119,7 @@ class Loop:
             raise
         finally:
             await self._parts.checkpoints.abandon()  # if the run failed
-            self._parts.control.checkpoint_abandoned()
+            self._parts.control.requeue_checkpoint()
 
     async def _begin(self) -> None:
         """To the first published version; a new run warms up before, which is saved, and is validated."""
@@ -124,12 +128,12 @@ class Loop:
             warm = await parts.warmup.run(self._version)
             self._version, self._unrecorded, self._row = warm.version, warm.metrics, warm.metrics
             self._can_save = warm.is_complete  # else a resume begins with it again
-        if (left := settings.folder.absolute() / WARM).exists():
+        if (left := settings.folder.absolute() / WARMUP_EXPORT).exists():
             await parts.learners.begin_at(left, resumed=self._resumed)
         if not self._resumed and self._unrecorded and self._can_save:
             await self._checkpoint()
         await self._publish()
-        await parts.control.report(state=State.TRAINING, step=self._step, num_steps=settings.run.steps)
+        await parts.control.report(state=RunState.TRAINING, step=self._step, num_steps=settings.run.steps)
         if self._unrecorded is not None:
             metrics = dict(self._unrecorded)
             if self._step == 0 and settings.validation.at_start:
@@ -140,7 +144,7 @@ class Loop:
 
     async def _end(self) -> None:
         parts, settings = self._parts, self._settings
-        await parts.control.report(state=State.SAVING)
+        await parts.control.report(state=RunState.SAVING)
         await parts.checkpoints.finish()
         if settings.checkpoint.at_end and self._step not in parts.checkpoints.steps():
             await self._checkpoint()  # stopped between two steps
@@ -155,7 +159,7 @@ class Loop:
             best=self._best,
             checkpoint=parts.checkpoints.path(saved[-1]) if saved else None,
         )
-        await parts.control.report(state=State.FINISHED)
+        await parts.control.report(state=RunState.FINISHED)
 
     async def _one_step(self) -> None:
         """Consumes what the step trains on; waits for it; unblocked by the source, and by a stop."""
@@ -189,23 +193,25 @@ class Loop:
                 f"because {refusal}; fix the cause, then continue with --resume"
             )
 
-    async def _update(self, step: int, prepared: Prepared, timer: StepTimer) -> tuple[dict[str, float], str]:
+    async def _update(
+        self, step: int, prepared: PreparedStep, timer: StepTimer
+    ) -> tuple[dict[str, float], str]:
         """The step's metrics, and why nothing was trained on, if nothing was although a batch was there."""
         parts, metrics = self._parts, dict(prepared.metrics)
         if not prepared.batches:
             return metrics, prepared.refusal
         updated = await parts.learners.update(step, self._version.lineage, prepared.batches, timer)
         for number, reason in updated.refused.items():
-            await parts.steps.refused(step, prepared.samples[number], reason)
+            await parts.steps.on_refused(step, prepared.samples[number], reason)
         if "actor" in updated.trained:
             self._version = replace(self._version, number=self._version.number + 1)
         refusal = "" if updated.trained else next(iter(updated.refused.values()))
         return {**metrics, **updated.metrics}, refusal
 
-    async def _guard(self, metrics: Row) -> None:
-        """Stops or pauses a run that diverges, before its weights are published or saved."""
+    async def _guard(self, metrics: MetricsRow) -> None:
+        """Stops or pauses a diverging run before its weights are published or saved."""
         guards, control, checkpoints = self._settings.guards, self._parts.control, self._parts.checkpoints
-        reason = trip(metrics, self._scores, Limits(**guards.model_dump(exclude={"action"})))
+        reason = check_divergence(metrics, self._scores, GuardLimits(**guards.model_dump(exclude={"action"})))
         if reason is None:
             return
         await checkpoints.finish()
@@ -224,11 +230,11 @@ class Loop:
             raise AtollError(reason)
 
     async def _publish(self) -> dict[str, float]:
-        """Gives the current version to every replica, then lets the source go on."""
+        """Pushes the current version to every replica, then lets the source continue."""
         metrics = dict(await self._parts.push(self._version))
         # the reference in the actor's processes, after its loss
         await self._parts.learners.offload("actor", "reference")
-        await self._parts.steps.published(self._version)
+        await self._parts.steps.on_published(self._version)
         return metrics
 
     async def _validate(self) -> dict[str, float]:
@@ -236,12 +242,12 @@ class Loop:
         if not self._settings.validation.sets:
             return {}
         control, before = self._parts.control, self._parts.control.progress.state
-        await control.report(state=State.VALIDATING)
+        await control.report(state=RunState.VALIDATING)
         metrics = dict(await self._parts.steps.validate(self._version))
         await control.report(state=before)
         value = metrics.get(f"val/{self._settings.validation.best}")
         if value is not None and (self._best is None or self._is_better(value, self._best.value)):
-            self._best = Best(self._step, value)
+            self._best = BestValidation(self._step, value)
         return metrics
 
     def _is_better(self, value: float, best: float) -> bool:
@@ -270,23 +276,23 @@ class Loop:
 
         async def committed(path: Path) -> None:
             await parts.journal.commit(state.step)
-            parts.control.checkpoint_saved(str(path))
+            parts.control.finish_checkpoint(str(path))
 
         await parts.checkpoints.begin(state, snapshot, trained, committed)
         self._saved, self._saved_at = self._step, self._clock()
-        parts.control.checkpoint_begun()
+        parts.control.begin_checkpoint()
         await parts.learners.offload(*trained)
 
     async def _answer_checkpoint(self) -> None:
         """Of a paused run, that of its last step; there may be one."""
         parts = self._parts
         await self._checkpoint()
-        parts.control.checkpoint_begun()
+        parts.control.begin_checkpoint()
         await parts.checkpoints.finish()
-        parts.control.checkpoint_saved(str(parts.checkpoints.path(self._step)))
+        parts.control.finish_checkpoint(str(parts.checkpoints.path(self._step)))
 
     async def _save_after(self, error: Exception) -> None:
-        """Keeps the steps of a run that ends by an error."""
+        """Saves the last step of a failing run."""
         if self._saved == self._step or not self._can_save:
             return
         log.error("the run ends, its last step is saved before: %s", error)
@@ -321,7 +327,7 @@ class Loop:
         )
         return reached or self._step >= run.steps or self._parts.control.stopping
 
-    async def _record(self, metrics: Row) -> None:
+    async def _record(self, metrics: MetricsRow) -> None:
         if not metrics:
             return
         self._parts.metrics.write(self._step, metrics)
@@ -329,7 +335,7 @@ class Loop:
         await self._parts.control.report(step=self._step, version=self._version.number, metrics=metrics)
 
 
-def _timings(timer: StepTimer, step: Row) -> dict[str, float]:
+def _timings(timer: StepTimer, step: MetricsRow) -> dict[str, float]:
     metrics = timer.metrics()
     step_s = metrics["timing_s/step"]
     if "weights/stall_s" in step:

@@ -1,4 +1,4 @@
-"""What a run reads from its files before its services are needed."""
+"""Reads a run's input files before its services are needed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from atoll.coordinator.data.datasets import (
     Pair,
     PromptSource,
     SupervisedSource,
-    prompts_short_enough,
+    drop_overlong,
+    drop_overlong_prompts,
     read_pairs,
     read_prompts,
-    short_enough,
 )
 from atoll.coordinator.data.rendering import Renderer
 from atoll.coordinator.journal.dump import dumps
@@ -58,7 +58,8 @@ def _replay(folder: Path, steps: int) -> list[Path]:
     if len(paths) < steps:
         raise UserError(
             f"data.replay = {folder} holds {len(paths)} dumps, run.steps = {steps} needs as many: lower "
-            "run.steps, or name the dumps of a longer run with coordinator.dump = true (runs/NAME/dumps)"
+            "run.steps, or use dumps of a longer run with "
+            "coordinator.dump = true (runs/NAME/dumps)"
         )
     return paths[:steps]
 
@@ -86,7 +87,7 @@ def _pairs(config: RunConfig, path: Path, renderer: Renderer) -> list[Pair]:
     """The rows with their answers that the model can take as a whole."""
     limit = read_spec(config.model.path).max_positions
     pairs = read_pairs(path, renderer)
-    return short_enough(
+    return drop_overlong(
         path,
         pairs,
         [len(prompt) + len(response) for prompt, response in pairs],
@@ -127,7 +128,7 @@ def _validation_prompts(
 ) -> tuple[Prompt, ...]:
     prompts = read_prompts(entry.path, renderer, config.run.name)[: entry.max_prompts]
     overlong = config.data.overlong_prompts
-    return tuple(prompts_short_enough(entry.path, prompts, config.longest_prompt, overlong))
+    return tuple(drop_overlong_prompts(entry.path, prompts, config.longest_prompt, overlong))
 
 
 def _sampling(config: SamplingConfig, renderer: Renderer, seed: int) -> Sampling:

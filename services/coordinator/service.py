@@ -1,11 +1,11 @@
-"""The Coordinator servicer: leases of services, other people's servers, and what people ask of the run."""
+"""The Coordinator servicer: service leases, external servers, and operator commands."""
 
 from typing import Final
 
 import grpc
 import grpc.aio
 
-from atoll.coordinator.control import Control
+from atoll.coordinator.control import RunControl
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.rewards.servers import Servers
 from atoll.wire.codec.fleet import decode_server, decode_service, encode_run_status
@@ -13,14 +13,14 @@ from atoll.wire.info import RunStatus
 from atoll.wire.v1 import coordinator_pb2 as pb
 from atoll.wire.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 
-OPERATORS_MAY: Final = frozenset(  # people who watch and steer the run, and register servers
+OPERATORS_MAY: Final = frozenset(  # methods for operators
     {"Status", "AddServer", "RemoveServer", "PauseRun", "ResumeRun", "StopRun", "Checkpoint"}
 )
-ANSWER_BEFORE_DEADLINE_S = 3.0  # a coordinator that is busy for a moment still answers in time
+ANSWER_BEFORE_DEADLINE_S = 3.0  # lets a briefly busy coordinator still answer in time
 
 
 class CoordinatorService(CoordinatorServicer):
-    def __init__(self, run: str, registry: Registry, servers: Servers, control: Control) -> None:
+    def __init__(self, run: str, registry: Registry, servers: Servers, control: RunControl) -> None:
         self._run = run
         self._registry = registry
         self._servers = servers

@@ -1,4 +1,4 @@
-"""runs/NAME/summary.json: where a run began, where it ended, what it leaves."""
+"""Writes runs/NAME/summary.json: first and last results of a run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,19 +6,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 from atoll.config.schema import RunSection
-from atoll.coordinator.journal.checkpoints import Best
+from atoll.coordinator.journal.checkpoints import BestValidation
 
-Row = Mapping[str, float]  # the metrics of a step
+MetricsRow = Mapping[str, float]  # the metrics of a step
 
 
 def write_summary(
     path: Path,
     run: RunSection,
-    rows: Sequence[Row],
+    rows: Sequence[MetricsRow],
     *,
     steps: int,
     seconds: float,
-    best: Best | None,
+    best: BestValidation | None,
     checkpoint: Path | None,
 ) -> None:
     scores = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
@@ -43,5 +43,5 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _validation(row: Row) -> Row:
+def _validation(row: MetricsRow) -> MetricsRow:
     return {name: value for name, value in row.items() if name.startswith("val/")}

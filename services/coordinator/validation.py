@@ -37,14 +37,14 @@ async def evaluate(
 ) -> dict[str, float]:
     """Generates and grades every set; a group that cannot be graded is left out and counted.
 
-    Raises AtollError where that leaves nothing of a set.
+    Raises AtollError if that leaves nothing of a set.
     """
     collectors = []
     for validation_set in sets:
         collector = _Collector(len(validation_set.prompts))
         groups = [
             PendingGroup(
-                # epoch = version: another draw at each validation, the same one at each repetition of it
+                # epoch = version: new draws at each validation, the same ones if it is repeated
                 replace(prompt, id=GroupId(f"{run}/val/{validation_set.name}", version, prompt.id.prompt)),
                 order,
                 validation_set.sampling,
@@ -78,15 +78,15 @@ class _Collector:
         self.done = asyncio.Event()
         self._expected = expected
 
-    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
+    async def on_finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
 
-    async def retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
+    async def on_retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
 
-    async def completed(self, group: PendingGroup) -> None:
+    async def on_completed(self, group: PendingGroup) -> None:
         self.groups.append(group.group())
         self._check()
 
-    async def dropped(self, group: PendingGroup, reason: str) -> None:
+    async def on_dropped(self, group: PendingGroup, reason: str) -> None:
         self.num_dropped += 1
         self.last_reason = reason
         self._check()

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Protocol
 
 from atoll.config.schema import WarmupSection
-from atoll.coordinator.algorithm.experience import supervised
-from atoll.coordinator.algorithm.models import Model
-from atoll.coordinator.control import Control, State
+from atoll.coordinator.algorithm.experience import lay_out_supervised
+from atoll.coordinator.algorithm.models import ModelClient
+from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.data.datasets import SupervisedSource
 from atoll.wire.types import StepKey, SupervisedBatch, Version
 
 
 @dataclass(frozen=True, slots=True)
-class Warm:
+class WarmUpResult:
     """The policy after the warm-up."""
 
     version: Version
@@ -24,14 +24,14 @@ class Warm:
 
 
 class WarmUp(Protocol):
-    async def run(self, version: Version) -> Warm:
-        """Starts from `version`, which no replica has yet."""
+    async def run(self, version: Version) -> WarmUpResult:
+        """Starts at `version`, which no replica has yet."""
         ...
 
 
 class NoWarmUp:
-    async def run(self, version: Version) -> Warm:
-        return Warm(version, {})
+    async def run(self, version: Version) -> WarmUpResult:
+        return WarmUpResult(version, {})
 
 
 class SupervisedWarmUp:
@@ -41,8 +41,8 @@ class SupervisedWarmUp:
         self,
         section: WarmupSection,
         rows: SupervisedSource,
-        actor: Model,
-        control: Control,
+        actor: ModelClient,
+        control: RunControl,
         score: Callable[[Version], Awaitable[float]],
         export: Path | None,
     ) -> None:
@@ -55,9 +55,9 @@ class SupervisedWarmUp:
         self._score = score
         self._export = export
 
-    async def run(self, version: Version) -> Warm:
+    async def run(self, version: Version) -> WarmUpResult:
         section = self._section
-        await self._control.report(state=State.WARMING_UP)
+        await self._control.report(state=RunState.WARMING_UP)
         metrics: dict[str, float] = {}
         looked_at = 0  # the step that replicas were last given
         for number in range(1, section.steps + 1):
@@ -74,14 +74,14 @@ class SupervisedWarmUp:
         if 0 < looked_at < metrics["warmup/steps"]:  # a version is one state of the weights
             version = replace(version, number=version.number + 1)
         if self._export:
-            shutil.rmtree(self._export, ignore_errors=True)  # of a start that got no further than this
+            shutil.rmtree(self._export, ignore_errors=True)  # left by an earlier, interrupted start
             await self._actor.export_hf(self._export)
         warm = {name: value for name, value in metrics.items() if name.startswith("warmup/")}
-        return Warm(version, warm, is_complete)
+        return WarmUpResult(version, warm, is_complete)
 
     async def _step(self, lineage: str, number: int) -> dict[str, float]:
-        batch = SupervisedBatch(*supervised(self._rows.draw(self._section.rows_per_step)))
-        # warm-up steps count up to 0, so that their keys never meet those of training
+        batch = SupervisedBatch(*lay_out_supervised(self._rows.draw(self._section.rows_per_step)))
+        # warm-up steps count up to 0, so that their keys differ from those of training
         key = StepKey(lineage, number - self._section.steps, 0, "actor")
         metrics = dict(await self._actor.forward_backward(key, batch))
         await self._actor.optim_step(key, self._section.learning_rate)

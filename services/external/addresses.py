@@ -1,8 +1,8 @@
-"""Where a server that somebody registers may be, so that nobody reaches through the coordinator what they
-cannot reach themselves. Servers of the run's own file are not asked.
+"""Address checks for registered servers, so that nobody can reach through the coordinator what they cannot
+reach themselves. Servers in the run's config are not checked.
 
-A name may lead to another address at each look-up. So it is looked up once, every address that it has is
-checked, and all calls go to one of these: `ExternalServer.address`.
+A name may resolve to a different address at each look-up. So it is resolved once, all its addresses are
+checked, and all calls go to one of them: `ExternalServer.address`.
 """
 
 import asyncio
@@ -22,24 +22,26 @@ Network = IPv4Network | IPv6Network
 
 _PORTS: Final = {"http": 80, "https": 443}
 _NAT64: Final = IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
-_SITE_LOCAL: Final = IPv6Network("fec0::/10")  # replaced by fc00::/7, which alone Python takes for private
-# Services of clouds for the machine alone, at addresses that look public: Azure, Oracle.
+_SITE_LOCAL: Final = IPv6Network("fec0::/10")  # deprecated; Python treats only fc00::/7 as private
+# Machine-local cloud services at addresses that look public: Azure, Oracle.
 _CLOUDS: Final = {ip_address("168.63.129.16"), ip_address("192.0.0.192")}
 
 
 @dataclass(frozen=True, slots=True)
-class Addresses:
-    networks: Collection[Network] = ()  # private ones that servers may be in
+class AddressPolicy:
+    networks: Collection[Network] = ()  # private networks that servers may be in
     loopback: bool = False
 
     async def locate(self, server: ExternalServer) -> str:
-        """The address to call it at. Raises UserError if one of its host's is refused, or none answers."""
+        """The address to call it at. Raises UserError if one of its addresses is refused, or none accepts
+        connections.
+        """
         host, port = _place(server)
         try:
             async with asyncio.timeout(server.timeout_s):
                 found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):  # a TimeoutError is an OSError
-            raise UserError(f"{server}: no address is known for its host; check url") from None
+            raise UserError(f"{server}: its host cannot be resolved; check url") from None
         addresses = [str(place[0]) for *_, place in found]
         for address in addresses:
             self.check(server, address)
@@ -49,20 +51,20 @@ class Addresses:
                     _, writer = await asyncio.open_connection(address, port)
                 writer.close()
                 return address
-        raise UserError(f"{server}: nobody accepts connections there; start it first")
+        raise UserError(f"{server}: connection refused; start it first")
 
     def check(self, server: ExternalServer, address: str) -> None:
-        """Raises UserError if no server may be there."""
-        place = _meant(ip_address(address))
+        """Raises UserError if servers may not be there."""
+        place = _effective_address(ip_address(address))
         problem = None
         if place.is_link_local or place.is_multicast or place.is_unspecified or place in _CLOUDS:
             problem = "link-local, multicast, unspecified and metadata addresses are never called"
         elif any(place in network for network in self.networks):
             problem = None
         elif place.is_loopback and not self.loopback:
-            problem = "loopback is called only by a coordinator that listens on loopback itself"
+            problem = "loopback is allowed only if the coordinator itself listens on loopback"
         elif not (place.is_loopback or (place.is_global and not place.is_reserved)) or place in _SITE_LOCAL:
-            problem = "a private network has to be listed in coordinator.server_networks of the run's file"
+            problem = "private networks must be listed in coordinator.server_networks of the run's config"
         if problem:
             raise UserError(f"{server} cannot be registered: {problem}")
 
@@ -76,8 +78,8 @@ def _place(server: ExternalServer) -> tuple[str, int]:
     raise UserError(f"{server}: expected a url with host and port, such as http://HOST:PORT or HOST:PORT")
 
 
-def _meant(address: Address) -> Address:
-    """An IPv4 address inside an IPv6 one is reached through it."""
+def _effective_address(address: Address) -> Address:
+    """The IPv4 address embedded in an IPv6 address, if any."""
     if isinstance(address, IPv6Address):
         if address in _NAT64:
             return IPv4Address(int(address) & 0xFFFFFFFF)

@@ -1,14 +1,14 @@
-"""What the run asks of other people's servers, whatever protocol they speak.
+"""Clients of external servers, independent of their protocol.
 
-One file of this package per protocol; each holds a client that is built from an `ExternalServer` and the
-bearer token, or None. A client is used by one event loop, makes at most `server.concurrency` calls at once
-and gives each `server.timeout_s`. It raises
+One file per protocol, with a client built from an `ExternalServer` and its bearer token (or None). A client
+belongs to one event loop, makes at most `server.concurrency` concurrent calls, each with a timeout of
+`server.timeout_s`, and raises
 
-- UserError where the server's options are not those of the protocol, or it wants another token,
-- ServiceUnavailableError where the server does not answer in time, or not at all: another one may,
-- BadAnswerError where what it answers is not what the protocol says: it is of no use until it is mended.
+- UserError if the server's options are invalid for the protocol, or if it rejects the token,
+- ServiceUnavailableError if the server does not answer in time, or not at all: another one may,
+- BadAnswerError if its response violates the protocol: it is unusable until it is fixed.
 
-An answer is read up to MAX_ANSWER_BYTES and validated by a pydantic model; nothing else of it is believed.
+Responses are read up to MAX_ANSWER_BYTES and validated by a pydantic model; other fields are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
 def item_fields(item: ScoreItem) -> dict[str, Json]:
-    """What an item holds, by the names that servers know it under; its further fields are `item.extra`."""
+    """An item's fields, under the names in server protocols; other fields are in `item.extra`."""
     return {
         "prompt": item.prompt,
         "response": item.response,
@@ -39,7 +39,7 @@ class ExternalClient(Protocol):
     server: ExternalServer
 
     async def probe(self) -> str:
-        """Asks what costs the server little and shows that it speaks the protocol; says what was found."""
+        """A cheap call that shows that the server speaks the protocol; returns a description."""
         ...
 
     async def close(self) -> None: ...
@@ -61,7 +61,7 @@ class Tool:
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     text: str  # what the model reads
-    is_error: bool = False  # the tool failed at what it was asked: the model reads why
+    is_error: bool = False  # the tool failed; the text says why
 
 
 class ToolServer(ExternalClient, Protocol):
@@ -85,5 +85,5 @@ class Episode(Protocol):
 
 class EnvServer(ExternalClient, Protocol):
     def episode(self) -> AbstractAsyncContextManager[Episode]:
-        """An environment of its own until it is left."""
+        """A separate environment until the context exits."""
         ...

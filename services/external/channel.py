@@ -1,4 +1,4 @@
-"""HTTP as it is spoken with other people's servers: bounded in time, in size and in calls at once."""
+"""HTTP with external servers: bounded in time, size and concurrency."""
 
 import asyncio
 import json
@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import httpx2
 from pydantic import TypeAdapter
 
-from atoll.external.answers import RefusedError, hidden, read_answer, shown
 from atoll.external.base import MAX_ANSWER_BYTES, Json
+from atoll.external.responses import RefusedError, excerpt, parse_response, redact
 from atoll.runtime.errors import (
     AtollError,
-    BadAnswerError,
     OverloadedError,
+    ProtocolError,
     ServiceUnavailableError,
     UserError,
 )
@@ -27,25 +27,27 @@ T = TypeVar("T")
 
 
 class Channel:
-    """The connections to one server, and the slots for calls at once."""
+    """The connections to one server, and slots that limit concurrency."""
 
     def __init__(self, server: ExternalServer, token: str | None) -> None:
-        """Raises UserError where the URL is not one of HTTP, or carries what belongs elsewhere."""
+        """Raises UserError if the URL is not HTTP, or contains more than host, port and path."""
         self.server = server
         self.where = str(server)
         self.token = token
-        self._url = _checked(server)
+        self._url = _check_url(server)
         self.http = httpx2.AsyncClient(
-            transport=_Guard(server, token),
+            transport=_GuardedTransport(server, token),
             headers={"accept-encoding": "identity"} | bearer(token),
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # sessions are by item, not by client
-            timeout=None,  # `call` bounds it as a whole: a trickle of bytes does not prolong it
+            cookies=CookieJar(
+                DefaultCookiePolicy(allowed_domains=[])
+            ),  # sessions belong to items, not to the client
+            timeout=None,  # `call` bounds the whole call, also if bytes trickle in
         )
         self.slots = asyncio.Semaphore(server.concurrency)
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
-        """Waits for one of `server.concurrency` slots; what is done inside has `server.timeout_s`."""
+        """Waits for one of `server.concurrency` slots; the body has `server.timeout_s`."""
         async with self.slots, self.deadline():
             yield
 
@@ -59,22 +61,21 @@ class Channel:
                 f"{self.where}: no answer within {self.server.timeout_s:g} s"
             ) from None
         except httpx2.HTTPError as error:
-            reason = hidden(str(error), self.token) or type(error).__name__
+            reason = redact(str(error), self.token) or type(error).__name__
             raise ServiceUnavailableError(f"{self.where}: the connection failed: {reason}") from None
 
     def address(self, path: str) -> str:
-        """Of what the server has at `path`; without one, the URL exactly as it was registered."""
+        """URL of `path` on the server; without a path, the URL as registered."""
         return self._url.rstrip("/") + path if path else self._url
 
-    def elsewhere(self) -> dict[str, Any]:
-        """The keyword arguments by which a WebSocket is opened at the checked address."""
+    def websocket_arguments(self) -> dict[str, Any]:
+        """Keyword arguments to open a WebSocket at the checked address."""
         return {"host": self.server.address} if self.server.address else {}
 
     async def post(
         self, path: str, body: Json, answer: TypeAdapter[T], cookies: httpx2.Cookies | None = None
     ) -> T:
-        """The validated answer to one POST, which takes a slot. `cookies` are sent, and take up those that
-        the server sets."""
+        """The validated response to one POST, which takes a slot. `cookies` are sent and updated."""
         headers = {"content-type": "application/json"}
         if cookies:
             headers["cookie"] = "; ".join(f"{cookie.name}={cookie.value}" for cookie in cookies.jar)
@@ -84,7 +85,7 @@ class Channel:
         return await self._ask("GET", path, None, {}, answer, None)
 
     async def status(self, path: str, content: str) -> int:
-        """Of the answer to a POST of just that, JSON or not."""
+        """Status of the response to a POST of `content`, which need not be JSON."""
         async with self.call():
             headers = {"content-type": "application/json"}
             return (await self.http.post(self.address(path), content=content, headers=headers)).status_code
@@ -106,44 +107,45 @@ class Channel:
         where = f"{self.where}: {method} {path}".rstrip()
         if not response.is_success:
             understood = response.status_code in (400, 422)
-            raise (RefusedError if understood else BadAnswerError)(
-                f"{where}: got status {response.status_code} and {shown(response.content, self.token)}, "
+            raise (RefusedError if understood else ProtocolError)(
+                f"{where}: got status {response.status_code} and {excerpt(response.content, self.token)}, "
                 "expected 200"
             )
         kind = response.headers.get("content-type", "none").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
-            raise BadAnswerError(
-                f"{where}: got content type {shown(kind, self.token)}, expected application/json; the answer "
-                f"was {shown(response.content, self.token)}"
+            raise ProtocolError(
+                f"{where}: got content type {excerpt(kind, self.token)}, expected application/json; the "
+                "response was "
+                f"{excerpt(response.content, self.token)}"
             )
         if cookies is not None:
             cookies.extract_cookies(response)
-        return read_answer(where, response.content, answer, self.token)
+        return parse_response(where, response.content, answer, self.token)
 
 
 def bearer(token: str | None) -> dict[str, str]:
     return {} if token is None else {"authorization": f"Bearer {token}"}
 
 
-def refusal(where: str, status: int, headers: Mapping[str, str], token: str | None) -> AtollError | None:
-    """What a status that is no answer to the question means, in any protocol over HTTP."""
+def status_error(where: str, status: int, headers: Mapping[str, str], token: str | None) -> AtollError | None:
+    """The error for an HTTP status, in any protocol over HTTP; None for success."""
     got = f"{where}: got status {status}"
     if 300 <= status < 400:
-        target = shown(headers.get("location", "").partition("?")[0], token)
-        return BadAnswerError(f"{got}, a redirect to {target}, which is not followed: register that address")
+        target = excerpt(headers.get("location", "").partition("?")[0], token)
+        return ProtocolError(f"{got}, a redirect to {target}, which is not followed: register that URL")
     if status in (401, 403):
-        had = "the token of `auth` is not the server's" if token else "it wants a token: give `auth`"
+        had = "the server rejects the token of `auth`" if token else "the server requires a token: set `auth`"
         return UserError(f"{got}: {had}")
     if status == 429 or (status == 503 and "retry-after" in headers):
-        wait = shown(headers.get("retry-after", "a while"), token)
-        return OverloadedError(f"{got}: the server is busy, and asks to come back after {wait}")
+        wait = excerpt(headers.get("retry-after", "a while"), token)
+        return OverloadedError(f"{got}: the server is busy and asks to retry after {wait}")
     if status >= 500:
         return ServiceUnavailableError(f"{got}: the server failed; see its log")
     return None
 
 
-class _Guard(httpx2.AsyncBaseTransport):
-    """Between httpx2 and the network: raises what no protocol here can use."""
+class _GuardedTransport(httpx2.AsyncBaseTransport):
+    """Transport that rejects responses that no protocol here supports."""
 
     def __init__(self, server: ExternalServer, token: str | None) -> None:
         self._where = str(server)
@@ -153,21 +155,21 @@ class _Guard(httpx2.AsyncBaseTransport):
         self._transport = httpx2.AsyncHTTPTransport(verify=_authorities(), limits=limits, trust_env=False)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        if self._address:  # the header Host is there already, and keeps the name
+        if self._address:  # the Host header is set already and keeps the name
             request.extensions = {**request.extensions, "sni_hostname": request.url.host}
             request.url = request.url.copy_with(host=self._address)
         response = await self._transport.handle_async_request(request)
-        failed = refusal(self._where, response.status_code, response.headers, self._token)
+        failed = status_error(self._where, response.status_code, response.headers, self._token)
         packing = response.headers.get("content-encoding", "identity")
         if not failed and packing != "identity":
-            failed = BadAnswerError(
+            failed = ProtocolError(
                 f"{self._where}: got an answer packed with {packing!r}, expected one as it is"
             )
         if failed:
             await response.aclose()
             raise failed
         assert isinstance(response.stream, httpx2.AsyncByteStream)
-        response.stream = _Bounded(response.stream, self._where)
+        response.stream = _BoundedStream(response.stream, self._where)
         return response
 
     async def aclose(self) -> None:
@@ -176,11 +178,11 @@ class _Guard(httpx2.AsyncBaseTransport):
 
 @cache
 def _authorities() -> ssl.SSLContext:
-    """Reading them takes longer than a call. What the environment names instead is not ours to read."""
+    """Cached, since reading them takes longer than a call. Ignores the environment's overrides."""
     return httpx2.create_ssl_context(trust_env=False)
 
 
-class _Bounded(httpx2.AsyncByteStream):
+class _BoundedStream(httpx2.AsyncByteStream):
     def __init__(self, stream: httpx2.AsyncByteStream, where: str) -> None:
         self._stream = stream
         self._where = where
@@ -190,8 +192,8 @@ class _Bounded(httpx2.AsyncByteStream):
         async for chunk in self._stream:
             size += len(chunk)
             if size > MAX_ANSWER_BYTES:
-                raise BadAnswerError(
-                    f"{self._where}: got an answer of more than {MAX_ANSWER_BYTES:,} bytes, expected less"
+                raise ProtocolError(
+                    f"{self._where}: got a response of more than {MAX_ANSWER_BYTES:,} bytes, expected less"
                 )
             yield chunk
 
@@ -199,8 +201,8 @@ class _Bounded(httpx2.AsyncByteStream):
         await self._stream.aclose()
 
 
-def _checked(server: ExternalServer) -> str:
-    """The URL is shown in logs: nothing secret may stand in it."""
+def _check_url(server: ExternalServer) -> str:
+    """URLs are logged, so they must not contain secrets."""
     try:
         url = httpx2.URL(server.url)
     except httpx2.InvalidURL as error:
@@ -208,6 +210,6 @@ def _checked(server: ExternalServer) -> str:
     if url.scheme not in ("http", "https") or not url.host or url.userinfo or url.query or url.fragment:
         raise UserError(
             f'{server.kind} server {server.name}: expected url = "http(s)://HOST[:PORT][/PATH]" without '
-            "user, query or fragment; a token belongs into `auth`"
+            "user, query or fragment; put a token into `auth`"
         )
     return str(url)

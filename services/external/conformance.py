@@ -1,4 +1,4 @@
-"""Whether someone's server keeps its protocol: checks that each say what was got and what was expected."""
+"""Conformance checks for external servers; each reports what it got and what it expected."""
 
 import asyncio
 import statistics
@@ -17,41 +17,44 @@ from atoll.external.http import HttpReward
 from atoll.external.nemo_gym import NemoGymReward
 from atoll.external.probes import PROBE
 from atoll.external.protocols import connect
-from atoll.runtime.errors import AtollError, BadAnswerError, UserError
+from atoll.runtime.errors import AtollError, ProtocolError, UserError
 from atoll.wire.types import ExternalServer, Graded, GroupId, SampleId, ScoreItem
 
 GARBAGE = '{"prompt": '
 TIMED_CALLS = 10
-SPARE = 0.5  # of the time limit, that the slowest of unhurried calls leaves to a busy hour
+TIME_MARGIN = 0.5  # share of the time limit kept in reserve for load
 UNICODE = "Ответ: ４６ 🙂 e\u0301 \u202eright to left \u2028 \x00 \\boxed{46}"
-WRONG = ("45", "I do not know.", "64")  # beside a right response: a batch whose rewards tell its order
+WRONG_RESPONSE = (
+    "45",
+    "I do not know.",
+    "64",
+)  # next to a right response: rewards then reveal the order of a batch
 
 T = TypeVar("T")
 
-Attempt = Callable[
-    [], Awaitable[str]
-]  # says what it got; raises AtollError where that is not as it should be
+Attempt = Callable[[], Awaitable[str]]  # returns what it got; raises AtollError if that is wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     name: str
     passed: bool
-    said: str  # what was got, and where that is wrong, what was expected
+    said: str  # what was got and, if wrong, what was expected
 
 
 async def conformance(
     server: ExternalServer, token: str | None, items: Sequence[ScoreItem], deterministic: bool
 ) -> AsyncIterator[Check]:
-    """Ends after the first check where the server does not answer at all. `items` are what a reward server is
-    asked about; with none, sums. Raises UserError where the options are not the protocol's."""
+    """Stops after the first check if the server does not respond at all. `items` are graded by a reward
+    server; default: sums. Raises UserError for invalid options.
+    """
     client = connect(server, token)
     try:
-        first = await _made("answers the probe", client.probe)
+        first = await _attempt("answers the probe", client.probe)
         yield first
         if first.passed:
             for name, attempt in _checks(client, token, items or ITEMS, deterministic):
-                yield await _made(name, attempt)
+                yield await _attempt(name, attempt)
     finally:
         await client.close()
 
@@ -69,16 +72,16 @@ def _checks(
             checks += _EnvChecks(cast(EnvServer, client)).all()
     if isinstance(client, HttpReward | NemoGymReward):
         channel, path = client.channel, client.path
-        checks.append(("refuses a request that is not JSON", lambda: _refuses_garbage(channel, path)))
+        checks.append(("rejects a request that is not JSON", lambda: _refuses_garbage(channel, path)))
     if token is not None:
         checks += [
-            ("refuses another token", lambda: _refuses(client.server, f"{token}x", items[0])),
-            ("refuses a call without token", lambda: _refuses(client.server, None, items[0])),
+            ("rejects a wrong token", lambda: _refuses(client.server, f"{token}x", items[0])),
+            ("rejects a call without token", lambda: _refuses(client.server, None, items[0])),
         ]
     return checks
 
 
-async def _made(name: str, attempt: Attempt) -> Check:
+async def _attempt(name: str, attempt: Attempt) -> Check:
     try:
         return Check(name, True, await attempt())
     except AtollError as error:
@@ -88,12 +91,12 @@ async def _made(name: str, attempt: Attempt) -> Check:
 async def _refuses_garbage(channel: Channel, path: str) -> str:
     status = await channel.status(path, GARBAGE)
     if not 400 <= status < 500:
-        raise BadAnswerError(f"got status {status} for the body {GARBAGE!r}, expected 400 or 422")
+        raise ProtocolError(f"got status {status} for the body {GARBAGE!r}, expected 400 or 422")
     return f"status {status}"
 
 
 async def _refuses(server: ExternalServer, token: str | None, item: ScoreItem) -> str:
-    """What a probe asks may be open to all; what it is there for may not."""
+    """A probe may be public, but calls must not be."""
     client = connect(server, token)
     try:
         said = await client.probe()
@@ -103,7 +106,7 @@ async def _refuses(server: ExternalServer, token: str | None, item: ScoreItem) -
         return str(refused)
     finally:
         await client.close()
-    raise BadAnswerError(f"got {said!r}, expected status 401 or 403 (gRPC: UNAUTHENTICATED)")
+    raise ProtocolError(f"got {said!r}, expected status 401 or 403 (gRPC: UNAUTHENTICATED)")
 
 
 class _RewardChecks:
@@ -117,7 +120,7 @@ class _RewardChecks:
         item = self._items[0]
         return [
             ("grades one item", lambda: self._grade(item)),
-            ("grades the same item alike", self._same_again),
+            ("grades the same item consistently", self._same_again),
             ("keeps the order of a batch", self._order),
             ("grades an empty response", lambda: self._grade(item._replace(response=""))),
             ("grades a response in Unicode", lambda: self._grade(item._replace(response=UNICODE))),
@@ -129,7 +132,7 @@ class _RewardChecks:
     async def _value(self, item: ScoreItem) -> float:
         verdict = (await self._server.score([item]))[0]
         if not isinstance(verdict, Graded):
-            raise BadAnswerError(f"got the error {verdict.cause!r}, expected a reward")
+            raise ProtocolError(f"got the error {verdict.cause!r}, expected a reward")
         return verdict.value
 
     async def _grade(self, item: ScoreItem) -> str:
@@ -139,7 +142,7 @@ class _RewardChecks:
         values = [await self._value(self._items[0]) for _ in range(3)]
         text = ", ".join(f"{value:g}" for value in values)
         if self._deterministic and len(set(values)) > 1:
-            raise BadAnswerError(f"got {text} for one item, expected one reward; or say --not-deterministic")
+            raise ProtocolError(f"got {text} for one item, expected one reward; or use --not-deterministic")
         return text
 
     async def _order(self) -> str:
@@ -149,11 +152,13 @@ class _RewardChecks:
             for verdict in await self._server.score(self._items)
         ]
         if not self._deterministic:
-            return f"{len(batch)} verdicts; their order cannot be told, since rewards differ by themselves"
+            return f"{len(batch)} verdicts; their order cannot be checked, since rewards vary"
         if batch != alone:
-            raise BadAnswerError(f"got {batch} from a batch of {len(batch)}, expected {alone} as one by one")
+            raise ProtocolError(
+                f"got {batch} from a batch of {len(batch)}, expected {alone} as for single items"
+            )
         if len(set(alone)) == 1:
-            return f"{batch}; their order cannot be told: name --items that are not all graded alike"
+            return f"{batch}; their order cannot be checked: give --items with different rewards"
         return str(batch)
 
     async def _at_once(self, calls: int) -> str:
@@ -168,7 +173,7 @@ class _RewardChecks:
             if isinstance(got, AtollError):
                 raise got
             if self._deterministic and got != alone:
-                raise BadAnswerError(f"got {got:g} for an item among others, expected {alone:g} as by itself")
+                raise ProtocolError(f"got {got:g} for an item among others, expected {alone:g} as by itself")
         return f"{seconds:.3f} s in all"
 
     async def _time(self) -> str:
@@ -179,8 +184,8 @@ class _RewardChecks:
             seconds.append(time.perf_counter() - began)
         text = f"median {statistics.median(seconds) * 1e3:.1f} ms, slowest {max(seconds) * 1e3:.1f} ms"
         limit = self._server.server.timeout_s
-        if max(seconds) > SPARE * limit:
-            raise BadAnswerError(f"got {text}, expected less than half of the limit of {limit:g} s")
+        if max(seconds) > TIME_MARGIN * limit:
+            raise ProtocolError(f"got {text}, expected less than half of the limit of {limit:g} s")
         return text
 
 
@@ -192,7 +197,7 @@ class _ToolChecks:
         concurrency = self._server.server.concurrency
         return [
             ("describes its tools", self._describe),
-            ("says that it has no such tool", self._unknown),
+            ("reports an unknown tool", self._unknown),
             (f"answers {concurrency} calls at once", lambda: self._at_once(concurrency)),
         ]
 
@@ -200,23 +205,23 @@ class _ToolChecks:
         tools = await self._server.tools()
         names = [tool.name for tool in tools]
         if not names or len(set(names)) < len(names):
-            raise BadAnswerError(f"got the tools {names}, expected at least one, each with a name of its own")
+            raise ProtocolError(f"got the tools {names}, expected at least one, each with a name of its own")
         for tool in tools:
             try:
                 schema = dict(tool.schema)
                 validator_for(schema).check_schema(schema)
             except SchemaError as error:
-                raise BadAnswerError(f"tool {tool.name}: got a schema with {error.message}") from None
+                raise ProtocolError(f"tool {tool.name}: got a schema with {error.message}") from None
         return ", ".join(names)
 
     async def _unknown(self) -> str:
         result = await self._server.call("no_such_tool", {})
         if not result.is_error:
-            raise BadAnswerError(f"got {result.text!r} from the tool no_such_tool, expected an error")
+            raise ProtocolError(f"got {result.text!r} from the tool no_such_tool, expected an error")
         return result.text
 
     async def _at_once(self, calls: int) -> str:
-        """Probes, which ask the server in every protocol: in some a client knows the tools by itself."""
+        """Uses probes, which call the server in every protocol; listing tools may not."""
         for outcome in await asyncio.gather(*(_outcome(self._server.probe()) for _ in range(calls))):
             if isinstance(outcome, AtollError):
                 raise outcome
@@ -230,8 +235,8 @@ class _EnvChecks:
     def all(self) -> list[tuple[str, Attempt]]:
         concurrency = self._server.server.concurrency
         return [
-            ("starts an episode anew", self._again),
-            ("refuses an action that it does not have", self._unknown),
+            ("restarts an episode", self._again),
+            ("rejects an invalid action", self._unknown),
             (f"runs {concurrency} episodes at once", lambda: self._at_once(concurrency)),
         ]
 
@@ -248,12 +253,10 @@ class _EnvChecks:
                 step = await episode.step({"no_such_field": 1})
             except UserError as refused:
                 return str(refused)
-        raise BadAnswerError(
-            f"got {step} for an action of no_such_field, expected the error VALIDATION_ERROR"
-        )
+        raise ProtocolError(f"got {step} for an action of no_such_field, expected the error VALIDATION_ERROR")
 
     async def _at_once(self, episodes: int) -> str:
-        """Each waits in its episode for all others to have begun theirs, or to have failed to."""
+        """Each episode waits until all others have started or failed."""
         all_are_here = asyncio.Barrier(episodes)
 
         async def run() -> None:
@@ -283,6 +286,6 @@ ITEMS = (
     PROBE,
     *(
         PROBE._replace(id=SampleId(GroupId("probe", 0, 0), number), response=response)
-        for number, response in enumerate(WRONG, start=1)
+        for number, response in enumerate(WRONG_RESPONSE, start=1)
     ),
 )

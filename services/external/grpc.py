@@ -12,15 +12,15 @@ import grpc
 import grpc.aio
 from pydantic import TypeAdapter, ValidationError
 
-from atoll.external.answers import Options, hidden, read_options, told
 from atoll.external.base import Json, Tool, ToolResult
+from atoll.external.responses import OptionsModel, parse_options, redact, sanitize
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.reward import RewardClient
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import (
     AtollError,
-    BadAnswerError,
     OverloadedError,
+    ProtocolError,
     ServiceUnavailableError,
     UnauthenticatedError,
     UserError,
@@ -30,20 +30,20 @@ from atoll.wire.types import (
     ExternalServer,
     Graded,
     GradingError,
-    Limits,
+    ProgramLimits,
+    ProgramStatus,
     ScoreItem,
-    Status,
     Verdict,
 )
 
-SHOWN_CHARACTERS = 500  # of what a server says of an error
+MAX_DETAIL_CHARACTERS = 500  # of an error message
 
 
 Client = TypeVar("Client", RewardClient, TrainerClient)
 
 
 class Connection(Generic[Client]):
-    """The client of one server and the slots for calls at once."""
+    """The client of one server, and slots that limit concurrency."""
 
     def __init__(
         self, server: ExternalServer, token: str | None, client: Callable[[str, Caller, float], Client]
@@ -55,42 +55,42 @@ class Connection(Generic[Client]):
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[Client]:
-        """Waits for a slot; errors of the call become those of base.py, whatever the server calls them."""
+        """Waits for a slot; translates errors of the call to those of base.py."""
         async with self._slots:
             try:
                 yield self._client
             except AtollError as error:
-                raise self._translated(error) from None
+                raise self._translate(error) from None
 
     async def close(self) -> None:
         await self._client.close()
 
     def fit(self, verdict: Verdict) -> Verdict:
-        """With its texts fit for a log."""
+        """The verdict with sanitized texts."""
         if isinstance(verdict, GradingError):
-            return replace(verdict, cause=told(verdict.cause, self._token))
+            return replace(verdict, cause=sanitize(verdict.cause, self._token))
         return verdict._replace(
-            reasons={name: told(reason, self._token) for name, reason in verdict.reasons.items()}
+            reasons={name: sanitize(reason, self._token) for name, reason in verdict.reasons.items()}
         )
 
-    def _translated(self, error: AtollError) -> AtollError:
-        text = f"{self.where}: {hidden(str(error), self._token)[:SHOWN_CHARACTERS]}"
+    def _translate(self, error: AtollError) -> AtollError:
+        text = f"{self.where}: {redact(str(error), self._token)[:MAX_DETAIL_CHARACTERS]}"
         status = error.__cause__.code() if isinstance(error.__cause__, grpc.aio.AioRpcError) else None
         if isinstance(error, UnauthenticatedError) or status in (
             grpc.StatusCode.UNAUTHENTICATED,
             grpc.StatusCode.PERMISSION_DENIED,
         ):
-            return UserError(f"{text}: the token of `auth` is missing, or not the server's")
+            return UserError(f"{text}: the token of `auth` is missing or wrong")
         if isinstance(error, OverloadedError) or status is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return OverloadedError(text)
         if isinstance(error, ServiceUnavailableError):
             return ServiceUnavailableError(text)
-        return BadAnswerError(text)
+        return ProtocolError(text)
 
 
 class GrpcReward:
     def __init__(self, server: ExternalServer, token: str | None) -> None:
-        read_options(server, TypeAdapter(Options))
+        parse_options(server, TypeAdapter(OptionsModel))
         self.server = server
         self._connection = Connection(server, token, RewardClient)
 
@@ -105,25 +105,25 @@ class GrpcReward:
         where = self._connection.where
         by_id = {verdict.id: verdict for verdict in verdicts}
         if len(by_id) != len(verdicts):
-            raise BadAnswerError(f"{where}: got two verdicts on one item, expected one on each")
+            raise ProtocolError(f"{where}: got two verdicts on one item, expected one per item")
         missing = [str(item.id) for item in items if item.id not in by_id]
         if missing:
-            raise BadAnswerError(
-                f"{where}: got no verdict on {', '.join(missing[:3])}, expected one on each item"
+            raise ProtocolError(
+                f"{where}: got no verdict on {', '.join(missing[:3])}, expected one per item item"
             )
         for verdict in verdicts:
             if isinstance(verdict, Graded):
                 for name, value in {"value": verdict.value, **verdict.components}.items():
                     if not math.isfinite(value):
-                        raise BadAnswerError(f"{where}: got {name} {value}, expected a finite number")
+                        raise ProtocolError(f"{where}: got {name} {value}, expected a finite number")
         return [self._connection.fit(by_id[item.id]) for item in items]
 
     async def close(self) -> None:
         await self._connection.close()
 
 
-class _Code(Options):
-    """The arguments of the tool."""
+class _Code(OptionsModel):
+    """Arguments of the tool."""
 
     code: str
 
@@ -132,15 +132,15 @@ class GrpcTool:
     """One tool, "python": runs a program in a sandbox of a reward service."""
 
     def __init__(self, server: ExternalServer, token: str | None) -> None:
-        read_options(server, TypeAdapter(Options))
+        parse_options(server, TypeAdapter(OptionsModel))
         self.server = server
         self._connection = Connection(server, token, RewardClient)
 
     async def probe(self) -> str:
         result = await self.call("python", {"code": "print(17 + 29)"})
         if result != ToolResult("46\n"):
-            raise BadAnswerError(
-                f"{self._connection.where}: got {result} of print(17 + 29), expected 46; see its sandbox"
+            raise ProtocolError(
+                f"{self._connection.where}: got {result} from print(17 + 29), expected 46; see its sandbox"
             )
         return "runs Python"
 
@@ -163,15 +163,15 @@ class GrpcTool:
                 f"got arguments {', '.join(arguments) or 'none'}, expected code, a string", is_error=True
             )
         async with self._connection.slot() as client:
-            return _told(await client.execute(code, b"", Limits()))
+            return _tool_result(await client.execute(code, b"", ProgramLimits()))
 
     async def close(self) -> None:
         await self._connection.close()
 
 
-def _told(execution: Execution) -> ToolResult:
+def _tool_result(execution: Execution) -> ToolResult:
     printed = (execution.stdout + execution.stderr).decode(errors="replace")
-    if execution.status is Status.OK:
+    if execution.status is ProgramStatus.OK:
         return ToolResult(printed)
     end = f"{execution.status.value}: {execution.detail}" if execution.detail else execution.status.value
     return ToolResult(f"{printed}\n[{end}]", is_error=True)

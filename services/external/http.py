@@ -1,4 +1,4 @@
-"""Reward models over HTTP and JSON, in the shapes that are met in the field; option `preset` names one.
+"""Reward models over HTTP and JSON, in common formats, chosen by option `preset`.
 
 - "plain": ours. One request for all items, `{"items": [{"id", "prompt", "response", "ground_truth",
   "data_source", "finish_reason", "response_length", "extra"}]}`; the answer has one verdict per item, in
@@ -20,11 +20,19 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from atoll.external.answers import Answer, Number, Options, each, number_under, read_options, told
 from atoll.external.base import Json, item_fields
 from atoll.external.channel import Channel
 from atoll.external.probes import probe_reward
-from atoll.runtime.errors import BadAnswerError
+from atoll.external.responses import (
+    Number,
+    OptionsModel,
+    ResponseModel,
+    grade_each,
+    number_field,
+    parse_options,
+    sanitize,
+)
+from atoll.runtime.errors import ProtocolError
 from atoll.wire.types import ExternalServer, Graded, GradingError, ScoreItem, Verdict
 
 
@@ -32,7 +40,7 @@ class HttpReward:
     def __init__(self, server: ExternalServer, token: str | None) -> None:
         self.server = server
         self.channel = Channel(server, token)
-        self._preset = read_options(server, _PRESETS, preset="plain")
+        self._preset = parse_options(server, _PRESETS, preset="plain")
         self.path = self._preset.path
 
     async def probe(self) -> str:
@@ -45,7 +53,7 @@ class HttpReward:
         await self.channel.close()
 
 
-class _Strict(Answer):
+class _Strict(ResponseModel):
     model_config = ConfigDict(extra="forbid")
 
 
@@ -60,11 +68,11 @@ class _Failure(_Strict):
     retryable: bool = False
 
 
-class _Verdicts(Answer):
+class _Verdicts(ResponseModel):
     verdicts: list[_Reward | _Failure]
 
 
-class _Preset(Options):
+class _Preset(OptionsModel):
     path: ClassVar[str] = ""  # after the registered URL
 
 
@@ -83,8 +91,8 @@ class Plain(_Preset):
     def _verdict(channel: Channel, item: ScoreItem, verdict: _Reward | _Failure) -> Verdict:
         name = channel.server.name
         if isinstance(verdict, _Failure):
-            return GradingError(item.id, name, told(verdict.error, channel.token), verdict.retryable)
-        reasons = {name: told(verdict.reason, channel.token)} if verdict.reason else {}
+            return GradingError(item.id, name, sanitize(verdict.error, channel.token), verdict.retryable)
+        reasons = {name: sanitize(verdict.reason, channel.token)} if verdict.reason else {}
         return Graded(item.id, verdict.value, verdict.components, reasons)
 
 
@@ -93,16 +101,16 @@ class Slime(_Preset):
     reward_key: str = ""
 
     async def score(self, channel: Channel, items: Sequence[ScoreItem]) -> list[Verdict]:
-        answer = number_under(self.reward_key) if self.reward_key else number_under("reward", "score")
+        answer = number_field(self.reward_key) if self.reward_key else number_field("reward", "score")
 
         async def grade(item: ScoreItem) -> Verdict:
             body: Json = {"prompt": item.prompt, "response": item.response, "label": item.ground_truth}
             return Graded(item.id, await channel.post(self.path, body, answer), {})
 
-        return await each(channel.server, items, grade)
+        return await grade_each(channel.server, items, grade)
 
 
-class _Rewards(Answer):
+class _Rewards(ResponseModel):
     rewards: list[Number]
     extra_logs: dict[str, list[Number]] = Field(default_factory=dict)
 
@@ -125,7 +133,7 @@ class OpenRLHF(_Preset):
         ]
 
 
-class _Classified(Answer):
+class _Classified(ResponseModel):
     embedding: Annotated[list[Number], Field(min_length=1, max_length=1)]  # a reward model has one label
 
 
@@ -136,15 +144,16 @@ class SGLang(_Preset):
 
     async def score(self, channel: Channel, items: Sequence[ScoreItem]) -> list[Verdict]:
         texts: list[Json] = [
-            _filled(self.template, {"{prompt}": item.prompt, "{response}": item.response}) for item in items
+            _fill_template(self.template, {"{prompt}": item.prompt, "{response}": item.response})
+            for item in items
         ]
         answer = await channel.post(self.path, {"text": texts}, _CLASSIFIED)
         _check_number(channel, "scores", len(answer), len(items))
         return [Graded(item.id, one.embedding[0], {}) for item, one in zip(items, answer, strict=True)]
 
 
-def _filled(template: str, fields: Mapping[str, str]) -> str:
-    """What stands in braces within a field stays as it is."""
+def _fill_template(template: str, fields: Mapping[str, str]) -> str:
+    """Braces within field values are kept."""
     return re.sub(r"\{(prompt|response)\}", lambda place: fields[place[0]], template)
 
 
@@ -154,7 +163,7 @@ def _plain_item(item: ScoreItem) -> Json:
 
 def _check_number(channel: Channel, what: str, got: int, expected: int) -> None:
     if got != expected:
-        raise BadAnswerError(f"{channel.where}: got {got} {what} for {expected} items, expected one for each")
+        raise ProtocolError(f"{channel.where}: got {got} {what} for {expected} items, expected one for each")
 
 
 _PRESETS: TypeAdapter[Plain | Slime | OpenRLHF | SGLang] = TypeAdapter(

@@ -1,8 +1,8 @@
-"""Tools of MCP servers over streamable HTTP, and tools that grade.
+"""MCP servers over streamable HTTP: tools, and tools used as graders.
 
 The `mcp` client asks for the stateless revision of 2026-07-28 and falls back to the sessions of 2025-11-25.
-Each call is a session of its own over connections that are kept: a failure touches no other call, and a
-server may restart between two.
+Each call is its own session over kept-alive connections: failures do not affect other calls, and a server may
+restart between two.
 """
 
 import asyncio
@@ -17,30 +17,30 @@ from mcp.shared.exceptions import MCPError
 from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, CallToolResult, TextContent
 from pydantic import Field, TypeAdapter, ValidationError
 
-from atoll.external.answers import (
-    Options,
-    RefusedError,
-    each,
-    number_under,
-    read_answer,
-    read_options,
-    shown,
-)
 from atoll.external.base import MAX_ANSWER_BYTES, Json, Tool, ToolResult, item_fields
 from atoll.external.channel import Channel
 from atoll.external.probes import probe_reward
-from atoll.runtime.errors import AtollError, BadAnswerError, ServiceUnavailableError, UserError
+from atoll.external.responses import (
+    OptionsModel,
+    RefusedError,
+    excerpt,
+    grade_each,
+    number_field,
+    parse_options,
+    parse_response,
+)
+from atoll.runtime.errors import AtollError, ProtocolError, ServiceUnavailableError, UserError
 from atoll.wire.types import ExternalServer, Graded, ScoreItem, Verdict
 
 MAX_PAGES = 100  # of a list of tools
-FAREWELL_S = 1.0  # to end the session of a call whose time is up
+CLOSE_TIMEOUT_S = 1.0  # to close the session of a call that timed out
 
-_REWARD = number_under("reward", "value", "score", "result")  # result: what `mcp` wraps a plain number in
+_REWARD = number_field("reward", "value", "score", "result")  # result: what `mcp` wraps a plain number in
 
 
 class McpTool:
     def __init__(self, server: ExternalServer, token: str | None) -> None:
-        read_options(server, TypeAdapter(Options))
+        parse_options(server, TypeAdapter(OptionsModel))
         self.server = server
         self._channel = Channel(server, token)
 
@@ -62,18 +62,19 @@ class McpTool:
         await self._channel.close()
 
 
-class RewardOptions(Options):
+class McpRewardOptions(OptionsModel):
     tool: str = Field(min_length=1)  # that grades
 
 
 class McpReward:
-    """A tool is given those of an item's fields that its schema names, and answers with a number, or with an
-    object that holds one as "reward", "value" or "score": structured, or as its only text."""
+    """Calls a tool with the item fields in its schema; it returns a number, or an object with "reward",
+    "value" or "score", as structured output or as its only text.
+    """
 
     def __init__(self, server: ExternalServer, token: str | None) -> None:
         self.server = server
         self._channel = Channel(server, token)
-        self._name = read_options(server, TypeAdapter(RewardOptions)).tool
+        self._name = parse_options(server, TypeAdapter(McpRewardOptions)).tool
         self._fields: frozenset[str] = frozenset()  # once the tools were listed
 
     async def probe(self) -> str:
@@ -82,7 +83,7 @@ class McpReward:
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
         self._fields = self._fields or await self._find_fields()
-        return await each(self.server, items, self._grade)
+        return await grade_each(self.server, items, self._grade)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -94,10 +95,10 @@ class McpReward:
             result = await client.call_tool(self._name, arguments)
         where = f"{self._channel.where}: tool {self._name}"
         if result.is_error:
-            raise BadAnswerError(f"{where} failed: {shown(_text(result), self._channel.token)}")
+            raise ProtocolError(f"{where} failed: {excerpt(_text(result), self._channel.token)}")
         structured = result.structured_content
         said = _text(result) if structured is None else json.dumps(structured)
-        return Graded(item.id, read_answer(where, said, _REWARD, self._channel.token), {})
+        return Graded(item.id, parse_response(where, said, _REWARD, self._channel.token), {})
 
     async def _find_fields(self) -> frozenset[str]:
         tools = {tool.name: tool for tool in await _tools(self._channel)}
@@ -111,7 +112,7 @@ class McpReward:
         if "response" not in fields:
             raise UserError(
                 f"{self._channel.where}: tool {self._name} takes {', '.join(sorted(fields)) or 'nothing'}; "
-                "one that grades takes response, and what it needs of the item's other fields"
+                "a grading tool needs a parameter response, and may take other fields of the item"
             )
         return fields
 
@@ -122,15 +123,17 @@ async def _session(channel: Channel) -> AsyncIterator[Client]:
         transport = streamable_http_client(
             channel.address(""), http_client=channel.http, max_sse_event_size=MAX_ANSWER_BYTES
         )
-        farewell = asyncio.timeout(channel.server.timeout_s + FAREWELL_S)  # asked of whoever has just hung
+        farewell = asyncio.timeout(
+            channel.server.timeout_s + CLOSE_TIMEOUT_S
+        )  # a server that just hung may hang again
         try:
             async with farewell, Client(transport, cache=None) as client:
                 yield client
         except Exception as error:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # the client's own tasks may fail of it
+            if task is not None and task.cancelling():  # the client's own tasks may fail
                 raise asyncio.CancelledError from None
-            raise _translated(channel, error) from None
+            raise _translate(channel, error) from None
 
 
 async def _tools(channel: Channel) -> tuple[Tool, ...]:
@@ -143,25 +146,27 @@ async def _tools(channel: Channel) -> tuple[Tool, ...]:
             cursor = page.next_cursor
             if cursor is None:
                 return tuple(tools)
-    raise BadAnswerError(f"{channel.where}: got more than {MAX_PAGES} pages of tools, expected an end")
+    raise ProtocolError(f"{channel.where}: got more than {MAX_PAGES} pages of tools, expected an end")
 
 
-def _translated(channel: Channel, error: Exception) -> Exception:
-    while isinstance(error, ExceptionGroup):  # of the tasks of one session, where the first failure ends all
+def _translate(channel: Channel, error: Exception) -> Exception:
+    while isinstance(error, ExceptionGroup):  # of one session's tasks, of which the first failure ends all
         error = error.exceptions[0]
     if isinstance(error, AtollError | TimeoutError | httpx2.HTTPError):
         return error
-    text = f"{channel.where}: got {shown(str(error), channel.token)}"
+    text = f"{channel.where}: got {excerpt(str(error), channel.token)}"
     if isinstance(error, MCPError):
         if error.code == CONNECTION_CLOSED:
             return ServiceUnavailableError(text)
-        return (RefusedError if error.code == INVALID_PARAMS else BadAnswerError)(text)
-    if isinstance(error, ValidationError | RuntimeError):  # the client's, of an answer against its schema
-        return BadAnswerError(text)
+        return (RefusedError if error.code == INVALID_PARAMS else ProtocolError)(text)
+    if isinstance(
+        error, ValidationError | RuntimeError
+    ):  # raised by the client for a response that does not match its schema
+        return ProtocolError(text)
     return error
 
 
 def _text(result: CallToolResult) -> str:
-    """What the tool answers as text; what it answers in structure else; other contents are named."""
+    """The tool's text, otherwise its structured output; other contents are only named."""
     texts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
     return "\n".join(texts) if texts else json.dumps(result.structured_content)

@@ -12,22 +12,29 @@ from collections.abc import Sequence
 import httpx2
 from pydantic import TypeAdapter
 
-from atoll.external.answers import Answer, Number, Options, RefusedError, each, read_options
 from atoll.external.base import Json
 from atoll.external.channel import Channel
 from atoll.external.probes import probe_reward
+from atoll.external.responses import (
+    Number,
+    OptionsModel,
+    RefusedError,
+    ResponseModel,
+    grade_each,
+    parse_options,
+)
 from atoll.wire.types import ExternalServer, Graded, ScoreItem, Verdict
 
 
-class NemoGymOptions(Options):
+class NemoGymOptions(OptionsModel):
     ground_truth: str = "expected_answer"  # the field of the server's rows that holds an item's ground truth
 
 
-class _Seeded(Answer):
+class _Seeded(ResponseModel):
     pass
 
 
-class _Verified(Answer):
+class _Verified(ResponseModel):
     reward: Number
 
 
@@ -42,24 +49,24 @@ class NemoGymReward:
     def __init__(self, server: ExternalServer, token: str | None) -> None:
         self.server = server
         self.channel = Channel(server, token)
-        self._ground_truth = read_options(server, _OPTIONS).ground_truth
+        self._ground_truth = parse_options(server, _OPTIONS).ground_truth
 
     async def probe(self) -> str:
-        """The rows of a server may have fields that only its own items fill: to say so is an answer."""
+        """A server's rows may need fields that the probe lacks: rejecting it for that counts as an answer."""
         try:
             return await probe_reward(self)
         except RefusedError as refused:
             return f"verifies, but not the probe: {refused}"
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        return await each(self.server, items, self._verify)
+        return await grade_each(self.server, items, self._verify)
 
     async def close(self) -> None:
         await self.channel.close()
 
     async def _verify(self, item: ScoreItem) -> Verdict:
         cookies = httpx2.Cookies()
-        row = {name: _unfolded(value) for name, value in item.extra.items()}
+        row = {name: _parse_nested(value) for name, value in item.extra.items()}
         row[self._ground_truth] = item.ground_truth
         row["responses_create_params"] = {"input": [{"role": "user", "content": item.prompt}]}
         await self.channel.post("/seed_session", row, _SEEDED, cookies)
@@ -68,8 +75,8 @@ class NemoGymReward:
         return Graded(item.id, answer.reward, {})
 
 
-def _unfolded(text: str) -> Json:
-    """Items hold text; an object or a list in a data set's row has become JSON on the way."""
+def _parse_nested(text: str) -> Json:
+    """Items hold text: objects and lists of a dataset row were encoded as JSON."""
     if not text.startswith(("{", "[")):
         return text
     try:

@@ -17,62 +17,71 @@ from pydantic import Field, JsonValue, StrictBool, TypeAdapter
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from atoll.external.answers import Answer, Number, Options, each, hidden, read_answer, read_options, shown
 from atoll.external.base import MAX_ANSWER_BYTES, Json, Observation
-from atoll.external.channel import Channel, bearer, refusal
+from atoll.external.channel import Channel, bearer, status_error
 from atoll.external.probes import probe_reward
+from atoll.external.responses import (
+    Number,
+    OptionsModel,
+    ResponseModel,
+    excerpt,
+    grade_each,
+    parse_options,
+    parse_response,
+    redact,
+)
 from atoll.runtime.errors import (
     AtollError,
-    BadAnswerError,
     OverloadedError,
+    ProtocolError,
     ServiceUnavailableError,
     UserError,
 )
 from atoll.wire.types import ExternalServer, Graded, ScoreItem, Verdict
 
-FAREWELL_S = 1.0
-TOO_BIG = 1009  # our side closes a connection with it
+CLOSE_TIMEOUT_S = 1.0
+TOO_BIG = 1009  # code with which our side closes a connection
 
 
-class _ActionSchema(Answer):
+class _ActionSchema(ResponseModel):
     properties: dict[str, JsonValue] = Field(default_factory=dict)
     required: list[str] = Field(default_factory=list)
 
 
-class _Schema(Answer):
+class _Schema(ResponseModel):
     action: _ActionSchema
 
 
-class _Step(Answer):
+class _StepResult(ResponseModel):
     observation: dict[str, JsonValue]
     reward: Number | StrictBool | None = None
     done: StrictBool = False
 
 
-class _Observed(Answer):
+class _ObservationFrame(ResponseModel):
     type: Literal["observation"]
-    data: _Step
+    data: _StepResult
 
 
-class _Problem(Answer):
+class _Problem(ResponseModel):
     message: str = ""
     code: str = ""
 
 
-class _Failed(Answer):
+class _ErrorFrame(ResponseModel):
     type: Literal["error"]
     data: _Problem
 
 
 _SCHEMA = TypeAdapter(_Schema)
-_FRAME: TypeAdapter[_Observed | _Failed] = TypeAdapter(
-    Annotated[_Observed | _Failed, Field(discriminator="type")]
+_FRAME: TypeAdapter[_ObservationFrame | _ErrorFrame] = TypeAdapter(
+    Annotated[_ObservationFrame | _ErrorFrame, Field(discriminator="type")]
 )
 
 
 class OpenEnvEnv:
     def __init__(self, server: ExternalServer, token: str | None) -> None:
-        read_options(server, TypeAdapter(Options))
+        parse_options(server, TypeAdapter(OptionsModel))
         self.server = server
         self._channel = Channel(server, token)
 
@@ -91,22 +100,22 @@ class OpenEnvEnv:
         await self._channel.close()
 
 
-class RewardOptions(Options):
-    field: str = ""  # of the action, that holds the response; "": the only one that it requires
+class OpenEnvRewardOptions(OptionsModel):
+    field: str = ""  # action field for the response; "": the only required one
 
 
 class OpenEnvReward:
     def __init__(self, server: ExternalServer, token: str | None) -> None:
         self.server = server
         self._channel = Channel(server, token)
-        self._option = read_options(server, TypeAdapter(RewardOptions)).field
+        self._option = parse_options(server, TypeAdapter(OpenEnvRewardOptions)).field
         self._field = ""  # once /schema was read
 
     async def probe(self) -> str:
         return f"episodes of one step, the response as {await self._find_field()}: {await probe_reward(self)}"
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        """Environments that take them read prompt, ground truth and the item's further fields at reset."""
+        """Prompt, ground truth and the item's other fields are passed at reset."""
         field = self._field or await self._find_field()
 
         async def grade(item: ScoreItem) -> Verdict:
@@ -121,18 +130,16 @@ class OpenEnvReward:
                 )
                 step = await episode.step({field: item.response})
             if step.reward is None:
-                raise BadAnswerError(
-                    f"{self._channel.where}: got no reward after one step, expected a number"
-                )
+                raise ProtocolError(f"{self._channel.where}: got no reward after one step, expected a number")
             return Graded(item.id, step.reward, {})
 
-        return await each(self.server, items, grade)
+        return await grade_each(self.server, items, grade)
 
     async def close(self) -> None:
         await self._channel.close()
 
     async def _find_field(self) -> str:
-        """Raises UserError where an action cannot be made of a response alone."""
+        """Raises UserError if an action needs more than the response."""
         action = (await self._channel.get("/schema", _SCHEMA)).action
         field = self._option or (action.required[0] if len(action.required) == 1 else "")
         if field not in action.properties or not {field}.issuperset(action.required):
@@ -147,50 +154,50 @@ class OpenEnvReward:
 
 
 class OpenEnvEpisode:
-    """One frame is answered by one; the connection is of no use after an answer that did not come in time."""
+    """Each frame gets one response; the connection is unusable after a timeout."""
 
     def __init__(self, channel: Channel, socket: ClientConnection) -> None:
         self._channel = channel
         self._socket = socket
-        self._in_step = True  # question and answer alternate
+        self._in_step = True  # requests and responses alternate
 
     async def reset(self, arguments: Mapping[str, Json]) -> Observation:
         return await self._ask("reset", arguments)
 
     async def step(self, action: Mapping[str, Json]) -> Observation:
-        """Raises UserError where the environment's actions are not of that form."""
+        """Raises UserError if the environment's actions are not of that form."""
         return await self._ask("step", action)
 
     async def _ask(self, kind: str, data: Mapping[str, Json]) -> Observation:
         where = f"{self._channel.where}: {kind}"
         if not self._in_step:
-            raise ServiceUnavailableError(f"{where}: the episode ended with a call that was not answered")
+            raise ServiceUnavailableError(f"{where}: the episode ended with an unanswered call")
         self._in_step = False
         try:
             async with self._channel.deadline():
-                with suppress(ConnectionClosed):  # what the server said before it closed is still to be read
+                with suppress(ConnectionClosed):  # read what the server sent before it closed
                     await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
                 frame = await self._socket.recv()
         except ConnectionClosed as error:
-            raise self._closed(where, error) from None
+            raise self._connection_error(where, error) from None
         self._in_step = True
-        answer = read_answer(where, frame, _FRAME, self._channel.token)
-        if isinstance(answer, _Failed):
-            raise self._failed(where, answer.data)
+        answer = parse_response(where, frame, _FRAME, self._channel.token)
+        if isinstance(answer, _ErrorFrame):
+            raise self._server_error(where, answer.data)
         step = answer.data
         return Observation(step.observation, None if step.reward is None else float(step.reward), step.done)
 
-    def _closed(self, where: str, error: ConnectionClosed) -> AtollError:
+    def _connection_error(self, where: str, error: ConnectionClosed) -> AtollError:
         if error.sent is not None and error.sent.code == TOO_BIG:
-            return BadAnswerError(
+            return ProtocolError(
                 f"{where}: got a frame of more than {MAX_ANSWER_BYTES:,} bytes, expected less"
             )
         return ServiceUnavailableError(
-            f"{where}: the connection ended: {hidden(str(error), self._channel.token)}"
+            f"{where}: the connection ended: {redact(str(error), self._channel.token)}"
         )
 
-    def _failed(self, where: str, problem: _Problem) -> AtollError:
-        text = f"{where}: got error {problem.code}: {shown(problem.message, self._channel.token)}"
+    def _server_error(self, where: str, problem: _Problem) -> AtollError:
+        text = f"{where}: got error {problem.code}: {excerpt(problem.message, self._channel.token)}"
         match problem.code:
             case "CAPACITY_REACHED":
                 return OverloadedError(f"{text}; register it with a lower concurrency")
@@ -198,12 +205,12 @@ class OpenEnvEpisode:
                 return UserError(f"{text}; GET /schema says what it takes")
             case "FACTORY_ERROR" | "SESSION_ERROR":
                 return ServiceUnavailableError(text)
-        return BadAnswerError(text)
+        return ProtocolError(text)
 
 
 class _Connect(connect):
     def process_redirect(self, exc: Exception) -> Exception:
-        return exc  # the token is for this address alone
+        return exc  # the token is only for this address
 
 
 @asynccontextmanager
@@ -217,9 +224,9 @@ async def _episode(channel: Channel) -> AsyncIterator[OpenEnvEpisode]:
 
 
 async def _leave(socket: ClientConnection) -> None:
-    """openenv-core logs a traceback for each client that goes without a word."""
+    """Says goodbye, since openenv-core logs a traceback for clients that just disconnect."""
     with suppress(TimeoutError, ConnectionClosed):
-        async with asyncio.timeout(FAREWELL_S):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await socket.send('{"type": "close"}')
             await socket.wait_closed()
     await socket.close()
@@ -236,15 +243,15 @@ async def _open(channel: Channel) -> ClientConnection:
                 compression=None,
                 proxy=None,
                 open_timeout=None,
-                close_timeout=FAREWELL_S,
-                **channel.elsewhere(),
+                close_timeout=CLOSE_TIMEOUT_S,
+                **channel.websocket_arguments(),
             )
     except InvalidStatus as error:
         response = error.response
-        failed = refusal(channel.where, response.status_code, response.headers, channel.token)
-        raise failed or BadAnswerError(
+        failed = status_error(channel.where, response.status_code, response.headers, channel.token)
+        raise failed or ProtocolError(
             f"{channel.where}: /ws: got status {response.status_code}, expected a WebSocket"
         ) from None
     except (OSError, EOFError, InvalidHandshake) as error:
-        reason = hidden(str(error), channel.token)
+        reason = redact(str(error), channel.token)
         raise ServiceUnavailableError(f"{channel.where}: /ws: no connection: {reason}") from None

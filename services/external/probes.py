@@ -1,7 +1,7 @@
-"""What a reward server is asked when it registers."""
+"""The probe of a reward server."""
 
 from atoll.external.base import RewardServer
-from atoll.runtime.errors import BadAnswerError
+from atoll.runtime.errors import ProtocolError
 from atoll.wire.types import FinishReason, Graded, GroupId, SampleId, ScoreItem
 
 PROBE = ScoreItem(
@@ -16,11 +16,11 @@ PROBE = ScoreItem(
 
 
 async def probe_reward(server: RewardServer) -> str:
-    """A verdict on one plain item; that the server cannot grade this very item is no fault."""
+    """Grades one plain item; a proper error for it is fine, too."""
     verdicts = await server.score([PROBE])
     if [verdict.id for verdict in verdicts] != [PROBE.id]:
-        raise BadAnswerError(f"{server.server.url}: got {len(verdicts)} verdicts for the probe, expected 1")
+        raise ProtocolError(f"{server.server.url}: got {len(verdicts)} verdicts for the probe, expected 1")
     verdict = verdicts[0]
     if isinstance(verdict, Graded):
         return f"graded the probe {verdict.value:g}"
-    return f"could not grade the probe ({verdict.cause}), and said so properly"
+    return f"returned a proper error for the probe ({verdict.cause})"

@@ -1,4 +1,4 @@
-"""Which client speaks which protocol."""
+"""Clients by protocol."""
 
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
@@ -10,8 +10,8 @@ from atoll.wire.types import ExternalServer
 
 Build = Callable[[ExternalServer, str | None], ExternalClient]
 
-# By kind and protocol. Each is imported when the first such server is connected: MCP's library alone would be
-# two fifths of a coordinator's start.
+# By kind and protocol. Each is imported on first use: MCP's library would take two fifths of a coordinator's
+# start.
 CLIENTS: Mapping[tuple[str, str], str] = {
     ("reward", "grpc"): "grpc:GrpcReward",
     ("reward", "http"): "http:HttpReward",
@@ -26,7 +26,7 @@ CLIENTS: Mapping[tuple[str, str], str] = {
 
 
 def connect(server: ExternalServer, token: str | None) -> ExternalClient:
-    """Makes no call yet. Raises UserError where nothing of that kind speaks the protocol."""
+    """Builds a client without calling the server. Raises UserError for an unknown protocol."""
     name = CLIENTS.get((server.kind, server.protocol))
     if name is None:
         known = ", ".join(protocol for kind, protocol in CLIENTS if kind == server.kind)

@@ -1,6 +1,6 @@
-"""A neural reward model that a trainer-role service of ours holds: `atoll serve trainer --role reward_model`.
+"""A neural reward model in a trainer service: `atoll serve trainer --role reward_model`.
 
-It reads text with its own tokenizer, so it need not be a relative of the policy, nor live in the run.
+It has its own tokenizer, so it may belong to another model family and run outside of the run.
 Option: `tokenizer`, the model's Hugging Face folder as the coordinator sees it.
 """
 
@@ -12,16 +12,16 @@ import numpy as np
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
-from atoll.external.answers import Options, read_options
 from atoll.external.grpc import Connection
+from atoll.external.responses import OptionsModel, parse_options
 from atoll.runtime.clients.trainer import TrainerClient
-from atoll.runtime.errors import BadAnswerError, UserError
+from atoll.runtime.errors import ProtocolError, UserError
 from atoll.wire.types import ExternalServer, Graded, GradingError, ScoreItem, Segments, Verdict
 
 ROLE = "reward_model"
 
 
-class _TrainerOptions(Options):
+class _TrainerOptions(OptionsModel):
     tokenizer: Path
 
 
@@ -29,17 +29,17 @@ _OPTIONS = TypeAdapter(_TrainerOptions)
 
 
 class TrainerRewards:
-    """What the model's head says after the last token of prompt and response."""
+    """The value head's output after the last token of prompt and response."""
 
     def __init__(self, server: ExternalServer, token: str | None) -> None:
-        """Raises UserError where the option `tokenizer` does not lead to a tokenizer."""
+        """Raises UserError if the option `tokenizer` does not lead to a tokenizer."""
         self.server = server
-        file = read_options(server, _OPTIONS).tokenizer / "tokenizer.json"
+        file = parse_options(server, _OPTIONS).tokenizer / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_buffer(file.read_bytes())
         except (OSError, ValueError) as error:
-            # whoever registers a server learns nothing of the coordinator's files
-            cause = "it is no tokenizer that can be read" if server.address else str(error)
+            # do not reveal the coordinator's files to whoever registers a server
+            cause = "it is not a readable tokenizer" if server.address else str(error)
             raise UserError(f"{server}: option tokenizer: {file}: {cause}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -49,7 +49,7 @@ class TrainerRewards:
         async with self._connection.slot() as client:
             info = await client.info()
         if ROLE not in info.roles:
-            raise BadAnswerError(
+            raise ProtocolError(
                 f"{self.server.url} holds {', '.join(info.roles)}, expected {ROLE}: "
                 f"start it by `atoll serve trainer --role {ROLE}`"
             )

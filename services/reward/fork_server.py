@@ -1,12 +1,12 @@
-"""Imported by the process that workers are forked from, before it forks any; by no other.
+"""Imported only by the fork server of the workers.
 
-It ends with the service, and its workers end with it. Until then it goes on: who ends the service signals
-the whole process group, and responses that are being graded have time to finish.
+It ends with the service, and its workers with it. It ignores signals to the process group, so that responses
+being graded can finish.
 """
 
 import signal
 
-from atoll.runtime.tether import die_with_parent
+from atoll.runtime.parent_death import die_with_parent
 
 die_with_parent()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

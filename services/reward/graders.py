@@ -1,4 +1,4 @@
-"""The graders of a service, each in its own way of running, and the verdicts of them all."""
+"""Runs a service's graders (inline, isolated or sandboxed) and combines their verdicts."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 
 from atoll.config.functions import load
 from atoll.config.schema import GraderConfig
-from atoll.reward.isolated import Isolated
+from atoll.reward.isolated_grader import IsolatedGrader
 from atoll.reward.sandbox.base import Sandbox
 from atoll.reward.score import (
     GRADERS,
@@ -19,7 +19,7 @@ from atoll.reward.score import (
     Failure,
     Grader,
     Outcome,
-    checked,
+    check_grade,
     combine,
     failure,
     judge,
@@ -28,9 +28,9 @@ from atoll.reward.sources import Route
 from atoll.runtime.errors import UserError
 from atoll.wire.types import ScoreItem, Verdict
 
-INLINE_BATCH = 64  # verdicts between two looks at other calls: a millisecond or less
-STILL_AT_WORK_S = 10.0  # without a verdict, until whoever waits is told that there is nothing wrong
-LINGER_S = 0.005  # that a verdict waits for others, unless it is the last: a message of its own costs more
+INLINE_BATCH = 64  # verdicts between yields to the event loop: at most a millisecond
+KEEPALIVE_S = 10.0  # without a verdict, until an empty message shows the caller that grading continues
+LINGER_S = 0.005  # that a verdict waits for others, to share a message
 
 
 def needs_sandbox(config: GraderConfig) -> bool:
@@ -45,27 +45,27 @@ def is_inline(config: GraderConfig) -> bool:
     return not (needs_sandbox(config) or needs_workers(config))
 
 
-def preloaded(configs: Sequence[GraderConfig]) -> list[str]:
-    """The modules that workers of these graders are forked with."""
+def modules_to_preload(configs: Sequence[GraderConfig]) -> list[str]:
+    """Modules to import before forking workers of these graders."""
     routed = any(config.name in ROUTED for config in configs)
     names = {config.name for config in configs}
     return [module for name, module in PRELOADED.items() if name in names or routed]
 
 
-class Running(Protocol):
-    """A grader that takes its time over a response."""
+class RunningGrader(Protocol):
+    """A grader that runs asynchronously."""
 
     async def grade(self, item: ScoreItem) -> Outcome:
-        """Cancelling it frees what it holds."""
+        """Cancelling frees its resources."""
         ...
 
     async def close(self) -> None:
-        """Once nothing is being graded."""
+        """Call once nothing is being graded."""
         ...
 
 
-class Inline:
-    """Where an item's route leads to a grader that takes no time."""
+class InlineGrader:
+    """An inline grader behind the asynchronous interface, for routed items."""
 
     def __init__(self, config: GraderConfig) -> None:
         self._grade: Grader = load(config, GRADERS)
@@ -74,11 +74,11 @@ class Inline:
         return judge(self._grade, item)
 
     async def close(self) -> None:
-        pass  # holds nothing
+        pass  # nothing to free
 
 
-class Sandboxed:
-    """In the service, with programs in its sandbox."""
+class SandboxedGrader:
+    """Runs in the service, with programs in its sandbox."""
 
     def __init__(self, config: GraderConfig, sandbox: Sandbox, programs: int) -> None:
         self._grade: Callable[..., Any] = load(config, GRADERS)
@@ -90,8 +90,8 @@ class Sandboxed:
         async with self._free:
             try:
                 async with asyncio.timeout(self._deadline_s):
-                    return checked(await self._grade(item, self._sandbox))
-            except TimeoutError:  # programs have limits of their own: it is the machine that is slow
+                    return check_grade(await self._grade(item, self._sandbox))
+            except TimeoutError:  # programs have their own limits: the machine is slow
                 return Failure(f"no grade within {self._deadline_s:g} s (deadline_s)", retryable=True)
             except Exception as error:
                 return failure(error)
@@ -100,19 +100,19 @@ class Sandboxed:
         pass  # the sandbox is the service's
 
 
-class Routed:
-    """Each item is graded by the grader that the route names, which starts with the first such item."""
+class RoutedGrader:
+    """Grades each item with the grader of its route, started on first use."""
 
-    def __init__(self, config: GraderConfig, run: Callable[[GraderConfig], Running]) -> None:
+    def __init__(self, config: GraderConfig, run: Callable[[GraderConfig], RunningGrader]) -> None:
         self._route: Callable[[ScoreItem], Route] = load(config, GRADERS)
         self._limits = {"deadline_s": config.deadline_s, "concurrency": config.concurrency}
         self._run = run
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, RunningGrader] = {}
 
     async def grade(self, item: ScoreItem) -> Outcome:
         try:
             grader = self._grader(self._route(item))
-        except ValueError as error:  # no grader for it, or none that takes the route's parameters
+        except ValueError as error:  # no grader for it, or one that does not take the route's parameters
             return failure(error)
         return await grader.grade(item)
 
@@ -120,7 +120,7 @@ class Routed:
         for grader in self._running.values():
             await grader.close()
 
-    def _grader(self, route: Route) -> Running:
+    def _grader(self, route: Route) -> RunningGrader:
         key = repr(route)
         if key not in self._running:
             settings = {"name": route.grader, **self._limits, **route.parameters}
@@ -128,21 +128,24 @@ class Routed:
         return self._running[key]
 
 
-def running(config: GraderConfig, sandbox: Sandbox | None, programs: int) -> Running:
-    """Raises UserError where a file of the user's cannot be read."""
+def start_grader(config: GraderConfig, sandbox: Sandbox | None, programs: int) -> RunningGrader:
+    """Raises UserError if a user's file cannot be read."""
     if config.name in ROUTED:
-        return Routed(config, partial(running, sandbox=sandbox, programs=programs))
+        return RoutedGrader(config, partial(start_grader, sandbox=sandbox, programs=programs))
     if config.name in SANDBOXED:
-        assert sandbox is not None  # the service starts one for them
-        return Sandboxed(config, sandbox, programs)
-    return Isolated(config) if needs_workers(config) else Inline(config)
+        assert sandbox is not None  # the service starts one in this case
+        return SandboxedGrader(config, sandbox, programs)
+    return IsolatedGrader(config) if needs_workers(config) else InlineGrader(config)
 
 
-class Panel:
-    """What grades a response: all graders at the same time."""
+class GraderPanel:
+    """All graders of a service, run concurrently."""
 
     def __init__(
-        self, configs: Sequence[GraderConfig], inline: Mapping[str, Grader], others: Mapping[str, Running]
+        self,
+        configs: Sequence[GraderConfig],
+        inline: Mapping[str, Grader],
+        others: Mapping[str, RunningGrader],
     ) -> None:
         self._configs = configs
         self._weights = {config.name: config.weight for config in configs}
@@ -153,7 +156,7 @@ class Panel:
 
     @classmethod
     async def start(cls, configs: Sequence[GraderConfig], sandbox: Sandbox | None, programs: int) -> Self:
-        """`programs`: how many the sandbox runs at once. Raises UserError where a grader of the user's own
+        """`programs`: the sandbox's concurrency. Raises UserError if a grader of the user's own
         cannot be loaded, or a setting has no effect."""
         for config in filter(is_inline, configs):
             if config.concurrency or config.deadline_s != GraderConfig.model_fields["deadline_s"].default:
@@ -163,7 +166,7 @@ class Panel:
                 )
         inline = {config.name: load(config, GRADERS) for config in configs if is_inline(config)}
         slow = [config for config in configs if not is_inline(config)]
-        others = {config.name: running(config, sandbox, programs) for config in slow}
+        others = {config.name: start_grader(config, sandbox, programs) for config in slow}
         panel = cls(configs, inline, others)
         await panel._load(others)
         return panel
@@ -172,13 +175,14 @@ class Panel:
     def names(self) -> list[str]:
         return [config.name for config in self._configs]
 
-    async def reloaded(self) -> "Panel":
-        """The same with the user's own graders imported anew. Raises UserError where one cannot be loaded, or
-        there is none."""
-        fresh = {config.name: Isolated(config) for config in self._configs if config.is_users_own}
+    async def reload(self) -> "GraderPanel":
+        """A new panel with the user's own graders imported again. Raises UserError if one cannot be loaded,
+        or there is none.
+        """
+        fresh = {config.name: IsolatedGrader(config) for config in self._configs if config.is_users_own}
         if not fresh:
-            raise UserError("reward.graders names no file.py:function: there is nothing to load anew")
-        panel = Panel(self._configs, self._inline, {**self._others, **fresh})
+            raise UserError("reward.graders names no file.py:function: there is nothing to reload")
+        panel = GraderPanel(self._configs, self._inline, {**self._others, **fresh})
         await panel._load(fresh)
         return panel
 
@@ -188,7 +192,7 @@ class Panel:
         self._calls += 1
         self._idle.clear()
         try:
-            grade = self._as_they_come if self._others else self._in_turn
+            grade = self._as_they_come if self._others else self._one_by_one
             async with aclosing(grade(items)) as batches:
                 async for verdicts in batches:
                     yield verdicts
@@ -197,26 +201,26 @@ class Panel:
             if not self._calls:
                 self._idle.set()
 
-    async def retire(self, successor: "Panel | None" = None) -> None:
-        """Closes what `successor` has not taken over, once the calls under way have ended."""
+    async def retire(self, successor: "GraderPanel | None" = None) -> None:
+        """Closes graders that `successor` has not taken over, once running calls have ended."""
         if self._calls:
             await self._idle.wait()
         for name, grader in self._others.items():
             if successor is None or successor._others[name] is not grader:
                 await grader.close()
 
-    async def _load(self, graders: Mapping[str, Running]) -> None:
+    async def _load(self, graders: Mapping[str, RunningGrader]) -> None:
         try:
             for config in self._configs:
                 grader = graders.get(config.name)
-                if config.is_users_own and isinstance(grader, Isolated):
+                if config.is_users_own and isinstance(grader, IsolatedGrader):
                     await grader.load()
         except BaseException:
             for grader in graders.values():
                 await grader.close()
             raise
 
-    async def _in_turn(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Verdict], None]:
+    async def _one_by_one(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Verdict], None]:
         for start in range(0, len(items), INLINE_BATCH):
             yield [
                 combine(item.id, self._weights, self._judge_inline(item))
@@ -224,7 +228,7 @@ class Panel:
             ]
 
     async def _as_they_come(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Verdict], None]:
-        """Waits for tasks, one per item, which end of themselves: every grader has a deadline."""
+        """Waits for one task per item; all end, since every grader has a deadline."""
         ready: list[asyncio.Task[Verdict]] = []
         changed = asyncio.Event()
 
@@ -239,7 +243,7 @@ class Panel:
             left = len(tasks)
             while left:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(STILL_AT_WORK_S):
+                    async with asyncio.timeout(KEEPALIVE_S):
                         await changed.wait()
                 if 0 < len(ready) < left:
                     await asyncio.sleep(LINGER_S)

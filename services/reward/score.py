@@ -1,4 +1,4 @@
-"""Graders, how each of them runs, and what their grades add up to."""
+"""Built-in graders, how each one runs, and how grades are combined."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,8 +14,8 @@ from atoll.reward.verifiers.gsm8k import gsm8k, gsm8k_format
 from atoll.reward.verifiers.json_schema import json_schema
 from atoll.reward.verifiers.language import language_consistency
 from atoll.reward.verifiers.length import length_cost, length_target, overlong
+from atoll.reward.verifiers.maths import grade_quickly as quick_maths
 from atoll.reward.verifiers.maths import maths
-from atoll.reward.verifiers.maths import quick as quick_maths
 from atoll.reward.verifiers.repetition import repetition
 from atoll.reward.verifiers.text_match import edit_similarity, normalized_match, search_r1, token_f1
 from atoll.runtime.errors import SandboxError, ServiceUnavailableError
@@ -65,7 +65,7 @@ MAX_CAUSE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a grader says nothing of a response; `retryable` where it may the next time."""
+    """A grader's failure; `retryable` if it may succeed the next time."""
 
     cause: str
     retryable: bool
@@ -76,8 +76,8 @@ Outcome = Grade | Failure
 
 def judge(grade: Grader, item: ScoreItem) -> Outcome:
     try:
-        return checked(grade(item))
-    except (Exception, SystemExit) as error:  # a user's grader may raise anything; its cause is reported
+        return check_grade(grade(item))
+    except (Exception, SystemExit) as error:  # user graders may raise anything; the cause is reported
         return failure(error)
 
 
@@ -88,8 +88,8 @@ def judge_quickly(grade: Callable[[ScoreItem], Grade | None], item: ScoreItem) -
         return failure(error)
 
 
-def checked(value: object) -> Grade:
-    """What a grader returned, as a finite number and a short reason. Raises where it is none."""
+def check_grade(value: object) -> Grade:
+    """Validates a grader's result: a finite number and a short reason. Raises if invalid."""
     got: object = value.value if isinstance(value, Grade) else value
     if not isinstance(got, SupportsFloat):
         raise TypeError(f"got {type(got).__name__} {got!r}, expected a number")
@@ -97,17 +97,17 @@ def checked(value: object) -> Grade:
     if not math.isfinite(number):
         raise ValueError(f"got {number}, expected a finite number")
     kind, colon, detail = value.reason.partition(":") if isinstance(value, Grade) else ("", "", "")
-    return Grade(number, _line(f"{kind[:MAX_KIND]}{colon}{detail}", MAX_REASON))
+    return Grade(number, _one_line(f"{kind[:MAX_KIND]}{colon}{detail}", MAX_REASON))
 
 
 def failure(error: BaseException) -> Failure:
-    """What lies outside, such as a judge's server or the sandbox, may answer the next time; a bug stays."""
+    """External failures (a judge's server, the sandbox) are retryable; bugs are not."""
     outside = OSError | SandboxError | ServiceUnavailableError
-    return Failure(_line(f"{type(error).__name__}: {error}", MAX_CAUSE), isinstance(error, outside))
+    return Failure(_one_line(f"{type(error).__name__}: {error}", MAX_CAUSE), isinstance(error, outside))
 
 
-def _line(text: str, most: int) -> str:
-    """Of what may quote a response: a lone surrogate fits no message, and a terminal obeys control codes."""
+def _one_line(text: str, most: int) -> str:
+    """One sanitized line: lone surrogates cannot be encoded, and terminals obey control codes."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:most])[:most]
 
 
@@ -119,7 +119,7 @@ def combine(sample: SampleId, weights: Mapping[str, float], outcomes: Mapping[st
             return GradingError(sample, name, outcome.cause, outcome.retryable)
         grades[name] = outcome
     score = sum([weights[name] * grade.value for name, grade in grades.items()])
-    if not math.isfinite(score):  # of finite grades: a weight is none, or the sum too large
+    if not math.isfinite(score):  # finite grades, but a non-finite weight or an overflow
         return GradingError(sample, "", f"got a weighted sum of {score}, expected a finite number", False)
     return Graded(
         sample,

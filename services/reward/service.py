@@ -1,4 +1,4 @@
-"""The reward service's door: Score, Execute, Describe and Reload of package atoll.v1."""
+"""The reward servicer: Score, Execute, Describe and Reload of package atoll.v1."""
 
 import asyncio
 import math
@@ -9,8 +9,8 @@ from typing import Any, Self
 import grpc.aio
 
 from atoll.config.schema import RewardSection, SandboxConfig
-from atoll.reward.graders import Panel, needs_sandbox, needs_workers, preloaded
-from atoll.reward.isolated import start_fork_server
+from atoll.reward.graders import GraderPanel, modules_to_preload, needs_sandbox, needs_workers
+from atoll.reward.isolated_grader import start_fork_server
 from atoll.reward.sandbox.base import Sandbox
 from atoll.reward.sandbox.host import start_sandbox
 from atoll.runtime.errors import OverloadedError, UserError
@@ -23,19 +23,19 @@ from atoll.wire.codec.rewards import (
     encode_verdict,
 )
 from atoll.wire.info import RewardInfo
-from atoll.wire.types import Limits
+from atoll.wire.types import ProgramLimits
 from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RewardService(reward_pb2_grpc.RewardServicer):
-    """Holds `max_queued` responses and programs at most, over all calls."""
+    """Accepts at most `max_queued` responses and programs at a time, over all calls."""
 
     def __init__(
-        self, section: RewardSection, panel: Panel, sandbox: Sandbox | None, resources: AsyncExitStack
+        self, section: RewardSection, panel: GraderPanel, sandbox: Sandbox | None, resources: AsyncExitStack
     ) -> None:
-        """Closes `resources` in the end."""
+        """Closes `resources` at the end."""
         self._settings = section.sandbox or SandboxConfig()
         self._max_queued = section.max_queued
         self._panel = panel
@@ -51,17 +51,17 @@ class RewardService(reward_pb2_grpc.RewardServicer):
 
     @classmethod
     async def start(cls, section: RewardSection) -> Self:
-        """From the main thread. Raises UserError where a grader cannot be loaded, SandboxError where programs
+        """From the main thread. Raises UserError if a grader cannot be loaded, SandboxError if programs
         cannot be kept apart from this machine."""
         graders = [config for config in section.graders if config.server is None]
         if any(needs_workers(config) for config in graders):
-            start_fork_server(preloaded(graders))
+            start_fork_server(modules_to_preload(graders))
         async with AsyncExitStack() as resources:
             settings, sandbox = section.sandbox or SandboxConfig(), None
             if section.sandbox is not None or any(needs_sandbox(config) for config in graders):
                 starting = start_sandbox(settings.programs, settings.namespaces == "auto")
                 sandbox = await resources.enter_async_context(starting)
-            panel = await Panel.start(graders, sandbox, settings.programs)
+            panel = await GraderPanel.start(graders, sandbox, settings.programs)
             return cls(section, panel, sandbox, resources.pop_all())
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -70,8 +70,9 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def Score(
         self, request: reward_pb2.ScoreRequest, context: Context
     ) -> AsyncIterator[reward_pb2.ScoreReply]:
-        """A response on which a grader hangs or crashes costs its own verdict, no other's. Its place is free
-        once its verdict is there."""
+        """If a grader hangs or crashes, only that response's verdict fails. Its place is freed with its
+        verdict.
+        """
         left = self._take_places(len(request.items))
         try:
             async with aclosing(self._panel.verdicts(decode_score(request))) as ready:
@@ -83,7 +84,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             self._held -= left
 
     async def Execute(self, request: reward_pb2.ExecuteRequest, context: Context) -> reward_pb2.ExecuteReply:
-        """Limits above those of [reward.sandbox], or of the call's deadline, are those."""
+        """Limits are capped by those of [reward.sandbox] and by the call's deadline."""
         if self._sandbox is None:
             raise UserError(
                 "Execute: this reward service has no sandbox: add [reward.sandbox] to the run's TOML file"
@@ -105,16 +106,16 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         return encode_reward_info(RewardInfo(tuple(self._panel.names), self._max_queued, tier))
 
     async def Reload(self, request: reward_pb2.ReloadRequest, context: Context) -> reward_pb2.ReloadReply:
-        """Where a file cannot be loaded, nothing changes."""
+        """Changes nothing if a file cannot be loaded."""
         async with self._reloading:
-            old, self._panel = self._panel, await self._panel.reloaded()
+            old, self._panel = self._panel, await self._panel.reload()
         retiring = asyncio.create_task(old.retire(self._panel))
         self._retiring.add(retiring)
         retiring.add_done_callback(self._retiring.discard)
         return reward_pb2.ReloadReply()
 
-    async def failed(self) -> None:
-        await asyncio.Event().wait()  # what breaks is replaced, or says so in each verdict
+    async def wait_for_failure(self) -> None:
+        await asyncio.Event().wait()  # broken parts are replaced, or reported in each verdict
 
     async def close(self) -> None:
         await asyncio.gather(*self._retiring)
@@ -135,9 +136,9 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         self._held += count
         return count
 
-    def _bounded(self, limits: Limits, remaining_s: float) -> Limits:
+    def _bounded(self, limits: ProgramLimits, remaining_s: float) -> ProgramLimits:
         most = self._settings
-        return Limits(
+        return ProgramLimits(
             timeout_s=min(limits.timeout_s, remaining_s),
             memory_bytes=min(limits.memory_bytes, most.memory_mb << 20),
             output_bytes=min(limits.output_bytes, most.output_kb << 10),

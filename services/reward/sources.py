@@ -1,6 +1,6 @@
-"""Which built-in grader grades a row, by verl's `data_source`: its datasets work as they are.
+"""Routes rows to built-in graders by verl's `data_source`, so that verl's datasets work unchanged.
 
-The names and what each stands for are those of verl's `default_compute_score`.
+The names and their meaning are those of verl's `default_compute_score`.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ ROUTES: Mapping[str, Route] = {
 def data_source(item: ScoreItem, *, default: str | None = None) -> Route:
     """The grader for an item; `default` is the built-in one for sources that are not known here.
 
-    Raises ValueError where there is none: a row that nobody can grade is an error, not a 0.
+    Raises ValueError if there is none: an ungradable row is an error, not a 0.
     """
     for pattern, route in ROUTES.items():
         if fnmatchcase(item.data_source, pattern):

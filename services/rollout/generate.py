@@ -1,4 +1,4 @@
-"""Between service and engine: each turn is generated once, however often it is asked for."""
+"""Deduplicates requests: each turn is generated once, however often it is requested."""
 
 import asyncio
 from collections import OrderedDict
@@ -22,9 +22,11 @@ from atoll.wire.types import (
 )
 
 MAX_REMEMBERED_TOKENS = 1 << 20  # of finished samples: some 10 MB
-LINGER_S = 0.02  # a finished sample waits so long for others: a message costs the coordinator more than they
+LINGER_S = 0.02  # that a finished sample waits for others, to share a message
 MAX_LINGER_S = 1.0
-ORPHANED_S = 2.0  # that work goes on with nobody listening: a caller whose stream broke comes back at once
+ORPHAN_TIMEOUT_S = (
+    2.0  # that generation continues without a listener: a caller with a broken stream reconnects at once
+)
 MESSAGES_PER_S = 500  # of a large fleet, all replicas together
 
 
@@ -35,7 +37,7 @@ def linger_for(num_replicas: int) -> float:
 
 @dataclass(eq=False, slots=True)
 class _Listener:
-    """A call that waits for samples."""
+    """A call waiting for samples."""
 
     missing: set[TurnId] = field(default_factory=set)
     inbox: asyncio.Queue[list[Trajectory] | Exception] = field(default_factory=asyncio.Queue)
@@ -61,7 +63,7 @@ class _Listener:
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _EngineCall:
     """One engine call, and who listens to it. It ends early when nobody does for ORPHANED_S."""
 
     running: set[TurnId]
@@ -74,7 +76,7 @@ class Generator:
         self._engine = engine
         self._linger_s = linger_s
         self._origin = Origin(replica, incarnation)
-        self._jobs: dict[TurnId, _Job] = {}  # by each turn that runs
+        self._jobs: dict[TurnId, _EngineCall] = {}  # by each turn that runs
         self._finished: OrderedDict[TurnId, Trajectory] = OrderedDict()  # oldest first
         self._finished_tokens = 0
 
@@ -88,13 +90,13 @@ class Generator:
         """
         listener = _Listener()
         answers: list[Trajectory] = []
-        jobs: set[_Job] = set()
+        jobs: set[_EngineCall] = set()
         new = []
         for request in requests:
             unknown = []
             for id in request.ids:
                 if id in listener.missing:
-                    raise UserError(f"turn {id} is asked for twice in one call: ask once")
+                    raise UserError(f"turn {id} is requested twice in one call: request it once")
                 if id in self._finished:
                     answers.append(self._finished[id])
                     continue
@@ -122,28 +124,28 @@ class Generator:
             for job in jobs:
                 job.listeners.discard(listener)
                 if not job.listeners:
-                    asyncio.get_running_loop().call_later(ORPHANED_S, self._end_orphan, job)
+                    asyncio.get_running_loop().call_later(ORPHAN_TIMEOUT_S, self._end_orphan, job)
 
     def forget(self) -> None:
-        """For a new lineage, which asks again for ids that the old one has seen."""
+        """Clears remembered samples for a new lineage, which reuses ids."""
         self._finished.clear()
         self._finished_tokens = 0
         for job in set(self._jobs.values()):
             self._end_orphan(job)
 
-    def _end_orphan(self, job: _Job) -> None:
-        """Unless somebody listens again."""
+    def _end_orphan(self, job: _EngineCall) -> None:
+        """Ends an engine call without listeners."""
         if job.task is not None and not job.listeners:
             job.task.cancel()
             self._unlist(job)
 
-    def _start(self, requests: Sequence[TurnRequest]) -> _Job:
-        job = _Job({id for request in requests for id in request.ids})
+    def _start(self, requests: Sequence[TurnRequest]) -> _EngineCall:
+        job = _EngineCall({id for request in requests for id in request.ids})
         self._jobs.update(dict.fromkeys(job.running, job))
         job.task = asyncio.create_task(self._run(job, requests))
         return job
 
-    async def _run(self, job: _Job, requests: Sequence[TurnRequest]) -> None:
+    async def _run(self, job: _EngineCall, requests: Sequence[TurnRequest]) -> None:
         """Consumes one engine call for all listeners; ends with its last sample, with an error, or
         cancelled once nobody listens."""
         try:
@@ -156,13 +158,13 @@ class Generator:
         finally:
             self._unlist(job)
 
-    def _unlist(self, job: _Job) -> None:
-        """Its unfinished requests may be asked for anew."""
+    def _unlist(self, job: _EngineCall) -> None:
+        """Lets its unfinished requests be generated again."""
         for id in job.running:
             del self._jobs[id]
         job.running.clear()
 
-    def _publish(self, job: _Job, completions: Sequence[Completion]) -> None:
+    def _publish(self, job: _EngineCall, completions: Sequence[Completion]) -> None:
         samples = {completion.id: self._trajectory(completion) for completion in completions}
         for id, sample in samples.items():
             job.running.remove(id)

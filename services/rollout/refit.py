@@ -1,4 +1,4 @@
-"""A replica's side of a weight push: a second set of parameter buffers that a version arrives in."""
+"""A replica's side of a weight push: a second set of parameter buffers that receives a version."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from atoll.wire.types import TRANSFER, Membership, Plan, PushPart, StreamManifes
 
 
 @dataclass(slots=True)
-class _Side:
+class _BufferSet:
     """One of the two sets of buffers. Both dicts go by the transfer's number in the plan."""
 
     buffers: list[torch.Tensor]
@@ -25,11 +25,11 @@ class _Side:
 
 
 class Refit:
-    """Stages versions beside the live parameters and takes them over. No engine; any target rank.
+    """Stages versions next to the live parameters and commits them. Engine-independent; for any target rank.
 
-    `receive` writes only the staging side, so it may run in a thread while generation goes on;
+    `receive` writes only the staging side, so it may run in a thread while generation continues;
     `commit` exchanges the two sides, or copies where an engine cannot let go of its buffers. Calls exclude
-    one another: a receive that its caller has given up ends before the next call begins.
+    one another: a receive whose caller was cancelled ends before the next call begins.
     """
 
     def __init__(
@@ -41,15 +41,16 @@ class Refit:
         *,
         in_place: bool = False,
     ) -> None:
-        """`buffers` are those that the catalog indexes; `rank` is the tensor-parallel rank. `in_place`: they
-        stay the live ones, and a commit copies what changed."""
+        """`buffers` are those that the shard layout indexes; `rank` is the tensor-parallel rank. `in_place`:
+        they stay the live ones, and a commit copies what changed.
+        """
         self.version = version
         self._receiver = receiver
         self._rank = rank
         self._in_place = in_place
         self._dtype = buffers[0].dtype
-        self._live = _Side(list(buffers))
-        self._staging = _Side([buffer.clone() for buffer in buffers])  # touches the pages
+        self._live = _BufferSet(list(buffers))
+        self._staging = _BufferSet([buffer.clone() for buffer in buffers])  # allocates the pages
         self._plan = Plan("", (), np.empty(0, TRANSFER))
         self._epoch = 0
         self._incoming: Version | None = None
@@ -60,7 +61,7 @@ class Refit:
         """Copies what the part holds for this rank and checks it; returns bytes copied.
 
         A version comes in one call or in several; the plan comes with the first stream that needs it.
-        Boxes that already hold the expected bytes are not copied. Raises WeightPushError where a slice
+        Boxes that already hold the expected bytes are not copied. Raises WeightPushError if a slice
         is wrong: nothing of the version counts as arrived then. A call of an epoch that is over, which may
         come late, is refused and changes nothing.
         """
@@ -92,7 +93,7 @@ class Refit:
                 raise
 
     def check(self, version: Version) -> None:
-        """Raises WeightPushError where a commit of the version would."""
+        """Raises WeightPushError if a commit of the version would."""
         with self._lock:
             if version != self.version:
                 self._check_staged(version)
@@ -101,7 +102,7 @@ class Refit:
         """Makes the staged version live; returns the buffers that hold it, for the engine to bind to.
 
         Unless `in_place`, those that were live become the staging side: the next `receive` overwrites them.
-        Repeating the call changes nothing. Raises WeightPushError where the version is not staged whole.
+        Repeating the call changes nothing. Raises WeightPushError if the version is not staged whole.
         """
         with self._lock:
             if version != self.version:
@@ -153,12 +154,12 @@ class Refit:
             return 0
         first, run, part = taken
         if stream.delta:
-            part = self._applied(part, first, run)
+            part = self._apply_delta(part, first, run)
         expected = dict(zip(range(first, first + len(run)), stream.checksums.tolist(), strict=True))
         pieces = dict(zip(expected, stream_views(part, run, self._dtype), strict=True))
         return self._stage(expected, pieces)
 
-    def _applied(self, delta: torch.Tensor, first: int, run: NDArray[np.void]) -> torch.Tensor:
+    def _apply_delta(self, delta: torch.Tensor, first: int, run: NDArray[np.void]) -> torch.Tensor:
         """uint8 [bytes] the part that the delta makes of the live one. Whether it was encoded from that one,
         checksums tell."""
         num_elements = int((run["rows"] * run["columns"]).sum())

@@ -1,4 +1,4 @@
-"""The rollout service's door: the Rollout methods of package atoll.v1."""
+"""The rollout servicer: the Rollout methods of package atoll.v1."""
 
 import asyncio
 import time
@@ -55,8 +55,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServicer_to_server(self, server)
 
-    async def failed(self) -> None:
-        await self._engine.failed()
+    async def wait_for_failure(self) -> None:
+        await self._engine.wait_for_failure()
 
     async def close(self) -> None:
         await self._engine.close()
@@ -101,7 +101,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             stall_s = await self._commit_quietly(version)
         else:
             stall_s = await self._engine.commit(version)
-        if version.lineage != self._lineage:  # perhaps committed before, by a call that was given up
+        if version.lineage != self._lineage:  # perhaps committed earlier, by a cancelled call
             self._generator.forget()
             self._lineage = version.lineage
         return pb.CommitWeightsReply(stall_s=stall_s)
@@ -142,7 +142,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 max_length=info.max_length,
                 slots=info.slots,
                 dtype=info.dtype,
-                catalogs=self._engine.catalogs(),
+                shard_layouts=self._engine.shard_layouts(),
                 running=info.running,
                 queued=info.queued,
                 tokens_generated=info.tokens_generated,

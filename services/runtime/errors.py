@@ -4,13 +4,13 @@ import grpc
 
 
 class AtollError(Exception):
-    """Base of everything that Atoll raises on purpose."""
+    """Base class of errors that Atoll raises deliberately."""
 
     code = grpc.StatusCode.INTERNAL
 
 
 class UserError(AtollError, ValueError):
-    """Something that the user can mend: config, data, model folder."""
+    """An error that the user can fix: in the config, the data or a model folder."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -34,37 +34,37 @@ class ServiceUnavailableError(AtollError):
 
 
 class OverloadedError(ServiceUnavailableError):
-    """The service has as much to do as it takes on: ask another one, or this one later."""
+    """The service is at its limit: try another one, or this one later."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED  # not sent again by gRPC itself
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED  # not retried by gRPC itself
 
 
-class BadAnswerError(AtollError):
-    """A peer or an external server sent something that its protocol does not allow."""
+class ProtocolError(AtollError):
+    """A response violates the protocol, from a peer or an external server."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class SandboxError(AtollError):
-    """A sandbox could not be set up or is broken: says nothing about the program. Never a reward."""
+    """A sandbox could not be set up or is broken. Not the program's fault; never a reward."""
 
     code = grpc.StatusCode.INTERNAL
 
 
 class EngineDiedError(ServiceUnavailableError):
-    """A replica's engine is gone; the replica builds another one, which has not got the weights yet."""
+    """A replica's engine died; the replica starts another one, which lacks the current weights."""
 
     code = grpc.StatusCode.ABORTED  # gRPC itself sends what is UNAVAILABLE again, to the same address
 
 
 class ReplacedError(AtollError):
-    """A newer process has registered under the same name: this one has no work left."""
+    """A newer process has registered under the same name: this one must stop."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class StoreError(AtollError):
-    """The store is away or refused a command. A write that was under way may have happened or not."""
+    """The store is unavailable or refused a command. A pending write may or may not have happened."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
@@ -82,8 +82,9 @@ class LostStateError(AtollError):
 
 
 class MemoryExhaustedError(Exception):
-    """A rank asked for memory that is not there. It may hold half an update, and its peers wait for the other
-    half: not an AtollError, after which a service goes on, but the end of its process."""
+    """A rank is out of memory. It may hold half an update while its peers wait for the rest, so its process
+    must end: unlike after an AtollError, the service cannot continue.
+    """
 
 
 class CheckpointError(AtollError):

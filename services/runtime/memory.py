@@ -1,9 +1,9 @@
-"""How many bytes a model takes on each of its ranks, from its config.json and its settings. Pure arithmetic.
+"""Estimates a model's memory on each of its ranks, from its config.json and settings. Pure arithmetic.
 
 In the style of Korthikanti et al. 2022 (arXiv:2205.05198), section 4, for our own layers: each term names the
 tensors that it counts. tests/integration/test_memory_plan.py compares them with what is really allocated.
 
-Not known before a run, and left out: keys of a shared prompt are gathered once for each of its samples,
+Unknown before a run, and ignored: keys of a shared prompt are gathered once for each of its samples,
 short segments are padded, experts get unequal shares, a tree above the budget is a micro-batch of its own.
 """
 
@@ -24,8 +24,8 @@ NCCL = 1 << 30  # buffers of its communicators, where it has peers
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes on the device of one rank when most is there."""
+class RankMemory:
+    """Peak bytes on the device of one rank."""
 
     parameters: int
     gradients: int  # sums in float32, and the gradient of one matrix on its way there
@@ -40,12 +40,12 @@ class Memory:
 
     @property
     def resident(self) -> int:
-        """What is there all the time, unless it is off-loaded."""
+        """Bytes that are resident all the time, unless offloaded."""
         return self.parameters + self.gradients + self.optimizer + self.framework
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class ParameterCount:
     """Parameters of one rank, without and in experts: the two are split over different ranks."""
 
     dense: int
@@ -57,14 +57,14 @@ class Count:
         return self.dense + self.experts
 
 
-def rank_memory(spec: ModelSpec, section: RoleSection, stage: int, phase: Phase) -> Memory:
-    """Of a rank in pipeline stage `stage`; ranks of a stage are alike.
+def rank_memory(spec: ModelSpec, section: RoleSection, stage: int, phase: Phase) -> RankMemory:
+    """Of a rank in pipeline stage `stage`; ranks of a stage are identical.
 
     "forward" is a pass that keeps nothing, over max_tokens_per_forward tokens; "update" one micro-batch of
     max_tokens_per_microbatch after the other, forward and backward.
     """
     parallel, size = section.parallel, BYTES[section.dtype]
-    held, trained = parameters(spec, parallel, stage), Count(0, 0)
+    held, trained = parameters(spec, parallel, stage), ParameterCount(0, 0)
     optimizer = 0
     if isinstance(section, TrainerSection):
         trained = adapters(spec, section.lora, parallel) if section.lora else held
@@ -72,17 +72,17 @@ def rank_memory(spec: ModelSpec, section: RoleSection, stage: int, phase: Phase)
         each = 2 * FP32 + (FP32 if size < FP32 else 0)
         optimizer = _share(trained, parallel, section.optimizer.distributed) * each
     is_update = phase == "update" and trained.total > 0
-    return Memory(
+    return RankMemory(
         parameters=held.total * size,
         gradients=trained.total * FP32 + trained.largest * size,
         optimizer=optimizer,
-        activations=_kept(spec, section, stage) if is_update else 0,
+        activations=_activations(spec, section, stage) if is_update else 0,
         working=_working(spec, section, stage, is_update),
         framework=FRAMEWORK + (NCCL if parallel.world_size > 1 else 0),
     )
 
 
-def parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> Count:
+def parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> ParameterCount:
     """Of a rank in pipeline stage `stage`."""
     hidden, tp, layers = spec.hidden_size, parallel.tensor, spec.num_layers // parallel.pipeline
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -106,10 +106,10 @@ def parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> Count:
         ends += hidden if spec.head == "value" else 0 if spec.tied and is_first else vocabulary
     if is_first or (is_last and spec.head == "language"):
         largest = max(largest, vocabulary)
-    return Count(dense * layers + ends, experts * layers, largest)
+    return ParameterCount(dense * layers + ends, experts * layers, largest)
 
 
-def adapters(spec: ModelSpec, lora: LoraConfig, parallel: ParallelConfig) -> Count:
+def adapters(spec: ModelSpec, lora: LoraConfig, parallel: ParallelConfig) -> ParameterCount:
     """A [rank, inputs] and B [outputs, rank] of each target, one of both split over tensor-parallel ranks."""
     hidden, tp, ffn = spec.hidden_size, parallel.tensor, spec.intermediate_size
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -123,7 +123,7 @@ def adapters(spec: ModelSpec, lora: LoraConfig, parallel: ParallelConfig) -> Cou
         "down_proj": ffn // tp + hidden,
     }
     layers = spec.num_layers // parallel.pipeline
-    return Count(layers * lora.rank * sum(extents[target] for target in lora.targets), 0)
+    return ParameterCount(layers * lora.rank * sum(extents[target] for target in lora.targets), 0)
 
 
 def host_memory(spec: ModelSpec, section: RoleSection, stage: int, push_bytes: int) -> int:
@@ -134,7 +134,7 @@ def host_memory(spec: ModelSpec, section: RoleSection, stage: int, push_bytes: i
     return pushed + (memory.parameters + memory.optimizer if section.offload else 0)
 
 
-def _share(count: Count, parallel: ParallelConfig, distributed: bool) -> int:
+def _share(count: ParameterCount, parallel: ParallelConfig, distributed: bool) -> int:
     """The parameters whose optimizer state a rank holds."""
     if not distributed:
         return count.total
@@ -142,16 +142,16 @@ def _share(count: Count, parallel: ParallelConfig, distributed: bool) -> int:
     return count.dense // copies + count.experts * parallel.expert // (copies * parallel.tensor)
 
 
-def _kept(spec: ModelSpec, section: RoleSection, stage: int) -> int:
+def _activations(spec: ModelSpec, section: RoleSection, stage: int) -> int:
     """Bytes that backward passes read, of all micro-batches on their way through the stages."""
     parallel, size = section.parallel, BYTES[section.dtype]
     tokens = section.max_tokens_per_microbatch // parallel.context
-    layers = spec.num_layers // (parallel.pipeline * parallel.virtual_pipeline)  # of one turn
+    layers = spec.num_layers // (parallel.pipeline * parallel.virtual_pipeline)  # of one virtual stage
     in_flight = parallel.pipeline - stage  # 1F1B: a stage is as many ahead as there are stages behind it
-    if parallel.virtual_pipeline > 1:  # turns of micro-batches (arXiv:2104.04473, section 2.2)
+    if parallel.virtual_pipeline > 1:  # interleaved schedule (arXiv:2104.04473, section 2.2)
         in_flight = 2 * (parallel.pipeline - stage - 1)
         in_flight += (parallel.virtual_pipeline - 1) * parallel.pipeline + 1
-    each = layers * _kept_by_layer(spec, section, section.recompute)
+    each = layers * _activations_by_layer(spec, section, section.recompute)
     each += 2 * spec.head_dim * size  # cosines and sines of the rotation
     kept = tokens * each * in_flight
     if stage == parallel.pipeline - 1:  # the final norm's input, its output and that gathered; rows
@@ -161,7 +161,7 @@ def _kept(spec: ModelSpec, section: RoleSection, stage: int) -> int:
     return kept
 
 
-def _kept_by_layer(spec: ModelSpec, section: RoleSection, recompute: str) -> int:
+def _activations_by_layer(spec: ModelSpec, section: RoleSection, recompute: str) -> int:
     """Bytes of a token."""
     parallel, size = section.parallel, BYTES[section.dtype]
     tp, sp = parallel.tensor, parallel.tensor if parallel.sequence else 1
@@ -176,10 +176,10 @@ def _kept_by_layer(spec: ModelSpec, section: RoleSection, recompute: str) -> int
     float32 = 2 / sp  # and scales
     if spec.qk_norm:
         float32 += heads + kv_heads
-    if recompute == "selective":  # queries, keys and values before they are turned; the output
+    if recompute == "selective":  # queries, keys and values before rotation; the output
         elements += mixed + in_order + query
         elements += query + key if spec.qk_norm else 0  # after their norm
-    else:  # turned and gathered queries, keys and values of all context ranks; the output
+    else:  # rotated and gathered queries, keys and values of all context ranks; the output
         elements += query + 2 * key * parallel.context + query
         elements += 0 if section.attention == "flash" else query  # once more, in the tokens' order
         elements += mixed + in_order if spec.qk_norm else 0  # before their norm
@@ -211,7 +211,7 @@ def _working(spec: ModelSpec, section: RoleSection, stage: int, is_update: bool)
         if section.recompute == "selective":  # silu(gate) and the product again
             layer += 2 * width * size
         elif section.recompute == "full":  # all that a layer keeps
-            layer += _kept_by_layer(spec, section, "none")
+            layer += _activations_by_layer(spec, section, "none")
     if stage < parallel.pipeline - 1:
         return int(tokens * layer)
     output = 0

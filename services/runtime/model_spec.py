@@ -1,4 +1,4 @@
-"""What a Hugging Face folder's config.json says about the model, checked."""
+"""Reads and validates a Hugging Face folder's config.json."""
 
 import json
 from dataclasses import dataclass, replace
@@ -35,24 +35,27 @@ COMPUTED: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Llama 3.1's stretched positions (arXiv:2407.21783, section 3.4.2)."""
+    """Llama 3.1 RoPE scaling (arXiv:2407.21783, section 3.4.2)."""
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_positions: int
 
-    def stretch(self, frequencies: Any) -> Any:
-        """Turns that take more than original_positions / low_freq_factor positions are slowed by `factor`,
-        those of less than original_positions / high_freq_factor stay; in between, a mean of both."""
-        turns = self.original_positions / (2 * pi / frequencies)
-        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clip(0, 1)
+    def apply(self, frequencies: Any) -> Any:
+        """Frequencies with wavelengths above original_positions / low_freq_factor are divided by `factor`,
+        those below original_positions / high_freq_factor stay; in between they are interpolated.
+        """
+        num_rotations = self.original_positions / (2 * pi / frequencies)
+        kept = ((num_rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clip(
+            0, 1
+        )
         return (1 - kept) * frequencies / self.factor + kept * frequencies
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """In every layer's place of the MLP: a router sends each token to some of them."""
+    """A mixture of experts in place of every MLP: a router sends each token to some of them."""
 
     num: int
     per_token: int
@@ -85,11 +88,11 @@ class ModelSpec:
         """Radians per position of each pair of a head's dimensions. `even` is 0, 2 .. head_dim - 2 in fp32,
         a NumPy array or a tensor, and so is the result."""
         frequencies = 1.0 / self.rope_theta ** (even / self.head_dim)
-        return frequencies if self.rope_scaling is None else self.rope_scaling.stretch(frequencies)
+        return frequencies if self.rope_scaling is None else self.rope_scaling.apply(frequencies)
 
 
 def read_spec(folder: Path, heads: tuple[Head, ...] = ("language",)) -> ModelSpec:
-    """What the folder holds. Raises UserError where it is no model that Atoll can run with one of `heads`."""
+    """What the folder holds. Raises UserError if it is no model that Atoll can run with one of `heads`."""
     config = _read_config(folder)
 
     def need(key: str) -> Any:
@@ -177,7 +180,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise UserError(
-            f"{folder} is no model folder: no config.json; "
+            f"{folder} is not a model folder: no config.json; "
             "expected a Hugging Face folder with config.json, *.safetensors and tokenizer.json"
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -188,7 +191,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_layout(spec: ModelSpec, parallel: ParallelConfig, section: str) -> None:
-    """Raises UserError where the ranks that `section` of the config asks for cannot share the model."""
+    """Raises UserError if the ranks that `section` of the config asks for cannot share the model."""
     divisions = [
         ("tensor", parallel.tensor, "num_key_value_heads", spec.num_kv_heads),
         ("tensor", parallel.tensor, "num_attention_heads", spec.num_heads),
@@ -202,7 +205,7 @@ def check_layout(spec: ModelSpec, parallel: ParallelConfig, section: str) -> Non
         divisions.append(("tensor", parallel.tensor, "intermediate_size", spec.intermediate_size))
         if parallel.expert > 1:
             raise UserError(
-                f"{section}.parallel.expert = {parallel.expert}: the model has no experts: take it out"
+                f"{section}.parallel.expert = {parallel.expert}: the model has no experts: remove it"
             )
     else:
         divisions.append(("expert", parallel.expert, "num_experts", spec.experts.num))

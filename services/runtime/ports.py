@@ -1,4 +1,4 @@
-"""Ports for servers that cannot say which free one they took."""
+"""Reserved ports, for servers that cannot report a port of their own choice."""
 
 import socket
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def reserved_port() -> Iterator[int]:
-    """A port of loopback that Linux gives to nobody who asks for any free one; who asks for this one gets it.
+def reserve_port() -> Iterator[int]:
+    """A loopback port that Linux does not hand out as "any free port", but that can be bound explicitly.
 
     So does a socket that is bound and does not listen, where both it and the server that comes have
     SO_REUSEADDR set, as PyTorch's rendezvous, asyncio's servers and SGLang have.

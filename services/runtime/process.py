@@ -1,4 +1,4 @@
-"""The main of every service process: read the config, serve, hold a lease at the coordinator, stop."""
+"""Main function of every service process: reads the config, serves, holds a lease at the coordinator."""
 
 import argparse
 import asyncio
@@ -23,7 +23,6 @@ from atoll.config.load import access_token, read_resolved, trainer_rank
 from atoll.config.schema import Role, RunConfig
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
-from atoll.runtime.deaths import Deaths
 from atoll.runtime.errors import (
     AtollError,
     EngineDiedError,
@@ -33,6 +32,7 @@ from atoll.runtime.errors import (
     UnauthenticatedError,
     UserError,
 )
+from atoll.runtime.failure_window import FailureWindow
 from atoll.runtime.server import Fence, Server
 from atoll.runtime.telemetry import configure_logging
 from atoll.wire.types import ServiceEntry
@@ -41,9 +41,9 @@ _log = logging.getLogger(__name__)
 
 STOP_GRACE_S: Final = 5.0  # for calls in progress
 COORDINATOR_TIMEOUT_S: Final = 3.0
-AWAY_PAUSE_S: Final = 1.0  # between two tries to reach a coordinator that is away
-EXIT_RANK_LOST: Final = 3  # of a trainer rank that ends because another one died: that one is to blame
-EXIT_GAVE_UP: Final = 4  # of a service that has built itself anew as often as it may: it is not started again
+AWAY_PAUSE_S: Final = 1.0  # between attempts to reach an unavailable coordinator
+EXIT_RANK_LOST: Final = 3  # of a trainer rank that ends because another rank died
+EXIT_RESTARTS_EXHAUSTED: Final = 4  # of a service that has used up its restarts: it is not started again
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ServiceContext:
     name: str  # "rollout-0"
     incarnation: str
     host: str  # that it serves on
-    exports: tuple[Path, ...] = ()  # outside the run's folder, where a trainer may write
+    exports: tuple[Path, ...] = ()  # folders outside the run's that a trainer may write to
 
 
 class Service(Protocol):
@@ -63,20 +63,21 @@ class Service(Protocol):
         """Registers its servicer."""
         ...
 
-    async def failed(self) -> None:
-        """Waits for as long as the service works; raises what it cannot survive: EngineDiedError where one
-        built anew can go on."""
+    async def wait_for_failure(self) -> None:
+        """Waits while the service works; raises a fatal error: EngineDiedError if a rebuilt service can
+        continue.
+        """
         ...
 
     async def close(self) -> None:
-        """Frees what it holds; called once, after the last call has ended."""
+        """Frees resources; called once, after the last call."""
         ...
 
 
 def run_service(service: str, build: Callable[[ServiceContext], Awaitable[Service]]) -> None:
     """Runs `service` ("trainer", "rollout", "reward") until SIGTERM or SIGINT.
 
-    Ends the process with exit code 1 where it cannot start, has failed, or the run does not want it.
+    Ends the process with exit code 1 if it cannot start, has failed, or the run does not want it.
     """
     arguments = parse_arguments(service)
     configure_logging(arguments.name)
@@ -93,18 +94,18 @@ def run_service(service: str, build: Callable[[ServiceContext], Awaitable[Servic
         sys.exit(f"{arguments.name}: {error}")
     except EngineDiedError:
         _log.exception("gives up")
-        sys.exit(EXIT_GAVE_UP)
+        sys.exit(EXIT_RESTARTS_EXHAUSTED)
     except KeyboardInterrupt:
-        sys.exit(130)  # before the service was built; afterwards SIGINT stops it in order
+        sys.exit(130)  # before the service was built; afterwards SIGINT stops it gracefully
 
 
 def new_incarnation() -> str:
-    """Tells this life of a service from all others. Which is the later one, the registry knows."""
+    """A unique id of this start of a service. The registry knows which of two is later."""
     return secrets.token_hex(8)
 
 
 def announce(ready_fd: int, address: str) -> None:
-    """Tells the launcher that the service answers; it reads an ended pipe where a service dies first."""
+    """Tells the launcher that the service is ready; if the service dies first, the pipe just closes."""
     with os.fdopen(ready_fd, "w") as ready:
         ready.write(json.dumps({"address": address}) + "\n")
 
@@ -113,23 +114,25 @@ def parse_arguments(service: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"atoll serve {service}")
     if service == "trainer":
         roles = typing.get_args(Role)
-        parser.add_argument("--role", choices=roles, default="actor", help="which model of the run it holds")
+        parser.add_argument("--role", choices=roles, default="actor", help="the model's role in the run")
         parser.add_argument(
-            "--export", type=Path, help="a folder outside the run's that it may write a model to"
+            "--export", type=Path, help="folder outside the run's that it may export a model to"
         )
     else:
         parser.set_defaults(role=service, export=None)
-    parser.add_argument("--config", type=Path, required=True, help="the run's resolved config.json")
+    parser.add_argument("--config", type=Path, required=True, help="path of the run's resolved config.json")
     ranked = service == "trainer"
     parser.add_argument(
         "--name",
         required=not ranked,
-        help=f"unique in the run, such as {service}-0" + ("; default: ROLE-RANK" if ranked else ""),
+        help=f"name, unique in the run, such as {service}-0" + ("; default: ROLE-RANK" if ranked else ""),
     )
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where to register; none: serve alone")
-    parser.add_argument("--ready-fd", type=int, help="a pipe that gets a line once the service answers")
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="coordinator to register at; default: run standalone"
+    )
+    parser.add_argument("--ready-fd", type=int, help="a pipe that receives a line once the service is ready")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: any free port")
+    parser.add_argument("--port", type=int, default=0, help="port; 0: any free port")
     arguments = parser.parse_args()
     arguments.name = arguments.name or f"{arguments.role}-{trainer_rank()}"
     return arguments
@@ -138,11 +141,11 @@ def parse_arguments(service: str) -> argparse.Namespace:
 async def _serve(
     service: str, build: Callable[[ServiceContext], Awaitable[Service]], arguments: argparse.Namespace
 ) -> None:
-    """Serves until it is told to stop. If the engine dies, another service takes the place of the one that
-    lost it, `rollout.max_restarts` times an hour: a new incarnation, which joins the run as a new process
-    would."""
+    """Serves until told to stop. If the engine dies, the service is rebuilt as a new incarnation, up to
+    `rollout.max_restarts` times per hour.
+    """
     config, token = read_resolved(arguments.config), access_token()
-    started, deaths = False, Deaths()
+    started, failures = False, FailureWindow()
     for life in count(1):
         context = ServiceContext(
             config,
@@ -158,7 +161,7 @@ async def _serve(
             await _serve_one(service, built, context, arguments, token, first=life == 1)
             return
         except EngineDiedError as death:
-            number = deaths.count()
+            number = failures.record()
             if number > config.rollout.max_restarts or not started:
                 raise
             where = f"engine restart {number} of {config.rollout.max_restarts}"
@@ -174,7 +177,7 @@ async def _serve_one(
     *,
     first: bool,
 ) -> None:
-    failed = asyncio.create_task(built.failed())
+    failed = asyncio.create_task(built.wait_for_failure())
     lease = None
     if arguments.coordinator is not None:
         lease = _Lease(CoordinatorClient(arguments.coordinator, Caller(token=token), COORDINATOR_TIMEOUT_S))
@@ -212,7 +215,7 @@ async def _serve_one(
 
 @contextmanager
 def _stop_signal() -> Iterator[asyncio.Future[None]]:
-    """Done at SIGTERM or SIGINT, which end the process at once before and afterwards."""
+    """Completes at SIGTERM or SIGINT; before and afterwards, these end the process at once."""
     loop, signals = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
     asked = loop.create_future()
 
@@ -230,8 +233,9 @@ def _stop_signal() -> Iterator[asyncio.Future[None]]:
 
 
 class _Lease:
-    """A service's place in its run: it registers, then sends three heartbeats in the time of a lease, and
-    learns from the answers whose orders to take."""
+    """A service's place in its run: it registers, then sends three heartbeats per lease; the replies say
+    which coordinator's epoch is valid.
+    """
 
     def __init__(self, client: CoordinatorClient) -> None:
         self._client = client
@@ -240,19 +244,19 @@ class _Lease:
         self.fence = Fence(self._epoch)
 
     async def hold(self, entry: ServiceEntry, *ends: asyncio.Future[None]) -> None:
-        """Keeps `entry` registered until the first of `ends` is done, however long the coordinator is away;
-        then removes it.
+        """Keeps `entry` registered until the first of `ends` is done, even if the coordinator is unavailable;
+        then deregisters.
 
-        Raises ReplacedError where a newer process took the name, UnauthenticatedError for a wrong token.
+        Raises ReplacedError if a newer process took the name, UnauthenticatedError for a wrong token.
         """
         lease = asyncio.create_task(self._renew(entry))
         try:
             await asyncio.wait((lease, *ends), return_when=asyncio.FIRST_COMPLETED)
             if lease.done():
                 await lease
-            lease.cancel()  # else its next heartbeat, unknown by then, would register again
+            lease.cancel()  # otherwise its next heartbeat would register again
             await asyncio.wait((lease,))
-            with suppress(AtollError):  # a coordinator that is gone needs no goodbye
+            with suppress(AtollError):  # ignore a coordinator that is gone
                 await self._client.deregister(entry)
         finally:
             lease.cancel()
@@ -261,7 +265,7 @@ class _Lease:
         await self._client.close()
 
     async def _renew(self, entry: ServiceEntry) -> None:
-        """Ends where the service is not wanted."""
+        """Returns if the service is not wanted."""
         registered = away = False
         pause_s = AWAY_PAUSE_S
         while True:
@@ -278,7 +282,7 @@ class _Lease:
                 raise
             except AtollError as error:  # it is away, or has lost its store, or another one takes over
                 if not away:
-                    _log.warning("no lease, trying on: %s", error)
+                    _log.warning("could not renew the lease, retrying: %s", error)
                 away = True
             await asyncio.sleep(AWAY_PAUSE_S if away else pause_s)
 

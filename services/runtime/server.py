@@ -1,4 +1,4 @@
-"""The gRPC server that every service runs: health, reflection, and one gate before every method."""
+"""The gRPC server of every service: health, reflection, and one gate before every method."""
 
 import hmac
 import logging
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 _HEALTH: Final = "/grpc.health.v1."
 _REFLECTION: Final = "/grpc.reflection."
-# What any client may ask of a trainer or a rollout replica; the rest belongs to the coordinator.
+# Methods of a trainer or replica that any client may call; all others belong to the coordinator.
 _FENCED_SERVICES: Final = ("/atoll.v1.Trainer/", "/atoll.v1.Rollout/")
 _READ_ONLY_METHODS: Final = ("Info", "Checksums", "ComputeLogprobs", "ComputeValues")
 _NO_DEADLINE_S: Final = 1e9  # some servers report a missing deadline as a huge one
@@ -33,7 +33,7 @@ Check: TypeAlias = Callable[[str, "Context"], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class TokenGrant:
     """A token and the methods that its holders may call; None: all of them."""
 
     token: str
@@ -41,15 +41,14 @@ class Admitted:
 
 
 class Fence:
-    """The epoch of the coordinator whose orders a service takes. It only rises.
+    """The epoch of the coordinator that a service obeys. It only increases.
 
-    A service that registers believes in a higher one once its coordinator, and through that the store, has
-    confirmed it: a caller who makes one up would lock all coordinators out. One that serves alone believes
-    its callers.
+    A registered service accepts a higher epoch once its coordinator (and so the store) has confirmed it: a
+    made-up epoch would lock out all coordinators. A standalone service trusts its callers.
     """
 
     def __init__(self, confirmed: Callable[[], Awaitable[int]] | None = None) -> None:
-        """`confirmed` asks for the epoch that holds now."""
+        """`confirmed` returns the current epoch."""
         self._epoch = 0
         self._confirmed = confirmed
 
@@ -57,7 +56,7 @@ class Fence:
         self._epoch = max(self._epoch, epoch)
 
     async def check(self, method: str, given: int) -> None:
-        """Raises StaleFenceError for any epoch but the one that holds."""
+        """Raises StaleFenceError for any epoch but the current one."""
         if given > self._epoch:
             self.rise(given if self._confirmed is None else await self._confirmed())
         if given < self._epoch:
@@ -90,15 +89,15 @@ class Server:
         port: int,
         token: str,
         setting: str,
-        operators: Admitted | None = None,
+        operators: TokenGrant | None = None,
         fence: Fence | None = None,
     ) -> Self:
         """Serves `service` ("atoll.v1.Trainer"), whose methods `add_to` registers, to holders of `token`.
 
-        `operators` have a token of their own. Without a `fence` whoever has the token may raise the epoch.
-        `port` 0 takes any free one. Raises UserError where the port, which `setting` gave, is taken.
+        `operators` have a token of their own. Without a `fence`, any holder of the token may raise the epoch.
+        `port` 0 takes any free one. Raises UserError if the port, which `setting` gave, is taken.
         """
-        server = _gated(fence or Fence(), Admitted(token), *filter(None, [operators]))
+        server = _create_server(fence or Fence(), TokenGrant(token), *filter(None, [operators]))
         add_to(server)
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -113,14 +112,18 @@ class Server:
         await server.start()
         for name in ("", service):
             await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-        return cls(server, health_servicer, f"{_advertised(host)}:{bound}")
+        return cls(server, health_servicer, f"{_advertised_host(host)}:{bound}")
 
     @classmethod
     async def start_local(
         cls, service: str, add_to: Callable[[grpc.aio.Server], None], *, socket_path: Path
     ) -> Self:
         """Serves `service` on a unix socket: who may open it is a matter of the folder's permissions."""
-        server, health_servicer, address = _gated(Fence()), health.aio.HealthServicer(), f"unix:{socket_path}"
+        server, health_servicer, address = (
+            _create_server(Fence()),
+            health.aio.HealthServicer(),
+            f"unix:{socket_path}",
+        )
         add_to(server)
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         server.add_insecure_port(address)
@@ -134,26 +137,26 @@ class Server:
         await self._server.stop(grace_s)
 
 
-def _gated(fence: Fence, *admitted: Admitted) -> grpc.aio.Server:
+def _create_server(fence: Fence, *admitted: TokenGrant) -> grpc.aio.Server:
     return grpc.aio.server(
-        interceptors=[_Gate(fence, admitted)],
+        interceptors=[_CallGate(fence, admitted)],
         options=[
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.so_reuseport", 0),  # else two servers share a port without a word
+            ("grpc.so_reuseport", 0),  # otherwise two servers could share a port unnoticed
         ],
     )
 
 
-def _advertised(host: str) -> str:
+def _advertised_host(host: str) -> str:
     return socket.gethostname() if host == "0.0.0.0" else host
 
 
-class _Gate(grpc.aio.ServerInterceptor):
-    """Who may call what: token, deadline, fence. And what callers learn of an error."""
+class _CallGate(grpc.aio.ServerInterceptor):
+    """Access control (token, deadline, fence) and error translation."""
 
-    def __init__(self, fence: Fence, admitted: Sequence[Admitted]) -> None:
-        """Nobody in `admitted`: everybody who can open the socket."""
+    def __init__(self, fence: Fence, admitted: Sequence[TokenGrant]) -> None:
+        """Empty `admitted`: everyone who can open the socket."""
         assert all(each.token for each in admitted), "an empty token would admit every caller"
         self._admitted = admitted
         self._fence = fence
@@ -166,7 +169,7 @@ class _Gate(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or details.method.startswith(_HEALTH):
             return handler
-        return _wrapped(handler, details.method, self._check)
+        return _wrap(handler, details.method, self._check)
 
     async def _check(self, method: str, context: Context) -> None:
         metadata = dict(context.invocation_metadata() or ())
@@ -203,15 +206,15 @@ class _Gate(grpc.aio.ServerInterceptor):
             )
 
 
-def _wrapped(handler: Handler, method: str, check: Check) -> Handler:
-    """The same handler behind `check`, with its exceptions translated."""
+def _wrap(handler: Handler, method: str, check: Check) -> Handler:
+    """Wraps a handler: runs `check` first and translates exceptions."""
 
     async def admitted(request: Any, context: Context) -> Any:
         await check(method, context)
         return to_its_end(request, context) if handler.request_streaming else request
 
     async def to_its_end(requests: AsyncIterable[Any], context: Context) -> AsyncIterator[Any]:
-        """What a stream asks for is done at its end: another epoch may have called by then."""
+        """Checks again at the end of a stream: the epoch may have changed."""
         async for request in requests:
             yield request
         await check(method, context)
@@ -245,7 +248,7 @@ async def _abort(method: str, request: Any, context: Context, error: Exception) 
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(request, AsyncIterable) and not isinstance(error, UnauthenticatedError):
-        async for _ in request:  # a caller that still sends when the answer comes may lose it: INTERNAL
+        async for _ in request:  # a caller that is still sending may lose the reply: INTERNAL
             pass
     match error:
         case AtollError():

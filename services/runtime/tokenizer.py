@@ -1,4 +1,4 @@
-"""One name for a tokenizer, so that services can see that they mean the same."""
+"""Tokenizer fingerprint."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`python -m atoll.trainer`: one trainer rank. Rank 0 serves and registers, the others follow it."""
+"""`python -m atoll.trainer`: one trainer rank. Rank 0 serves and registers; the others follow."""
 
 import asyncio
 import sys
@@ -11,10 +11,10 @@ from atoll.config.schema import Role
 from atoll.runtime.errors import MemoryExhaustedError, UserError
 from atoll.runtime.process import EXIT_RANK_LOST, ServiceContext, announce, parse_arguments, run_service
 from atoll.runtime.telemetry import configure_logging
-from atoll.trainer.folders import Folders
+from atoll.trainer.command_channel import LEADER, RankLostError, translate_rank_loss
+from atoll.trainer.folders import AllowedFolders
 from atoll.trainer.megatron import cpu_compat  # noqa: F401 - before anything of Megatron's
 from atoll.trainer.rank import Rank
-from atoll.trainer.ranks import LEADER, RankLostError, watched
 from atoll.trainer.service import TrainerService
 
 
@@ -23,11 +23,11 @@ async def build_leader(context: ServiceContext) -> TrainerService:
     thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
     loop, role = asyncio.get_running_loop(), cast(Role, context.role)
     rank = await loop.run_in_executor(thread, Rank, context.config, role, context.host)
-    return TrainerService(thread, rank, Folders(context.config.folder, context.exports))
+    return TrainerService(thread, rank, AllowedFolders(context.config.folder, context.exports))
 
 
 def run_follower() -> None:
-    """Runs the leader's commands until it stops. Raises RankLostError where a rank dies."""
+    """Runs the leader's commands until it stops. Raises RankLostError if a rank dies."""
     arguments = parse_arguments("trainer")
     configure_logging(arguments.name)
     try:
@@ -46,7 +46,7 @@ if __name__ == "__main__":
     except ConfigError as error:
         sys.exit(f"trainer: {error}")
     try:
-        with watched():
+        with translate_rank_loss():
             if leads:
                 run_service("trainer", build_leader)
             else:

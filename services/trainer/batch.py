@@ -21,14 +21,14 @@ B = TypeVar("B", bound=Batch)
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Some segments, renumbered, and where their tokens lie in the segments that they came from."""
+    """A renumbered subset of segments, and the positions of its tokens in the original."""
 
     segments: Segments
     source: Int64  # [T]
 
 
 def check_segments(segments: Segments, vocab_size: int, max_length: int) -> None:
-    """Raises UserError where the model cannot compute `segments`."""
+    """Raises UserError if the model cannot compute `segments`."""
     offsets, parents, tokens = segments.offsets, segments.parents, segments.token_ids
     lengths = np.diff(offsets)
     well_formed = (
@@ -62,7 +62,7 @@ def check_segments(segments: Segments, vocab_size: int, max_length: int) -> None
 
 
 def check_batch(batch: Batch) -> None:
-    """Raises UserError where the per-token arrays do not fit `batch.segments`, or each other."""
+    """Raises UserError if the per-token arrays do not fit `batch.segments`, or each other."""
     num_tokens = len(batch.segments.token_ids)
     for name, array in _arrays(batch).items():
         if len(array) != num_tokens:
@@ -111,7 +111,7 @@ def plan_microbatches(
     lengths = np.diff(segments.offsets)
     roots = _roots(segments)
     if samples is not None:
-        roots = _joined_by_sample(segments, roots, samples)
+        roots = _roots_by_sample(segments, roots, samples)
     asked = np.unique(np.repeat(roots, lengths)[is_asked])  # trees, named by their roots
     tree_tokens = np.bincount(roots, lengths, minlength=len(roots)).astype(np.int64)[asked]
     _, group_of_tree = np.unique(segments.groups[asked], return_inverse=True)
@@ -119,7 +119,7 @@ def plan_microbatches(
     plan: list[list[Int64]] = []
     for groups in karmarkar_karp(group_tokens.tolist(), num_ranks):
         own = np.isin(group_of_tree, groups)
-        parts = _balanced(tree_tokens[own].tolist(), max_tokens)
+        parts = _balance(tree_tokens[own].tolist(), max_tokens)
         plan.append([np.flatnonzero(np.isin(roots, asked[own][trees])) for trees in parts])
     counts = [-(-len(parts) // multiple) * multiple for parts in plan]
     nothing = np.zeros(0, np.int64)
@@ -138,7 +138,7 @@ def _roots(segments: Segments) -> Int64:
     return roots
 
 
-def _joined_by_sample(segments: Segments, roots: Int64, samples: Int32) -> Int64:
+def _roots_by_sample(segments: Segments, roots: Int64, samples: Int32) -> Int64:
     """[S] the first root among those that samples connect: each holds one that the next holds, too."""
     is_sample_T = samples >= 0
     sample_of = samples[is_sample_T]
@@ -154,7 +154,7 @@ def _joined_by_sample(segments: Segments, roots: Int64, samples: Int32) -> Int64
         first_root = joined
 
 
-def _balanced(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def _balance(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Item numbers in as few parts as first fit needs, or fewer, of nearly equal size, none above `capacity`;
     a larger item is alone."""
     alone = [[item] for item, size in enumerate(sizes) if size > capacity]
@@ -222,7 +222,7 @@ def select(segments: Segments, chosen: Int64) -> Selection:
     )
 
 
-def padded(segments: Segments, multiple: int, at_least: int = 1) -> Segments:
+def pad(segments: Segments, multiple: int, at_least: int = 1) -> Segments:
     """With a root of padding tokens behind the others, where their number is below `at_least` or no multiple
     of `multiple`. Nothing attends to it, and no loss weight is there."""
     num_tokens = len(segments.token_ids)
@@ -265,13 +265,13 @@ def flatten_trees(segments: Segments) -> tuple[Selection, Bool]:
 
 
 def take(batch: B, selection: Selection) -> B:
-    """The tokens of `selection` with all that the batch says about them."""
+    """The per-token arrays of the batch for the tokens of `selection`."""
     taken: dict[str, Any] = {name: array[selection.source] for name, array in _arrays(batch).items()}
     return replace(batch, segments=selection.segments, **taken)
 
 
 def _arrays(batch: Batch) -> dict[str, Float32 | Int32]:
-    """All that the batch says about its tokens, each [T]."""
+    """All per-token arrays of the batch, each [T]."""
     return {name: value for name, value in vars(batch).items() if isinstance(value, np.ndarray)}
 
 

@@ -1,8 +1,8 @@
 """Saves and restores a learner in torch.distributed's checkpoint format, which any parallel layout can load.
 
-A save copies the state to host memory and returns; a thread writes the copy while training goes on. A folder
-appears under its name only when it is complete and on disk. Nothing in the trainer draws random numbers, so
-weights, optimizer state and the number of updates are all that an exact resume needs.
+A save copies the state to host memory and returns; a thread writes the copy while training continues. A
+folder appears under its name only when it is complete and on disk. The trainer draws no random numbers, so
+weights, optimizer state and the number of updates suffice for an exact resume.
 """
 
 import json
@@ -28,12 +28,12 @@ from torch.futures import Future as TorchFuture
 
 from atoll.runtime.errors import CheckpointError, LostStateError, ServiceUnavailableError, UserError
 from atoll.trainer import progress
-from atoll.trainer.ranks import IDLE_TIMEOUT
-from atoll.trainer.state import Boxes, frozen_checksum, loaded, memory, snapshot
+from atoll.trainer.command_channel import IDLE_TIMEOUT
+from atoll.trainer.state import TensorBoxes, allocate_state, apply_loaded_state, frozen_checksum, snapshot
 from atoll.trainer.step import Learner
-from atoll.wire.types import Written
+from atoll.wire.types import CheckpointWrite
 
-ABOUT = "trainer.json"  # what the state is of
+DESCRIPTION_FILE = "trainer.json"  # describes the saved state
 
 
 class Checkpointer:
@@ -46,34 +46,34 @@ class Checkpointer:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: tuple[Path, Future[Written]] | None = None
+        self._writing: tuple[Path, Future[CheckpointWrite]] | None = None
 
-    def save(self, learner: Learner, path: Path) -> "Future[Written]":
+    def save(self, learner: Learner, path: Path) -> "Future[CheckpointWrite]":
         """Begins to write the folder `path`, in place of one of that name.
 
         The result raises CheckpointError on every rank where the folder cannot be written, as on a full
         disk; `path` is then as before. Its bytes are known on rank 0.
         """
         self._wait()
-        about = self._about(learner)
+        about = self._describe(learner)
         writing = self._thread.submit(self._write, snapshot(learner), about, path)
         self._writing = path, writing
         return writing
 
-    def writing(self, path: Path) -> "Future[Written]":
-        """The last save. Raises LostStateError where that is not of `path`."""
+    def writing(self, path: Path) -> "Future[CheckpointWrite]":
+        """The last save. Raises LostStateError if that is not of `path`."""
         if self._writing is None or self._writing[0] != path:
             raise LostStateError(f"nothing is being written to {path}: the trainer has restarted, save again")
         return self._writing[1]
 
     def load(self, learner: Learner, path: Path) -> None:
-        """Restores what `save` wrote, on any layout. Raises UserError where it cannot."""
+        """Restores what `save` wrote, on any layout. Raises UserError if it cannot."""
         self._wait()
-        if not (path / ABOUT).exists():
-            raise UserError(f"{path} is no checkpoint of a trainer: it has no {ABOUT}")
-        about = json.loads((path / ABOUT).read_text())
-        _check_model(about, self._about(learner), path)
-        state = memory(learner, about["num_updates"])
+        if not (path / DESCRIPTION_FILE).exists():
+            raise UserError(f"{path} is not a trainer checkpoint: it has no {DESCRIPTION_FILE}")
+        about = json.loads((path / DESCRIPTION_FILE).read_text())
+        _check_model(about, self._describe(learner), path)
+        state = allocate_state(learner, about["num_updates"])
         try:
             load_state_dict(
                 state,
@@ -85,7 +85,7 @@ class Checkpointer:
             raise UserError(
                 f"{path} does not fit this model: {_cause(error)}; resume with the model it was made of"
             ) from error
-        loaded(learner)
+        apply_loaded_state(learner)
         learner.num_updates = about["num_updates"]
         learner.reset()
 
@@ -93,7 +93,7 @@ class Checkpointer:
         """Waits for what is being written."""
         self._thread.shutdown()
 
-    def _about(self, learner: Learner) -> dict[str, Any]:
+    def _describe(self, learner: Learner) -> dict[str, Any]:
         """As JSON gives it back."""
         about = {
             "num_updates": learner.num_updates,
@@ -106,7 +106,7 @@ class Checkpointer:
         if self._writing is not None:
             wait([self._writing[1]])
 
-    def _write(self, state: dict[str, Boxes], about: dict[str, Any], path: Path) -> Written:
+    def _write(self, state: dict[str, TensorBoxes], about: dict[str, Any], path: Path) -> CheckpointWrite:
         """In the checkpoint thread of every rank; unblocked by the other ranks' parts, or their death."""
         begun = time.monotonic()
         partial = path.with_name(path.name + ".partial")
@@ -121,12 +121,12 @@ class Checkpointer:
                 process_group=self._group,
             )
         except CheckpointException as error:  # every rank gets it
-            raise _not_written(partial, path, error) from error
+            raise _write_error(partial, path, error) from error
         except RuntimeError as error:
             raise ServiceUnavailableError(
                 f"checkpoint {path} was not written: another rank of this trainer is gone ({error})"
             ) from error
-        return Written(writer.num_bytes, time.monotonic() - begun)
+        return CheckpointWrite(writer.num_bytes, time.monotonic() - begun)
 
 
 class _SaveBoxes(DefaultSavePlanner):
@@ -153,7 +153,7 @@ class _Publication(FileSystemWriter):
 
     def __init__(self, partial: Path, path: Path, about: dict[str, Any]) -> None:
         super().__init__(partial, sync_files=True)
-        self._partial, self._place, self._about = partial, path, about
+        self._partial, self._place, self._describe = partial, path, about
         self.num_bytes = 0
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "TorchFuture[list[WriteResult]]":
@@ -166,9 +166,9 @@ class _Publication(FileSystemWriter):
             raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, whose exceptions every rank gets."""
+        """Runs on rank 0; its exceptions reach every rank."""
         super().finish(metadata, results)
-        (self._partial / ABOUT).write_text(json.dumps(self._about))
+        (self._partial / DESCRIPTION_FILE).write_text(json.dumps(self._describe))
         files = list(self._partial.iterdir())
         for file in [*files, self._partial]:
             _fsync(file)
@@ -201,18 +201,18 @@ def _kind(about: dict[str, Any]) -> str:
     return f"adapters on top of weights with checksum {about['frozen']}"
 
 
-def _not_written(partial: Path, path: Path, error: CheckpointException) -> CheckpointError:
+def _write_error(partial: Path, path: Path, error: CheckpointException) -> CheckpointError:
     free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
     return CheckpointError(
         f"checkpoint {path} was not written: {_cause(error)} ({free:,} bytes are free on its disk); those "
-        "before it are untouched. Free some space or mend the path, then save again"
+        "before it are untouched. Free some space or fix the path, then save again"
     )
 
 
 def _cause(error: CheckpointException) -> str:
-    """Of the first rank that failed."""
+    """The cause on the first rank that failed."""
     cause, _ = next(iter(error.failures.values()))
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
 

@@ -1,4 +1,4 @@
-"""Where a trainer reads and writes models: below its run's folder, whoever calls."""
+"""Restricts the folders of models that a trainer reads and writes to its run's folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,9 +7,9 @@ from atoll.runtime.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Folders:
+class AllowedFolders:
     run: Path
-    exports: tuple[Path, ...] = ()  # named by whoever started the trainer
+    exports: tuple[Path, ...] = ()  # named when the trainer was started
 
     def check(self, path: str) -> None:
         """Raises UserError for any other path, since what is there would be replaced. Links that the run's

@@ -1,6 +1,6 @@
-"""What each trained token contributes to a model's loss: the policy's, a critic's, the warm-up's.
+"""Loss terms of trained tokens: for the policy, a critic, and the warm-up.
 
-An objective says what a micro-batch's tokens contribute, from their hidden states; the caller sums
+An objective computes the loss terms of a micro-batch's tokens from their hidden states; the caller sums
 loss_weights * token loss and takes the gradient.
 
 Letters in shapes: T tokens of a batch or micro-batch, t of them on this context rank, N trained ones (loss
@@ -30,7 +30,7 @@ Select = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Terms:
+class LossTerms:
     """A micro-batch's trained tokens. All tensors are [N]."""
 
     loss_N: Tensor
@@ -43,15 +43,15 @@ class Objective(Protocol):
     """Of one type of batch."""
 
     def prepare(self, key: StepKey, batch: Any) -> Batch:
-        """The batch as `terms` needs it, before it is cut. Raises UserError where it lacks something."""
+        """The batch as `terms` needs it, before it is cut. Raises UserError if it lacks something."""
         ...
 
-    def terms(self, part: Any, hidden_tH: Tensor) -> Terms:
+    def terms(self, part: Any, hidden_tH: Tensor) -> LossTerms:
         """Of one micro-batch."""
         ...
 
-    def nothing(self) -> Terms:
-        """No token, under the names of all metrics: what a rank reports that has no micro-batch."""
+    def nothing(self) -> LossTerms:
+        """Empty terms with the names of all metrics, for ranks without a micro-batch."""
         ...
 
 
@@ -64,16 +64,18 @@ class SupervisedObjective:
     def prepare(self, key: StepKey, batch: SupervisedBatch) -> SupervisedBatch:
         return batch
 
-    def terms(self, part: SupervisedBatch, hidden_tH: Tensor) -> Terms:
+    def terms(self, part: SupervisedBatch, hidden_tH: Tensor) -> LossTerms:
         trained = np.flatnonzero(part.loss_weights)
         logprobs_N, entropy_N = self._policy.logprobs(hidden_tH, part.segments, trained, temperature=1.0)
         return self._of(logprobs_N, entropy_N, self._policy.tensor(part.loss_weights[trained]))
 
-    def nothing(self) -> Terms:
+    def nothing(self) -> LossTerms:
         return self._of(*_empty(self._policy, 3))
 
-    def _of(self, logprobs_N: Tensor, entropy_N: Tensor, weights_N: Tensor) -> Terms:
-        return Terms(-logprobs_N, weights_N, {"actor/nll_loss": -logprobs_N}, {"actor/entropy": entropy_N})
+    def _of(self, logprobs_N: Tensor, entropy_N: Tensor, weights_N: Tensor) -> LossTerms:
+        return LossTerms(
+            -logprobs_N, weights_N, {"actor/nll_loss": -logprobs_N}, {"actor/entropy": entropy_N}
+        )
 
 
 class ValueObjective:
@@ -85,24 +87,24 @@ class ValueObjective:
     def prepare(self, key: StepKey, batch: ValueBatch) -> ValueBatch:
         return batch
 
-    def terms(self, part: ValueBatch, hidden_tH: Tensor) -> Terms:
+    def terms(self, part: ValueBatch, hidden_tH: Tensor) -> LossTerms:
         trained = np.flatnonzero(part.loss_weights)
         values_N = self._critic.values(hidden_tH, part.segments.predecessors[trained])
         rest = (part.values, part.returns, part.loss_weights)
         return self._of(values_N, *(self._critic.tensor(array[trained]) for array in rest))
 
-    def nothing(self) -> Terms:
+    def nothing(self) -> LossTerms:
         return self._of(*_empty(self._critic, 4))
 
-    def _of(self, values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, weights_N: Tensor) -> Terms:
+    def _of(self, values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, weights_N: Tensor) -> LossTerms:
         loss_N, values = value_loss(values_N, old_values_N, returns_N, self._clip)
         named = {f"{self._role}/{name}": value for name, value in values.items()}
-        return Terms(loss_N, weights_N, {f"{self._role}/vf_loss": loss_N}, named)
+        return LossTerms(loss_N, weights_N, {f"{self._role}/vf_loss": loss_N}, named)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """What the run's algorithm says about the policy's loss; functions have their parameters bound."""
+    """The run's settings of the policy loss; functions have their parameters bound."""
 
     loss: TokenLoss
     select: Select | None = None  # picks the tokens that the loss acts on
@@ -116,7 +118,7 @@ class _Minibatch(PolicyBatch):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Trained:
+class _TrainedTokens:
     """What the policy's objective reads of a micro-batch's N trained tokens."""
 
     tokens: PolicyTokens
@@ -140,14 +142,14 @@ class PolicyObjective:
         self._check(batch)
         return _Minibatch(**vars(batch), chosen=self._choose(key, batch))
 
-    def terms(self, part: _Minibatch, hidden_tH: Tensor) -> Terms:
-        return self._of(self._trained(part, hidden_tH))
+    def terms(self, part: _Minibatch, hidden_tH: Tensor) -> LossTerms:
+        return self._of(self._trained_tokens(part, hidden_tH))
 
-    def nothing(self) -> Terms:
+    def nothing(self) -> LossTerms:
         logprobs, old, advantages, entropy, kl, rollout, weights = _empty(self._policy, 7)
         none = torch.zeros(0, dtype=torch.int64, device=self._policy.device)
         tokens = PolicyTokens(logprobs, old, advantages, sample_N=none, chosen_N=none.bool())
-        return self._of(_Trained(tokens, entropy, kl, rollout, weights))
+        return self._of(_TrainedTokens(tokens, entropy, kl, rollout, weights))
 
     def _check(self, batch: PolicyBatch) -> None:
         """Before the first micro-batch, so that ranks which have none raise, too."""
@@ -171,14 +173,14 @@ class PolicyObjective:
             chosen_T[trained] = self._settings.select(logprobs, old, advantages, seed).numpy()
         return chosen_T
 
-    def _trained(self, part: _Minibatch, hidden_tH: Tensor) -> _Trained:
+    def _trained_tokens(self, part: _Minibatch, hidden_tH: Tensor) -> _TrainedTokens:
         policy, trained = self._policy, np.flatnonzero(part.loss_weights)
         logprobs_N, entropy_N = policy.logprobs(hidden_tH, part.segments, trained, policy.temperature)
         old_N = logprobs_N.detach()
         if part.old_logprobs is not None:
             old_N = policy.tensor(part.old_logprobs[trained])
         _, sample_N = np.unique(part.samples[trained], return_inverse=True)
-        return _Trained(
+        return _TrainedTokens(
             PolicyTokens(
                 logprobs_N,
                 old_N,
@@ -203,8 +205,8 @@ class PolicyObjective:
         with torch.no_grad():
             ref_hidden_tH = reference.hidden(part.segments)
         before = part.segments.predecessors[trained]
-        hidden_nH, which = policy.held(hidden_tH, before)
-        ref_hidden_nH, _ = reference.held(ref_hidden_tH, before)
+        hidden_nH, which = policy.local_hidden(hidden_tH, before)
+        ref_hidden_nH, _ = reference.local_hidden(ref_hidden_tH, before)
         kl_n = full_kl(
             hidden_nH,
             output_weight(policy.model),
@@ -215,7 +217,7 @@ class PolicyObjective:
         )
         return policy.join(kl_n, which, len(trained))
 
-    def _of(self, trained: _Trained) -> Terms:
+    def _of(self, trained: _TrainedTokens) -> LossTerms:
         settings, tokens = self._settings, trained.tokens
         policy_N, values = settings.loss(tokens)
         for name, value in {"its loss": policy_N, **values}.items():
@@ -231,13 +233,13 @@ class PolicyObjective:
         if settings.kl is not None:
             loss_N = loss_N + settings.kl.coef * trained.kl_N
             losses["actor/kl_loss"] = trained.kl_N
-        mismatch = _mismatch(tokens.old_logprobs_N, trained.rollout_logprobs_N)
-        return Terms(
+        mismatch = _rollout_mismatch(tokens.old_logprobs_N, trained.rollout_logprobs_N)
+        return LossTerms(
             loss_N, trained.weights_N, losses, {"actor/entropy": trained.entropy_N} | mismatch | values
         )
 
 
-def _mismatch(old_N: Tensor, rollout_N: Tensor) -> dict[str, Tensor]:
+def _rollout_mismatch(old_N: Tensor, rollout_N: Tensor) -> dict[str, Tensor]:
     """How far the rollout engine's logprobs are from the trainer's; k3 estimates KL(rollout || trainer).
 
     Source: http://joschu.net/blog/kl-approx.html.

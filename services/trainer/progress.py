@@ -1,4 +1,4 @@
-"""How much this rank has done: whoever waits for it sees that it gets on with its work.
+"""A progress counter of this rank, polled by callers that wait for it.
 
 A process is one rank, so there is one counter for all that it does, in any thread.
 """
@@ -7,11 +7,11 @@ _done = 0
 
 
 def advance() -> None:
-    """A part of the work is done: a micro-batch, a tensor."""
+    """Counts a finished part of the work: a micro-batch, a tensor."""
     global _done
     _done += 1
 
 
-def done() -> int:
-    """Changes with each part; says nothing else."""
+def num_done() -> int:
+    """The counter; only its changes are meaningful."""
     return _done

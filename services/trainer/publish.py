@@ -1,4 +1,4 @@
-"""A trainer rank's side of a weight push: cast, pack and checksum, round by round."""
+"""A trainer rank's side of a weight push: casts, packs and checksums, round by round."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,11 +11,11 @@ from atoll.runtime.errors import WeightPushError
 from atoll.weights.boxes import checksum, copy_boxes, side_views, stream_views
 from atoll.weights.delta import encode
 from atoll.weights.transport.base import Sender
-from atoll.wire.types import Membership, Plan, Published, PublishRequest, StreamManifest, Version
+from atoll.wire.types import Membership, Plan, PublishedPart, PublishRequest, StreamManifest, Version
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-OpenSender = Callable[[Sequence[int]], Sender]  # for parts of so many bytes
+OpenSender = Callable[[Sequence[int]], Sender]  # for parts of these sizes in bytes
 
 
 class Publisher:
@@ -31,10 +31,11 @@ class Publisher:
         stays_readable: bool,
         delta: bool = False,
     ) -> None:
-        """`buffers` are those that the rank's catalog indexes; their storage must not be replaced. They are
-        the live weights, or are made equal to them by `refresh`, which is called once for a version.
+        """`buffers` are those that the rank's shard layout indexes; their storage must not be replaced. They
+        are the live weights, or are made equal to them by `refresh`, which is called once for a version.
         `stays_readable`: a trait of the transport, see config/transports.py. `delta`: what differs from the
-        last version travels, where that is less and the members hold it."""
+        last version travels, where that is less and the members hold it.
+        """
         self._rank = rank
         self._buffers = buffers
         self._open_sender = open_sender
@@ -43,25 +44,27 @@ class Publisher:
         self._delta = delta
         self._version: Version | None = None  # of the last publish
         self._is_live = False  # the live weights are still that version's
-        self._streams: dict[tuple[str, str], _Stream] = {}
+        self._streams: dict[tuple[str, str], _ClassSender] = {}
 
     def train_on(self) -> None:
-        """The live weights are about to change: of the last version there is what was sent, and no more."""
+        """Must be called before the live weights change: afterwards only what was sent of the last version is
+        available.
+        """
         self._is_live = False
 
-    def publish(self, request: PublishRequest) -> Published:
+    def publish(self, request: PublishRequest) -> PublishedPart:
         """Sends a part of the live weights to the members of each plan; parts come in order from 0.
 
         Repeating a call answers from its record. In another epoch the version is sent again from round 0,
         although the weights may have been trained on since. Where every byte equals the last version's, and
         that is still there, nothing is sent. Raises WeightPushError for a plan that this rank was never
         sent, a part out of order, an epoch that is over, a version that is no longer live and was not packed
-        for these replicas, and where a part before this one did not arrive.
+        for these replicas, and if a part before this one did not arrive.
         """
         version, dtype, members = request.version, request.dtype, request.members
         for plan in request.new_plans:
             if (plan.id, dtype) not in self._streams:
-                self._streams[plan.id, dtype] = _Stream(
+                self._streams[plan.id, dtype] = _ClassSender(
                     self._rank,
                     plan,
                     self._buffers,
@@ -76,7 +79,7 @@ class Publisher:
             if self._refresh is not None:
                 self._refresh()
             self._version, self._is_live = version, True
-        return merged(
+        return merge_published(
             [
                 self._streams[plan_id, dtype].write(version, request.part, membership, is_live=self._is_live)
                 for plan_id, membership in members.items()
@@ -88,17 +91,17 @@ class Publisher:
             stream.close()
 
 
-def merged(parts: Sequence[Published]) -> Published:
-    """One answer out of several plans' or several ranks'."""
-    return Published(
+def merge_published(parts: Sequence[PublishedPart]) -> PublishedPart:
+    """Merges the answers of several plans or ranks."""
+    return PublishedPart(
         tuple(stream for part in parts for stream in part.streams),
         sum(part.num_bytes for part in parts),
         all(part.last for part in parts),
     )
 
 
-class _Stream:
-    """What this rank sends to one replica class."""
+class _ClassSender:
+    """Sends this rank's part to one replica class."""
 
     def __init__(
         self,
@@ -130,19 +133,19 @@ class _Stream:
         self._version: Version | None = None
         self._epoch = 0  # that it is sent to; 0 where it stays readable in any
         self._packed = 0  # parts of the version whose bytes are kept
-        self._sent: list[Published] = []  # parts of the version, to this epoch
+        self._sent: list[PublishedPart] = []  # parts of the version, to this epoch
         self._members_hold_last = False  # what is kept from `_packed` on
 
-    def write(self, version: Version, part: int, membership: Membership, *, is_live: bool) -> Published:
+    def write(self, version: Version, part: int, membership: Membership, *, is_live: bool) -> PublishedPart:
         if part >= self._num_rounds:  # another plan has more
-            return Published((), 0, True)
+            return PublishedPart((), 0, True)
         epoch = 0 if self._stays_readable else membership.epoch
         if part == 0 and (version, epoch) != (self._version, self._epoch):
             self._begin(version, epoch, membership)
         if (version, epoch) != (self._version, self._epoch) or part > len(self._sent):
             raise WeightPushError(
-                f"trainer rank {self._rank}: part {part} of {version} is asked for after part "
-                f"{len(self._sent) - 1} of {self._version}: ask for the parts in order, from 0"
+                f"trainer rank {self._rank}: part {part} of {version} is requested after part "
+                f"{len(self._sent) - 1} of {self._version}: request parts in order, from 0"
             )
         if part < len(self._sent):
             return replace(self._sent[part], num_bytes=0)
@@ -173,10 +176,10 @@ class _Stream:
             for source, expected in zip(self._sources, self._checksums.tolist(), strict=True)
         )
 
-    def _send(self, part: int, is_live: bool) -> Published:
+    def _send(self, part: int, is_live: bool) -> PublishedPart:
         last, run, num_bytes = part + 1 == self._num_rounds, self._parts[part], self._part_bytes[part]
         if run.start == run.stop:
-            return Published((), 0, last)
+            return PublishedPart((), 0, last)
         if part >= self._packed and not is_live:
             raise WeightPushError(
                 f"trainer rank {self._rank}: {self._version} was never packed for these replicas, and the "
@@ -203,7 +206,7 @@ class _Stream:
             checksums=self._checksums[run].copy(),
             delta=delta is not None,
         )
-        return Published((manifest,), num_bytes, last)
+        return PublishedPart((manifest,), num_bytes, last)
 
     def _pack(self, part: int, room: torch.Tensor) -> torch.Tensor | None:
         """Fills the room from the live weights; returns what differs from the last version if that is to

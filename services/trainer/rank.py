@@ -18,16 +18,16 @@ from google.protobuf.message import DecodeError, Message
 from atoll.config.schema import Role, RunConfig
 from atoll.runtime.errors import UserError
 from atoll.runtime.tokenizer import tokenizer_digest
-from atoll.trainer import ranks
+from atoll.trainer import command_channel
 from atoll.trainer.checkpoint import Checkpointer
-from atoll.trainer.exhausted import explained
 from atoll.trainer.megatron.forward import Forward
 from atoll.trainer.megatron.hf import export_hf, load_weights
-from atoll.trainer.megatron.lora import Pushed, pushed
+from atoll.trainer.megatron.lora import PushedWeights, weights_to_push
 from atoll.trainer.megatron.names import shapes
-from atoll.trainer.megatron.shards import catalog
+from atoll.trainer.megatron.shards import shard_layout
+from atoll.trainer.offload import MemoryKind, ModelOffloader
+from atoll.trainer.oom import explain_oom
 from atoll.trainer.publish import Publisher
-from atoll.trainer.residency import Part, Residency
 from atoll.trainer.roles import build_roles, join_ranks, section_name, section_of
 from atoll.trainer.step import Learner
 from atoll.weights.transport.base import open_sender
@@ -36,7 +36,7 @@ from atoll.wire.codec.trainer import encode_trainer_info
 from atoll.wire.codec.values import encode_tensor
 from atoll.wire.codec.weights import decode_publish, encode_published
 from atoll.wire.info import TrainerInfo
-from atoll.wire.types import Float32, Segments, Written
+from atoll.wire.types import CheckpointWrite, Float32, Segments
 from atoll.wire.v1 import trainer_pb2 as pb
 
 Request = TypeVar("Request", bound=Message)
@@ -52,7 +52,7 @@ class Rank:
         self._config, self._role, self._host = config, role, host
         self._parallel = section_of(config, role).parallel
         join_ranks(config, role)
-        self._channel = ranks.CommandChannel()
+        self._channel = command_channel.CommandChannel()
         self._checkpointer = Checkpointer()
         self._publisher: Publisher | None = None
         self._begin()
@@ -72,38 +72,38 @@ class Rank:
 
     def lead(self, method: str, requests: Sequence[bytes], *, ask_all: bool) -> list[list[bytes]]:
         """On rank 0: runs a command on every rank; see ranks.lead."""
-        return ranks.lead(self._channel, self.execute, method, requests, ask_all=ask_all)
+        return command_channel.lead(self._channel, self.execute, method, requests, ask_all=ask_all)
 
     def dismiss(self) -> None:
         """On rank 0: ends the others."""
-        with suppress(ranks.RankLostError):  # they may have been told to stop, too
-            ranks.dismiss(self._channel)
+        with suppress(command_channel.RankLostError):  # they may have been told to stop, too
+            command_channel.dismiss(self._channel)
 
     def follow(self) -> None:
         """On the others: runs rank 0's commands until it ends them."""
-        ranks.follow(self._channel, self.execute)
+        command_channel.follow(self._channel, self.execute)
 
     def execute(self, method: str, requests: Sequence[bytes]) -> list[bytes]:
         """`requests` is one message, or the chunks of a stream; so is this rank's reply."""
-        with self._explained(method):
+        with self._explain_oom(method):
             return [reply.SerializeToString() for reply in self._commands[method](requests)]
 
     def _begin(self) -> None:
         """Builds the models as they are before their first update, in place of those that there were."""
         role = self._role
         self._release()
-        with self._explained("its start"):
+        with self._explain_oom("its start"):
             models = build_roles(self._config, role)
         self._forwards, self._learner = models.forwards, models.learner
-        self._memory = {
-            held: Residency(forward.model, self._learner if held == role else None)
+        self._offloaders = {
+            held: ModelOffloader(forward.model, self._learner if held == role else None)
             for held, forward in models.forwards.items()
         }
         kl = self._config.algorithm.kl
         self._loss_asks_reference = kl is not None and kl.estimator == "full"
-        self._pushed: Pushed | None = None
+        self._pushed: PushedWeights | None = None
         if role == "actor":
-            self._pushed = pushed(models.forwards["actor"].model)
+            self._pushed = weights_to_push(models.forwards["actor"].model)
             weights = self._config.weights
             sender = partial(open_sender, weights.transport, weights.deadline_s, self._host)
             self._publisher = Publisher(
@@ -115,8 +115,8 @@ class Rank:
                 delta=weights.delta,
             )
 
-    def _explained(self, phase: str) -> AbstractContextManager[None]:
-        return explained(
+    def _explain_oom(self, phase: str) -> AbstractContextManager[None]:
+        return explain_oom(
             f"{self._role} rank {dist.get_rank()}",
             phase,
             section_name(self._role),
@@ -132,30 +132,30 @@ class Rank:
     def _release(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
-        self._forwards, self._learner, self._memory, self._publisher = {}, None, {}, None
+        self._forwards, self._learner, self._offloaders, self._publisher = {}, None, {}, None
 
-    def _held(self, role: str) -> Role:
+    def _check_role(self, role: str) -> Role:
         if role not in self._forwards:
             raise UserError(f"this trainer holds {' and '.join(self._forwards)}, not {role!r}")
         return cast(Role, role)
 
-    def _forward(self, role: str) -> Forward:
+    def _forward_of(self, role: str) -> Forward:
         """With its weights on the device."""
-        held = self._held(role)
-        self._memory[held].bring(Part.PARAMETERS)
+        held = self._check_role(role)
+        self._offloaders[held].onload(MemoryKind.PARAMETERS)
         return self._forwards[held]
 
-    def _trained(self, role: str, *parts: Part) -> Learner:
+    def _learner_of(self, role: str, *parts: MemoryKind) -> Learner:
         """With its weights and `parts` of its memory on the device."""
-        if self._learner is None or self._held(role) != self._role:
+        if self._learner is None or self._check_role(role) != self._role:
             raise UserError(f"the {role} is not trained: it has no updates and no checkpoint")
-        self._memory[self._role].bring(Part.PARAMETERS, *parts)
+        self._offloaders[self._role].onload(MemoryKind.PARAMETERS, *parts)
         return self._learner
 
     def _info(self, request: pb.TrainerInfoRequest) -> pb.TrainerInfoReply:
-        role = self._held(request.role)
+        role = self._check_role(request.role)
         model = self._forwards[role].model
-        boxes = self._pushed.catalog if self._pushed and role == self._role else catalog(model)[0]
+        boxes = self._pushed.shard_layout if self._pushed and role == self._role else shard_layout(model)[0]
         info = TrainerInfo(
             model=str(model.folder),
             world_size=self._parallel.world_size,
@@ -167,7 +167,7 @@ class Rank:
             num_parameters=sum(prod(shape) for shape in shapes(model.spec).values()),
             vocab_size=model.spec.vocab_size,
             tokenizer_digest=tokenizer_digest(model.folder),
-            shards=(boxes,),
+            shard_layouts=(boxes,),
             roles=tuple(self._forwards),
         )
         return encode_trainer_info(info)
@@ -176,7 +176,7 @@ class Rank:
         """One reply per chunk."""
         parts = [decode_segments(chunk.segments) for chunk in chunks]
         temperature = chunks[0].temperature if chunks[0].HasField("temperature") else None
-        forward = self._forward(chunks[0].role)
+        forward = self._forward_of(chunks[0].role)
         logprobs_T = forward.compute_logprobs(join_segments(parts), temperature)
         return [
             pb.ComputeLogprobsReply(logprobs=encode_tensor(part_T)) for part_T in _split(logprobs_T, parts)
@@ -185,20 +185,20 @@ class Rank:
     def _compute_values(self, chunks: Sequence[pb.ComputeValuesRequest]) -> Sequence[Message]:
         """One reply per chunk."""
         parts = [decode_segments(chunk.segments) for chunk in chunks]
-        values_T = self._forward(chunks[0].role).compute_values(join_segments(parts))
+        values_T = self._forward_of(chunks[0].role).compute_values(join_segments(parts))
         return [pb.ComputeValuesReply(values=encode_tensor(part_T)) for part_T in _split(values_T, parts)]
 
     def _forward_backward(self, chunks: Sequence[pb.ForwardBackwardRequest]) -> Sequence[Message]:
         key = decode_step_key(chunks[0].key)
-        learner = self._trained(key.role, Part.GRADIENTS)
+        learner = self._learner_of(key.role, MemoryKind.GRADIENTS)
         if self._loss_asks_reference:
-            self._forward("reference")
+            self._forward_of("reference")
         metrics = learner.forward_backward(key, decode_forward_backward(chunks))
         return [pb.ForwardBackwardReply(metrics=metrics)]
 
     def _optim_step(self, request: pb.OptimStepRequest) -> pb.OptimStepReply:
         key = decode_step_key(request.key)
-        learner = self._trained(key.role, Part.GRADIENTS, Part.OPTIMIZER)
+        learner = self._learner_of(key.role, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER)
         if self._publisher is not None:
             self._publisher.train_on()
         return pb.OptimStepReply(metrics=learner.optim_step(key, request.learning_rate))
@@ -208,20 +208,20 @@ class Rank:
             raise UserError(
                 f"the {request.role} is not published: replicas generate with the actor's weights"
             )
-        self._memory[self._role].bring(Part.PARAMETERS)
+        self._offloaders[self._role].onload(MemoryKind.PARAMETERS)
         return encode_published(self._publisher.publish(decode_publish(request)))
 
     def _save_checkpoint(self, request: pb.SaveCheckpointRequest) -> pb.SaveCheckpointReply:
-        self._checkpointer.save(self._trained(request.role, Part.OPTIMIZER), Path(request.path))
+        self._checkpointer.save(self._learner_of(request.role, MemoryKind.OPTIMIZER), Path(request.path))
         return pb.SaveCheckpointReply()
 
-    def writing(self, role: str, path: str) -> "Future[Written]":
-        """The last save; from any thread. Raises LostStateError where that is not of `path`."""
-        self._held(role)
+    def writing(self, role: str, path: str) -> "Future[CheckpointWrite]":
+        """The last save; from any thread. Raises LostStateError if that is not of `path`."""
+        self._check_role(role)
         return self._checkpointer.writing(Path(path))
 
     def _load_checkpoint(self, request: pb.LoadCheckpointRequest) -> pb.LoadCheckpointReply:
-        learner = self._trained(request.role, *Part)
+        learner = self._learner_of(request.role, *MemoryKind)
         if request.path:
             self._checkpointer.load(learner, Path(request.path))
         else:
@@ -230,21 +230,21 @@ class Rank:
         return pb.LoadCheckpointReply()
 
     def _export_hf(self, request: pb.ExportHFRequest) -> pb.ExportHFReply:
-        model = self._forward(request.role).model
+        model = self._forward_of(request.role).model
         num_bytes = export_hf(model, Path(request.path))
         return pb.ExportHFReply(num_bytes=num_bytes)
 
     def _load_hf(self, request: pb.LoadHFRequest) -> pb.LoadHFReply:
-        model = self._forward(request.role).model
+        model = self._forward_of(request.role).model
         if self._learner is not None and request.role == self._role:
-            self._trained(request.role, *Part).load_hf(Path(request.path))
+            self._learner_of(request.role, *MemoryKind).load_hf(Path(request.path))
         else:
             load_weights(model, Path(request.path))
         return pb.LoadHFReply()
 
     def _offload(self, request: pb.OffloadRequest) -> pb.OffloadReply:
-        role = self._held(request.role)
-        return pb.OffloadReply(num_bytes=self._memory[role].offload())
+        role = self._check_role(request.role)
+        return pb.OffloadReply(num_bytes=self._offloaders[role].offload())
 
 
 def _unary(request: type[Request], run: Callable[[Request], Message]) -> Command:
@@ -256,7 +256,7 @@ def _streaming(request: type[Request], run: Callable[[Sequence[Request]], Sequen
 
 
 def _parsed(request: type[Request], data: bytes) -> Request:
-    """Raises UserError, on all ranks alike: bytes come here from the caller as they are."""
+    """Raises UserError on all ranks: the bytes come unchecked from the caller."""
     try:
         return request.FromString(data)
     except DecodeError as error:

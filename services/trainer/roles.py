@@ -1,4 +1,4 @@
-"""Which models one trainer service holds, built for their part in the algorithm."""
+"""The models of one trainer service, built by role."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,14 +37,14 @@ from atoll.wire.types import Batch, PolicyBatch, SupervisedBatch, ValueBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Roles:
-    """The models of this rank; at most the first of them learns."""
+    """The models of this rank; at most the first is trained."""
 
     forwards: Mapping[Role, Forward]
     learner: Learner | None
 
 
 def section_of(config: RunConfig, role: Role) -> RoleSection:
-    """The settings of the service that holds `role`. Raises UserError where the run has no such service."""
+    """The settings of the service that holds `role`. Raises UserError if the run has no such service."""
     if role not in config.roles:
         raise UserError(
             f"this run has no {role}: its config needs {', '.join(config.roles)}; "
@@ -77,7 +77,7 @@ def build_roles(config: RunConfig, role: Role) -> Roles:
             return _critic(role, forward, section)
         if isinstance(section, TrainerSection):
             return _actor(config, forward, section)
-        return Roles({role: _frozen(forward)}, None)
+        return Roles({role: _freeze(forward)}, None)
 
 
 def _critic(role: Role, forward: Forward, section: CriticSection) -> Roles:
@@ -88,7 +88,7 @@ def _critic(role: Role, forward: Forward, section: CriticSection) -> Roles:
 def _actor(config: RunConfig, forward: Forward, section: TrainerSection) -> Roles:
     forwards: dict[Role, Forward] = {"actor": forward}
     if "reference" in config.roles and config.reference.placement == "colocated":
-        forwards["reference"] = _frozen(_forward(config, "reference", section))
+        forwards["reference"] = _freeze(_forward(config, "reference", section))
     algorithm = config.algorithm
     settings = PolicySettings(
         loss=load(algorithm.loss, LOSSES),
@@ -125,7 +125,7 @@ def _settings(config: RunConfig, role: Role, section: RoleSection) -> ModelSetti
     )
 
 
-def _frozen(forward: Forward) -> Forward:
+def _freeze(forward: Forward) -> Forward:
     for parameter in forward.model.parameters:
         parameter.requires_grad_(False)
     return forward

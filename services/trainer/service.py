@@ -16,9 +16,9 @@ from google.protobuf.message import Message
 
 from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from atoll.trainer import progress
-from atoll.trainer.folders import Folders
+from atoll.trainer.folders import AllowedFolders
 from atoll.wire.codec.trainer import join_trainer_infos
-from atoll.wire.types import Written
+from atoll.wire.types import CheckpointWrite
 from atoll.wire.v1 import trainer_pb2 as pb
 from atoll.wire.v1 import types_pb2
 
@@ -37,7 +37,7 @@ class Leader(Protocol):
         """Runs a command on every rank; returns this rank's reply, and with `ask_all` the others', too."""
         ...
 
-    def writing(self, role: str, path: str) -> "Future[Written]": ...
+    def writing(self, role: str, path: str) -> "Future[CheckpointWrite]": ...
 
     def dismiss(self) -> None: ...
 
@@ -45,9 +45,9 @@ class Leader(Protocol):
 
 
 class TrainerService:
-    """Gives one command at a time to all ranks. Every mutating call is safe to repeat."""
+    """Runs one command at a time on all ranks. Every mutating call is safe to repeat."""
 
-    def __init__(self, thread: ThreadPoolExecutor, rank: Leader, folders: Folders) -> None:
+    def __init__(self, thread: ThreadPoolExecutor, rank: Leader, folders: AllowedFolders) -> None:
         """`thread`: the one in which `rank` was built."""
         self._thread = thread
         self._folders = folders
@@ -69,7 +69,7 @@ class TrainerService:
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))
 
-    async def failed(self) -> None:
+    async def wait_for_failure(self) -> None:
         await self._failed
 
     async def close(self) -> None:
@@ -111,18 +111,18 @@ class TrainerService:
         self, request: types_pb2.ProgressRequest, context: Context
     ) -> types_pb2.ProgressReply:
         """Ranks wait for each other: one speaks for all."""
-        return types_pb2.ProgressReply(count=progress.done())
+        return types_pb2.ProgressReply(count=progress.num_done())
 
     async def _wait_checkpoint(
         self, request: pb.WaitCheckpointRequest, context: Context
     ) -> pb.WaitCheckpointReply:
         """This rank knows when all have written."""
         writing = asyncio.wrap_future(self._rank.writing(request.role, request.path))
-        written = await asyncio.shield(writing)  # a caller that gives up ends its own waiting alone
+        written = await asyncio.shield(writing)  # cancelling a caller ends only its own wait
         return pb.WaitCheckpointReply(num_bytes=written.num_bytes, seconds=written.seconds)
 
     def _lead(self, method: str, requests: Sequence[bytes]) -> list[bytes]:
-        """A rank that failed may hold half an update, so the whole fleet ends, also where the caller has left
+        """A rank that failed may hold half an update, so the whole fleet ends, also if the caller has left
         by then."""
         if self._is_broken:
             raise ServiceUnavailableError("this trainer is ending: an earlier call failed half-way")

@@ -1,4 +1,5 @@
-"""What a learner knows, in tensors whose names, shapes and places do not depend on the parallel layout.
+"""Optimizer and weight state for checkpoints, in tensors whose names, shapes and offsets do not depend on the
+parallel layout.
 
 Of each parameter that is trained: the fp32 values that the optimizer steps (those that bf16 weights are
 rounded from) and, after the first update, its two moments. The distributed optimizer gives each
@@ -31,7 +32,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch.optim.AdamW and TransformerEngin
 
 
 @dataclass(frozen=True, eq=False)
-class Boxes:
+class TensorBoxes:
     """This rank's boxes of one tensor of the checkpoint, as torch.distributed.checkpoint asks for them."""
 
     shape: Place  # of the whole tensor
@@ -64,7 +65,7 @@ class Boxes:
 
 @dataclass(frozen=True, eq=False)
 class _Owned:
-    """The part of a parameter that this rank's optimizer steps."""
+    """The part of a parameter updated by this rank's optimizer."""
 
     stepped: Tensor  # fp32
     state: dict[str, Any]  # of the optimizer
@@ -78,7 +79,7 @@ class _Owned:
         return {"weight": self.stepped.detach().view(-1)} | moments
 
 
-def snapshot(learner: Learner) -> dict[str, Boxes]:
+def snapshot(learner: Learner) -> dict[str, TensorBoxes]:
     """A copy in host memory of what this rank is to write; all ranks together write everything once."""
     return {
         name: replace(boxes, parts={at: part.to("cpu", copy=True) for at, part in boxes.parts.items()})
@@ -86,10 +87,10 @@ def snapshot(learner: Learner) -> dict[str, Boxes]:
     }
 
 
-def memory(learner: Learner, num_updates: int) -> dict[str, Boxes]:
+def allocate_state(learner: Learner, num_updates: int) -> dict[str, TensorBoxes]:
     """Where to load the state after `num_updates` updates; `loaded` comes next."""
     for part in learner.optimizer.chained_optimizers:
-        for owned in _owned(part).values():
+        for owned in _owned_ranges(part).values():
             owned.state.clear()
             if num_updates:
                 owned.state.update({name: torch.zeros_like(owned.stepped) for name in MOMENTS})
@@ -97,8 +98,8 @@ def memory(learner: Learner, num_updates: int) -> dict[str, Boxes]:
     return _state(learner, is_saving=False)
 
 
-def loaded(learner: Learner) -> None:
-    """Brings what was loaded to all copies of the weights. Every rank calls it."""
+def apply_loaded_state(learner: Learner) -> None:
+    """Copies loaded values to all copies of the weights. Every rank calls it."""
     for part in learner.optimizer.chained_optimizers:
         if not isinstance(part, FP32Optimizer):
             part._copy_main_params_to_model_params()
@@ -109,7 +110,7 @@ def loaded(learner: Learner) -> None:
 
 def frozen_checksum(learner: Learner, group: dist.ProcessGroup) -> int | None:
     """Of the weights that are not trained and therefore not saved, on all ranks: the sum of their bits, the
-    same on every layout. None where every weight is trained. Every rank calls it."""
+    same on every layout. None if every weight is trained. Every rank calls it."""
     if learner.model.lora is None:
         return None
     total = torch.zeros((), dtype=torch.int64)
@@ -141,9 +142,11 @@ def boxes_of_range(shape: Place, start: int, end: int) -> Iterator[tuple[Place, 
         start = stop
 
 
-def _state(learner: Learner, is_saving: bool) -> dict[str, Boxes]:
-    owned = dict(chain.from_iterable(_owned(part).items() for part in learner.optimizer.chained_optimizers))
-    found: dict[str, Boxes] = {}
+def _state(learner: Learner, is_saving: bool) -> dict[str, TensorBoxes]:
+    owned = dict(
+        chain.from_iterable(_owned_ranges(part).items() for part in learner.optimizer.chained_optimizers)
+    )
+    found: dict[str, TensorBoxes] = {}
     for network in learner.model.chunks:
         state = network.sharded_state_dict() if learner.model.lora is None else adapter_state(network)
         for parameter, whole, places in _places(state):
@@ -152,7 +155,7 @@ def _state(learner: Learner, is_saving: bool) -> dict[str, Boxes]:
             for name, values in own.tensors.items():
                 for place in places:
                     shape = tuple(place.global_shape)
-                    boxes = found.setdefault(f"{name}.{place.key}", Boxes(shape, {}))
+                    boxes = found.setdefault(f"{name}.{place.key}", TensorBoxes(shape, {}))
                     boxes.parts.update(_cut(place, parameter, own, values))
     return found
 
@@ -192,8 +195,8 @@ def _places(
             yield whole.data, whole, [whole]
 
 
-def _owned(part: MegatronOptimizer) -> dict[Tensor, _Owned]:
-    """By parameter; none where this rank has nothing that the optimizer updates."""
+def _owned_ranges(part: MegatronOptimizer) -> dict[Tensor, _Owned]:
+    """By parameter; none if this rank has nothing that the optimizer updates."""
     adam = part.optimizer
     if adam is None:
         return {}
@@ -206,11 +209,11 @@ def _owned(part: MegatronOptimizer) -> dict[Tensor, _Owned]:
         return owned
     return {
         parameter: _Owned(values, adam.state[values], 0, is_range=False)
-        for parameter, values in _masters(part)
+        for parameter, values in _stepped_parameters(part)
     }
 
 
-def _masters(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+def _stepped_parameters(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Parameters and what is stepped in their place."""
     if isinstance(part, FP32Optimizer):
         groups = [group["params"] for group in part.param_groups]

@@ -1,4 +1,4 @@
-"""One rank's part of an update: forward and backward over micro-batches, then the optimizer.
+"""One rank's part of an update: forward and backward over micro-batches, then an optimizer step.
 
 The loss of a batch is sum(loss_weights * token loss), and gradients are summed over micro-batches and
 data-parallel ranks, so the result does not depend on how the batch was cut.
@@ -24,7 +24,7 @@ from atoll.runtime.errors import LostStateError, UserError
 from atoll.trainer.batch import check_batch
 from atoll.trainer.megatron.forward import Forward, reduce_over_replicas
 from atoll.trainer.megatron.hf import load_weights
-from atoll.trainer.objective import Objective, Terms
+from atoll.trainer.objective import LossTerms, Objective
 from atoll.wire.types import Batch, StepKey
 
 Metrics = dict[str, float]
@@ -135,7 +135,7 @@ class Learner:
         return _record(self._stepped, key, metrics)
 
     def _grad_norm(self) -> float:
-        """L2 over the whole model: what several ranks hold alike counts once."""
+        """L2 over the whole model: weights held by several ranks count once."""
         total = 0.0
         for part in self.optimizer.chained_optimizers:  # of all experts, of all else
             norm = get_total_norm(part.get_main_grads_for_grad_norm(), foreach=True)
@@ -163,14 +163,14 @@ class Learner:
 class _Tally:
     """Adds up a batch's metrics over micro-batches and data-parallel ranks."""
 
-    def __init__(self, nothing: Terms) -> None:
+    def __init__(self, nothing: LossTerms) -> None:
         self._losses, self._values = tuple(nothing.losses), tuple(nothing.values)
         num_sums = 1 + len(self._losses) + len(self._values)
         self._sums = nothing.loss_N.new_zeros(num_sums, dtype=torch.float64)
         self._maxima = nothing.loss_N.new_full((len(self._values),), -math.inf, dtype=torch.float64)
 
     @torch.no_grad()
-    def add(self, terms: Terms) -> None:
+    def add(self, terms: LossTerms) -> None:
         if not len(terms.weights_N):  # nothing is trained in this micro-batch
             return
         values_MN = torch.stack([terms.values[name].double() for name in self._values])

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from atoll.wire.types import Catalog, UInt64
+from atoll.wire.types import ShardLayout, UInt64
 
 CHUNK_BYTES = 1 << 20  # copied and hashed at once: stays in a core's L2 cache in between
 NUM_FACTORS = 1 << 20  # words that a device sums at once: their factors, 8 MiB, stay in its L2 cache
@@ -48,7 +48,7 @@ def checksum(box_RC: torch.Tensor, dtype: torch.dtype) -> int:
         return _unsigned(device_checksum(box_RC.to(dtype)))
     hasher = xxhash.xxh3_64()
     for rows in _chunks(box_RC, dtype):
-        # a copy even where no cast is needed: memory that numpy has seen cannot be freed in place
+        # a copy even if no cast is needed: memory that numpy has seen cannot be freed in place
         hasher.update(_bytes(box_RC[rows].to(dtype, copy=True)))
     return hasher.intdigest()
 
@@ -107,11 +107,15 @@ def _unsigned(sum_: torch.Tensor) -> int:
     return int(sum_) % 2**64
 
 
-def tensor_checksums(catalog: Catalog, buffers: Sequence[torch.Tensor], dtype: torch.dtype) -> dict[str, int]:
-    """xxh3-64 of each canonical tensor's bytes in `dtype`, row-major; the catalog holds whole tensors."""
+def tensor_checksums(
+    shard_layout: ShardLayout, buffers: Sequence[torch.Tensor], dtype: torch.dtype
+) -> dict[str, int]:
+    """xxh3-64 of each canonical tensor's bytes in `dtype`, row-major; the shard layout holds whole
+    tensors.
+    """
     checksums = {}
-    for t, name in enumerate(catalog.tensors):
-        boxes = catalog.boxes[catalog.boxes["tensor"] == t]
+    for t, name in enumerate(shard_layout.tensors):
+        boxes = shard_layout.boxes[shard_layout.boxes["tensor"] == t]
         shape = [
             int((boxes[at] + boxes[size]).max()) for at, size in (("row", "rows"), ("column", "columns"))
         ]

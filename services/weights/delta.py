@@ -1,10 +1,10 @@
-"""What differs between two versions of a part, losslessly. Pure torch, on whatever device the parts are.
+"""Lossless deltas between two versions of a part. Pure torch, on whatever device the parts are.
 
 After a step of AdamW at a small learning rate most weights in bfloat16 are as before, and most others moved
 to a neighbour. A delta lists the elements that changed: how far each is from the one before it in a byte, and
-the difference of the bit patterns, read as integers, in another. What does not fit a byte is mended: a
-distance of more than 256 passes over elements that did not change, which are listed with difference 0; a
-difference outside [-127, 127] is listed as -128 and stands in full in a list of its own.
+the difference of the bit patterns, read as integers, in another. What does not fit into a byte is encoded
+differently: a distance of more than 256 passes over elements that did not change, which are listed with
+difference 0; a difference outside [-127, 127] is listed as -128 and stands in full in a list of its own.
 
     int64 K | W differences in full | K distances less 1 (uint8) | K differences (int8)
 
@@ -20,10 +20,10 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def encode(old_N: torch.Tensor, new_N: torch.Tensor) -> torch.Tensor | None:
-    """uint8 [bytes] that `decode` turns `old` into `new` with, bit for bit; None where it would take more
+    """uint8 [bytes] that `decode` turns `old` into `new` with, bit for bit; None if it would take more
     than MAX_SHARE of the bytes of `new`. Both are dense and of one dtype."""
     old_N, new_N = (_integers(part.clone() if part.data_ptr() % 8 else part) for part in (old_N, new_N))
-    position_C = _changed(old_N, new_N)
+    position_C = _find_changed(old_N, new_N)
     max_bytes = int(new_N.nbytes * MAX_SHARE)
     if 2 * len(position_C) > max_bytes:
         return None
@@ -65,7 +65,7 @@ def decode(delta: torch.Tensor, into_N: torch.Tensor) -> None:
     into_N[position_K] += difference_K
 
 
-def _changed(old_N: torch.Tensor, new_N: torch.Tensor) -> torch.Tensor:
+def _find_changed(old_N: torch.Tensor, new_N: torch.Tensor) -> torch.Tensor:
     """[C] Where the two differ, ascending. Most words of 8 bytes are equal, so they are compared first."""
     shift = {1: 3, 2: 2, 4: 1}[new_N.itemsize]  # to an element's word; division of int64 is slow
     whole = len(new_N) >> shift << shift

@@ -1,4 +1,4 @@
-"""What a plan moves and how long that takes at a given speed. Pure numpy."""
+"""Estimates what a plan moves and how long it takes. Pure numpy."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from atoll.wire.types import Int64, Plan
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Estimate:
+class PushEstimate:
     """Of one version, however many replicas receive it together."""
 
     source_bytes: Int64  # [trainer rank] sent, up to the last rank that sends
@@ -17,7 +17,7 @@ class Estimate:
     seconds: float
 
 
-def estimate(plan: Plan, itemsize: int, bytes_per_s: float) -> Estimate:
+def estimate(plan: Plan, itemsize: int, bytes_per_s: float) -> PushEstimate:
     """Rounds follow each other, the parts of a round travel side by side: the sum, over the rounds, of the
     largest part's bytes by the speed.
 
@@ -29,7 +29,7 @@ def estimate(plan: Plan, itemsize: int, bytes_per_s: float) -> Estimate:
     num_sources, rounds = int(t["source"].max(initial=-1)) + 1, int(t["round"].max(initial=-1)) + 1
     # in one round a source sends one part at most
     parts = np.bincount(t["round"] * np.int64(num_sources) + t["source"], size_N, rounds * num_sources)
-    return Estimate(
+    return PushEstimate(
         source_bytes=np.bincount(t["source"], size_N).astype(np.int64),
         target_bytes=np.bincount(t["target"], size_N).astype(np.int64),
         rounds=rounds,

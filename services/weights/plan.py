@@ -19,14 +19,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from atoll.weights.rounds import rounds
-from atoll.weights.senders import stretches
-from atoll.wire.types import BOX, TRANSFER, Catalog, Int64, Plan
+from atoll.weights.senders import assign_senders
+from atoll.wire.types import BOX, TRANSFER, Int64, Plan, ShardLayout
 
 Boxes = NDArray[np.void]
 MAX_SENDERS = 8
 AXES = (("row", "rows"), ("column", "columns"))
 PLACE = ("tensor", "row", "column", "rows", "columns")
-OWNED = np.dtype([("owner", np.int32), *BOX.descr])  # by a catalog of the sources, or a target rank
+OWNED = np.dtype([("owner", np.int32), *BOX.descr])  # by a shard layout of the sources, or a target rank
 PIECE = np.dtype(
     [
         ("held", np.int32),  # number of the distinct box
@@ -42,17 +42,18 @@ PIECE = np.dtype(
 
 
 def plan(
-    sources: Sequence[Catalog],
-    targets: Sequence[Catalog],
+    sources: Sequence[ShardLayout],
+    targets: Sequence[ShardLayout],
     *,
     part_elements: int,
     max_senders: int = MAX_SENDERS,
-    turn: int = 0,
+    tie_break: int = 0,
 ) -> Plan:
-    """Transfers from the trainer's ranks to the tensor-parallel ranks of one replica class.
+    """Transfers from the trainer's ranks to the tensor-parallel ranks per replica class.
 
-    `sources` and `targets` are by rank; ranks with equal catalogs (data-parallel copies) are planned as one.
-    `turn` numbers the classes of one trainer, so that their plans ask different copies where there are some.
+    `sources` and `targets` are by rank; ranks with equal shard layouts (data-parallel copies) are planned as
+    one. `tie_break` numbers the classes of one trainer, so that their plans use different copies, if there
+    are any.
 
     What holds of the result:
     - Every element that a target keeps arrives exactly once, from a rank that holds it.
@@ -63,25 +64,26 @@ def plan(
     - A target hears `max_senders` ranks at most, or as many as hold something that it gets from nobody else.
       Within that cap as many copies as possible send; where there are several targets, to different ones.
     - Of the ranks that hold the same boxes, those that send any of them send equally much, to within 5 % or
-      one row. An exception: boxes that ranks with different catalogs hold, where the cap leaves no other way.
+      one row. An exception: boxes that ranks with different shard layouts hold, where the cap leaves no other
+      way.
     - The same arguments give the same plan, with the same id.
 
     The boxes that sources hold of a tensor must be equal or disjoint. Raises ValueError naming a tensor for
     which that fails, or which one side has not, or not whole, or of another shape.
     """
     tensors = tuple(dict.fromkeys(chain.from_iterable(dict.fromkeys(c.tensors for c in targets))))
-    catalogs, copies = _classes(sources)
-    for name in sorted(set(chain.from_iterable({c.tensors for c in catalogs})).difference(tensors))[:1]:
+    shard_layouts, copies = _classes(sources)
+    for name in sorted(set(chain.from_iterable({c.tensors for c in shard_layouts})).difference(tensors))[:1]:
         raise ValueError(f"the trainer holds {name!r}, which no replica keeps: both must load the same model")
-    held_H, wanted_W = _owned(catalogs, tensors), _owned(targets, tensors)
+    held_H, wanted_W = _list_owned(shard_layouts, tensors), _list_owned(targets, tensors)
     _check_shapes(held_H, wanted_W, tensors)
     held_H, first_D = _by_place(held_H)
     _check_disjoint(held_H[first_D], tensors)
-    pieces_N = _met(held_H[first_D], wanted_W)
+    pieces_N = _intersect(held_H[first_D], wanted_W)
     _check_covered(pieces_N, wanted_W, tensors)
 
     sets, set_D = _sets(held_H["owner"], first_D)
-    pieces_N = _shared(pieces_N, set_D, sets, copies, max_senders, turn)
+    pieces_N = _share_among_senders(pieces_N, set_D, sets, copies, max_senders, tie_break)
     pieces_N, round_N = _in_rounds(pieces_N, part_elements)
     owner_R = np.zeros(len(sources), np.int64)
     for owner, ranks in enumerate(copies):
@@ -93,29 +95,30 @@ def plan(
     return Plan(digest.hexdigest(), tensors, transfers_N)
 
 
-def _classes(sources: Sequence[Catalog]) -> tuple[list[Catalog], list[list[int]]]:
-    """The distinct catalogs, and the ranks that have each."""
+def _classes(sources: Sequence[ShardLayout]) -> tuple[list[ShardLayout], list[list[int]]]:
+    """The distinct shard layouts, and the ranks that have each."""
     digests = {id(c): xxhash.xxh3_128_digest(c.boxes.tobytes()) for c in {id(c): c for c in sources}.values()}
     ranks: dict[tuple[tuple[str, ...], bytes], list[int]] = {}
-    for rank, catalog in enumerate(sources):
-        ranks.setdefault((catalog.tensors, digests[id(catalog)]), []).append(rank)
+    for rank, shard_layout in enumerate(sources):
+        ranks.setdefault((shard_layout.tensors, digests[id(shard_layout)]), []).append(rank)
     return [sources[same[0]] for same in ranks.values()], list(ranks.values())
 
 
-def _owned(catalogs: Sequence[Catalog], tensors: tuple[str, ...]) -> Boxes:
-    """All catalogs' boxes with their owner, numbered by `tensors`."""
+def _list_owned(shard_layouts: Sequence[ShardLayout], tensors: tuple[str, ...]) -> Boxes:
+    """All shard layouts' boxes with their owner, numbered by `tensors`."""
     number = {name: i for i, name in enumerate(tensors)}
     numbers = {
-        names: np.array([number[name] for name in names], np.int32) for names in {c.tensors for c in catalogs}
+        names: np.array([number[name] for name in names], np.int32)
+        for names in {c.tensors for c in shard_layouts}
     }
-    ends = np.cumsum([len(catalog.boxes) for catalog in catalogs]).tolist()
+    ends = np.cumsum([len(shard_layout.boxes) for shard_layout in shard_layouts]).tolist()
     owned = np.empty(ends[-1], OWNED)
-    for owner, (begin, end, catalog) in enumerate(zip([0, *ends], ends, catalogs, strict=False)):
+    for owner, (begin, end, shard_layout) in enumerate(zip([0, *ends], ends, shard_layouts, strict=False)):
         part = owned[begin:end]
         part["owner"] = owner
         for name in BOX.names or ():
-            part[name] = catalog.boxes[name]
-        part["tensor"] = numbers[catalog.tensors][part["tensor"]]
+            part[name] = shard_layout.boxes[name]
+        part["tensor"] = numbers[shard_layout.tensors][part["tensor"]]
     return owned
 
 
@@ -131,14 +134,14 @@ def _by_place(held_H: Boxes) -> tuple[Boxes, Int64]:
     return held_H[order[keep_H]], np.flatnonzero(new_H[keep_H])
 
 
-def _met(distinct_D: Boxes, wanted_W: Boxes) -> Boxes:
+def _intersect(distinct_D: Boxes, wanted_W: Boxes) -> Boxes:
     """[N] Where a held and a wanted box have elements in common."""
     d_begin, d_end, w_begin, w_end = _intervals(distinct_D, wanted_W)
     order_W = np.argsort(w_begin, kind="stable")
     # of the wanted boxes in order, those that begin before the held one ends and do not all end before it
     first_D = np.searchsorted(np.maximum.accumulate(w_end[order_W]), d_begin, "right")
     d, w = _expand(first_D, np.searchsorted(w_begin[order_W], d_end))
-    return _common(distinct_D, wanted_W, d, order_W[w])
+    return _overlap(distinct_D, wanted_W, d, order_W[w])
 
 
 def _intervals(*sides: Boxes) -> list[Int64]:
@@ -162,7 +165,7 @@ def _expand(first: Int64, end: Int64) -> tuple[Int64, Int64]:
     return i, np.arange(len(i)) - (np.cumsum(count) - count - first)[i]
 
 
-def _common(held: Boxes, wanted: Boxes, i: Int64, j: Int64) -> Boxes:
+def _overlap(held: Boxes, wanted: Boxes, i: Int64, j: Int64) -> Boxes:
     """The elements that box i of the one and box j of the other have in common, where there are some."""
     some, spans = np.ones(len(i), bool), {}
     for at, size in AXES:
@@ -193,7 +196,7 @@ def _check_shapes(held_H: Boxes, wanted_W: Boxes, tensors: tuple[str, ...]) -> N
 def _check_disjoint(distinct_D: Boxes, tensors: tuple[str, ...]) -> None:
     begin, end = _intervals(distinct_D)  # begins ascend, as the boxes do
     i, j = _expand(np.arange(1, len(begin) + 1), np.searchsorted(begin, end))
-    for d in _common(distinct_D, distinct_D, i, j)["held"][:1]:
+    for d in _overlap(distinct_D, distinct_D, i, j)["held"][:1]:
         name = tensors[distinct_D["tensor"][d]]
         raise ValueError(f"trainer ranks hold boxes of {name!r} that overlap without being equal")
 
@@ -230,20 +233,22 @@ def _sets(owner_H: NDArray[np.int32], first_D: Int64) -> tuple[list[tuple[int, .
     return sets, set_D
 
 
-def _shared(
+def _share_among_senders(
     pieces_N: Boxes,
     set_D: Int64,
     sets: Sequence[Sequence[int]],
     copies: Sequence[Sequence[int]],
     max_senders: int,
-    turn: int,
+    tie_break: int,
 ) -> Boxes:
     """Cuts the pieces by rows between the ranks that send, which it adds."""
     set_N = set_D[pieces_N["held"]]
     num_targets = int(pieces_N["target"].max()) + 1
     key_N = set_N * num_targets + pieces_N["target"]
     wanted_ST = np.bincount(key_N, _size(pieces_N), len(sets) * num_targets).astype(np.int64)  # below 2**53
-    begin_B, sender_B = stretches(wanted_ST.reshape(-1, num_targets), sets, copies, max_senders, turn)
+    begin_B, sender_B = assign_senders(
+        wanted_ST.reshape(-1, num_targets), sets, copies, max_senders, tie_break
+    )
     pieces_N, stretch_N = _cut(pieces_N[np.lexsort((pieces_N["wanted"], key_N))], begin_B)
     pieces_N["source"] = sender_B[stretch_N]
     return pieces_N

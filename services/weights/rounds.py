@@ -1,4 +1,4 @@
-"""Rounds in which no rank is asked for twice. Pure.
+"""Rounds that use each rank at most once. Pure.
 
 Letter in shapes: P parts.
 """

@@ -19,43 +19,48 @@ Cut = Callable[[Int64, Int64, NDArray[np.float64]], tuple[Int64, Int64]]
 SLACK = 0.02  # of a stretch: how far each of its two borders moves to fall on a target's
 
 
-def stretches(
+def assign_senders(
     elements_ST: Int64,
     sets: Sequence[Sequence[int]],
     copies: Sequence[Sequence[int]],
     max_senders: int,
-    turn: int,
+    tie_break: int,
 ) -> tuple[Int64, Int64]:
     """Where each stretch begins on the lines of all sets, one after the other [B], and who sends it.
 
-    `elements_ST`: what each target wants of what each set holds; `sets`: numbers of the catalogs that make it
-    up, small sets first; `copies`: the ranks that have each catalog. As many copies send as the cap allows:
-    plans of different `turn` prefer different ones. Where even one copy of each is too many, what several
-    catalogs hold comes from ranks that send to the target in any case, however unequal the stretches.
+    `elements_ST`: what each target wants of what each set holds; `sets`: numbers of the shard layouts that
+    make it up, small sets first; `copies`: the ranks that have each catalog. As many copies send as the cap
+    allows: plans with different `tie_break` prefer different ones. Where even one copy of each is too many,
+    what several shard layouts hold comes from ranks that send to the target in any case, however unequal the
+    stretches.
     """
-    fewest, sent_RT = _stretches(elements_ST, sets, _some(copies, 1, turn), _reused)
+    fewest, sent_RT = _stretches(elements_ST, sets, _choose_ranks(copies, 1, tie_break), _reuse_senders)
     limit_T = np.maximum(max_senders, (sent_RT > 0).sum(axis=0))
     for most in range(max(map(len, copies)), 0, -1):
-        equal, sent_RT = _stretches(elements_ST, sets, _some(copies, most, turn), _equal)
+        equal, sent_RT = _stretches(elements_ST, sets, _choose_ranks(copies, most, tie_break), _cut_equally)
         if ((sent_RT > 0).sum(axis=0) <= limit_T).all():
             return equal
     return fewest
 
 
-def _some(copies: Sequence[Sequence[int]], most: int, turn: int) -> list[list[int]]:
-    """`most` ranks of each catalog, those that follow the last turn's."""
-    return [[ranks[(turn * most + i) % len(ranks)] for i in range(min(most, len(ranks)))] for ranks in copies]
+def _choose_ranks(copies: Sequence[Sequence[int]], most: int, tie_break: int) -> list[list[int]]:
+    """`most` ranks of each layout, rotated by `tie_break`."""
+    return [
+        [ranks[(tie_break * most + i) % len(ranks)] for i in range(min(most, len(ranks)))] for ranks in copies
+    ]
 
 
 def _stretches(
     elements_ST: Int64, sets: Sequence[Sequence[int]], active: Sequence[Sequence[int]], cut: Cut
 ) -> tuple[tuple[Int64, Int64], NDArray[np.float64]]:
-    """The stretches if the `active` ranks of each catalog send; and the elements [R, T] that they make."""
+    """The stretches if the `active` ranks of each shard layout send; and the elements [R, T] that they
+    make.
+    """
     num_targets = elements_ST.shape[1]
     sent_RT = np.zeros((1 + max(max(ranks) for ranks in active), num_targets))
     begins, senders, line = [], [], 0
-    for elements_T, catalogs in zip(elements_ST, sets, strict=True):
-        ranks_K = np.array(sorted(rank for catalog in catalogs for rank in active[catalog]))
+    for elements_T, shard_layouts in zip(elements_ST, sets, strict=True):
+        ranks_K = np.array(sorted(rank for shard_layout in shard_layouts for rank in active[shard_layout]))
         begin_B, sender_B = cut(elements_T, ranks_K, sent_RT)
         begins.append(line + begin_B)
         senders.append(sender_B)
@@ -67,7 +72,7 @@ def _stretches(
     return (np.concatenate(begins), np.concatenate(senders)), sent_RT
 
 
-def _equal(elements_T: Int64, ranks_K: Int64, sent_RT: NDArray[np.float64]) -> tuple[Int64, Int64]:
+def _cut_equally(elements_T: Int64, ranks_K: Int64, sent_RT: NDArray[np.float64]) -> tuple[Int64, Int64]:
     """Stretches of equal length, but for SLACK at each border."""
     sent_KT = sent_RT[ranks_K]
     middle_K = sent_KT @ np.arange(len(elements_T)) / np.maximum(sent_KT.sum(axis=1), 1)
@@ -80,7 +85,7 @@ def _equal(elements_T: Int64, ranks_K: Int64, sent_RT: NDArray[np.float64]) -> t
     return np.where(near_K, nearest_K, begin_K), ranks_K[np.lexsort((ranks_K, middle_K))]
 
 
-def _reused(elements_T: Int64, ranks_K: Int64, sent_RT: NDArray[np.float64]) -> tuple[Int64, Int64]:
+def _reuse_senders(elements_T: Int64, ranks_K: Int64, sent_RT: NDArray[np.float64]) -> tuple[Int64, Int64]:
     """For each target, equal stretches for the ranks that send to it anyway; one of the others where there is
     none: the one with the least to send."""
     begins, senders = [], []

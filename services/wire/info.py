@@ -1,9 +1,9 @@
-"""What each service says of itself when it is asked."""
+"""Info types: what each service reports about itself."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from atoll.wire.types import Catalog, ServerHealth, ServiceEntry, Version
+from atoll.wire.types import ServerHealth, ServiceEntry, ShardLayout, Version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -15,7 +15,7 @@ class RolloutInfo:
     max_length: int
     slots: int
     dtype: str
-    catalogs: tuple[Catalog, ...]  # per tensor-parallel rank
+    shard_layouts: tuple[ShardLayout, ...]  # per tensor-parallel rank
     running: int
     queued: int
     tokens_generated: int
@@ -33,7 +33,7 @@ class TrainerInfo:
     num_parameters: int
     vocab_size: int
     tokenizer_digest: str
-    shards: tuple[Catalog, ...]  # per rank; those that several keep alike are the same object
+    shard_layouts: tuple[ShardLayout, ...]  # per rank; identical ones are the same object
     roles: tuple[str, ...]  # that the service holds
 
 
@@ -41,7 +41,7 @@ class TrainerInfo:
 class RewardInfo:
     graders: tuple[str, ...]
     max_queued: int  # responses that it holds at once, over all calls; 0: it does not say
-    sandbox: str = ""  # what separates programs from its machine; "": nothing
+    sandbox: str = ""  # isolation of programs; "": no sandbox
 
 
 @dataclass(frozen=True, slots=True)

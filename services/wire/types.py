@@ -1,4 +1,4 @@
-"""The nouns of the dataflow, as every service sees them.
+"""The types of the dataflow, shared by all services.
 
 Worked example, used throughout: run "toy", epoch 0, dataset row 7, prompt `12+34=`.
 Its group has two samples, toy/0/7/0 and toy/0/7/1. Sample 1 answered `46.` at policy
@@ -17,10 +17,10 @@ node 2 (parent 1) and turn 1.
 
 Letters in shapes: T tokens, S segments.
 
-What the coordinator makes for every sample is a NamedTuple: a frozen dataclass takes three times as long to
-create and to hash, and there is a dozen of them per sample. All else is a frozen dataclass.
+Types created per sample in the coordinator are NamedTuples: frozen dataclasses take three times as long to
+create and hash, and there are a dozen per sample. All others are frozen dataclasses.
 
-long because every noun that crosses a service boundary stands here, once.
+long because it defines every type that crosses a service boundary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,8 +88,9 @@ class SampleId(NamedTuple):
 
 
 class TurnId(NamedTuple):
-    """Names one draw, and so a request to a rollout service. Turns of an attempt at a trajectory are counted
-    in the order in which they begin; `branch` tells those apart that are drawn side by side."""
+    """Identifies one draw, and so a request to a rollout service. Turns of an attempt at a trajectory are
+    counted in the order in which they begin; `branch` distinguishes those drawn from the same context.
+    """
 
     sample: SampleId
     attempt: int
@@ -107,12 +108,12 @@ class FinishReason(Enum):
 
 
 class PauseMode(IntEnum):
-    """What becomes of the sequences that run. What is queued, or comes, is held."""
+    """How running sequences are paused. Queued and new requests are held."""
 
-    WAIT = 1  # they end of themselves
-    IN_PLACE = 2  # they stop between two tokens and go on with the keys and values that they have
-    RETRACT = 3  # they go back to the queue; their keys and values are computed anew when they go on
-    ABORT = 4  # they end at once, with partial output, and so does what is queued; what comes is held
+    WAIT = 1  # they run to their end
+    IN_PLACE = 2  # they stop between two tokens and later continue with their keys and values
+    RETRACT = 3  # they return to the queue; their keys and values are recomputed later
+    ABORT = 4  # they end at once with partial output, like queued ones; new ones are held
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class Turn(NamedTuple):
 class TrajectoryStatus(Enum):
     COMPLETED = "completed"  # it came to its own end
     TRUNCATED = "truncated"  # a limit ended it: tokens, turns or time
-    ABORTED = "aborted"  # it was given up, and is not trained on
+    ABORTED = "aborted"  # aborted; not trained on
 
 
 STATUS_AFTER: Final = {
@@ -226,7 +227,7 @@ class Trajectory(NamedTuple):
     rewards: tuple[TurnReward, ...] = ()
     reason: str = ""  # why it ended, if its turns do not say so: a limit's name, an environment's words
     messages: tuple[Message, ...] = ()  # of several turns; those of a single one are its prompt and its text
-    environment: Mapping[str, str] = NO_TEXTS  # what its environment said of it, for graders
+    environment: Mapping[str, str] = NO_TEXTS  # the environment's output, for graders
 
     @property
     def score(self) -> float:
@@ -268,7 +269,7 @@ class Trajectory(NamedTuple):
     def staleness(self, current: Version) -> int:
         """The version being trained minus the version of the oldest loss-masked token.
 
-        Numbers go on through the lineages of one run: the journal gives back only samples whose
+        Numbers continue across the lineages of one run: the journal gives back only samples whose
         versions lie on the path that led to `current`.
         """
         return 0 if self.oldest_number is None else current.number - self.oldest_number
@@ -392,7 +393,9 @@ class StepKey:
 
 
 class ScoreItem(NamedTuple):
-    """One trajectory to grade. A test of a grader sets what it reads, such as `response`, `ground_truth`."""
+    """One trajectory to grade. In a grader's tests, set only what it reads, such as `response`,
+    `ground_truth`.
+    """
 
     id: SampleId = SampleId(GroupId("", 0, 0), 0)
     prompt: str = ""
@@ -403,12 +406,12 @@ class ScoreItem(NamedTuple):
     response_length: int = 0  # tokens that the policy produced, in all turns
     extra: Mapping[str, str] = NO_TEXTS
     messages: tuple[Message, ...] = ()  # of several turns; of a single one prompt and response are all
-    environment: Mapping[str, str] = NO_TEXTS  # what the environment said of it
+    environment: Mapping[str, str] = NO_TEXTS  # the environment's output
 
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What one grader says of one response. A reason is a kind, which is counted, and perhaps a detail:
+    """One grader's verdict on one response. A reason is a kind, which is counted, and perhaps a detail:
     "timeout: case 3"."""
 
     value: float
@@ -436,7 +439,7 @@ Verdict = Graded | GradingError
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProgramLimits:
     """Of one program in the sandbox."""
 
     timeout_s: float = 5.0  # wall time
@@ -445,7 +448,7 @@ class Limits:
     disk_bytes: int = 16 << 20  # of the directory that it may write to
 
 
-class Status(Enum):
+class ProgramStatus(Enum):
     """How a program in the sandbox ended."""
 
     OK = "ok"  # exit code 0
@@ -461,7 +464,7 @@ class Status(Enum):
 class Execution:
     """What a program in the sandbox did."""
 
-    status: Status
+    status: ProgramStatus
     detail: str  # the exception, the code, the signal
     stdout: bytes
     stderr: bytes
@@ -476,19 +479,19 @@ class TurnRequest:
     ids: tuple[TurnId, ...]  # of one group
     context_ids: Int32  # [T] everything that the model sees before the turn
     sampling: Sampling
-    session: str = ""  # its next turn extends this one, so its keys and values are kept; "": there is none
+    session: str = ""  # of the turn; its keys and values are kept for the next turn; "": none
 
     @property
     def group(self) -> GroupId:
         return self.ids[0].sample.group
 
 
-# Two-dimensional pieces of canonical (Hugging Face named) tensors, and where a process keeps them.
+# Two-dimensional pieces of canonical (Hugging Face named) tensors, and if a process keeps them.
 # A one-dimensional tensor of n elements is n rows of one column. `offset` and `stride` count elements
 # in the process's own flat buffer number `buffer`; `stride` is the distance between two rows there.
 BOX = np.dtype(
     [
-        ("tensor", np.int32),  # index into Catalog.tensors
+        ("tensor", np.int32),  # index into ShardLayout.tensors
         ("row", np.int64),  # first row
         ("rows", np.int64),
         ("column", np.int64),  # first column
@@ -501,8 +504,8 @@ BOX = np.dtype(
 
 
 @dataclass(frozen=True, eq=False)
-class Catalog:
-    """Where one process keeps its part of the model."""
+class ShardLayout:
+    """The shard layout of one process: where it keeps its part of the model."""
 
     tensors: tuple[str, ...]  # canonical names
     boxes: NDArray[np.void]  # [N] of BOX
@@ -533,7 +536,7 @@ TRANSFER = np.dtype(
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How the trainer's shards reach the replicas of one class (those with equal catalogs).
+    """How the trainer's shards reach the replicas of one class (those with equal shard layouts).
 
     A version travels in rounds. In one round a source sends to one target rank at most, and a target rank
     hears one source at most, so whatever both have to enter together cannot deadlock.
@@ -591,7 +594,7 @@ class PublishRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Published:
+class PublishedPart:
     """One part of a version, as one trainer rank (or, merged, all of them) wrote it."""
 
     streams: tuple[StreamManifest, ...]
@@ -613,13 +616,13 @@ class ReceiverSetup:
     """How versions come to a replica."""
 
     transport: str  # as in [weights]
-    deadline_s: float  # for a part to arrive
+    deadline_s: float  # time for a part to arrive
     lora: LoraSpec | None = None  # adapters, where they alone are pushed
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What a model's part of a checkpoint took, beside its training."""
+class CheckpointWrite:
+    """Size and duration of writing a model's part of a checkpoint."""
 
     num_bytes: int
     seconds: float
@@ -640,7 +643,7 @@ ServerKind = Literal["reward", "tool", "env"]
 
 @dataclass(frozen=True, slots=True)
 class ExternalServer:
-    """Someone else's server. Several of one kind and name share its load."""
+    """An external server. Several of one kind and name share its load."""
 
     kind: ServerKind
     name: str
@@ -659,8 +662,8 @@ class ExternalServer:
 @dataclass(frozen=True, slots=True)
 class ServerHealth:
     server: ExternalServer
-    well: bool
-    cause: str = ""  # why it gets no calls
+    healthy: bool
+    cause: str = ""  # reason for getting no calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -669,5 +672,5 @@ class JournalIndex:
 
     issued: bytes  # "sample number first last sample number ..."
     finished: bytes  # "sample number payload last attempt sample ..."
-    cursor: str | None  # where the data stood after the last issue
+    cursor: str | None  # if the data stood after the last issue
     lineages: tuple[str, ...]

@@ -20,11 +20,11 @@ from atoll.weights.plan import plan
 from atoll.weights.transport import shm
 from atoll.wire.types import (
     BOX,
-    Catalog,
     Membership,
     PublishRequest,
     PushPart,
     Sampling,
+    ShardLayout,
     TurnRequest,
     Version,
 )
@@ -46,7 +46,7 @@ async def start_local(
         slots=slots,
         max_length=max_length,
         version=V0,
-        receiver=shm.Receiver(),
+        receiver=shm.ShmReceiver(),
     )
 
 
@@ -107,9 +107,9 @@ class FakeTrainer:
         self._names = tuple(tensors)
         self._buffer = torch.empty(offset)
         self._plan = plan(
-            [Catalog(self._names, np.array(boxes, BOX))], engine.catalogs(), part_elements=1 << 20
+            [ShardLayout(self._names, np.array(boxes, BOX))], engine.shard_layouts(), part_elements=1 << 20
         )
-        self._publisher = Publisher(0, [self._buffer], shm.Sender, stays_readable=True)
+        self._publisher = Publisher(0, [self._buffer], shm.ShmSender, stays_readable=True)
 
     async def stage(self, engine: Engine, folder: Path, version: Version) -> None:
         tensors = load_file(folder / "model.safetensors")

@@ -250,7 +250,7 @@ async def test_pause_abort_ends_what_is_there_and_holds_what_comes(
     assert (live.engine.info().running, live.engine.info().queued) == (0, 0)
     held = asyncio.create_task(one(live.engine, ask(PROMPTS[2], row=8)))
     await until_queued(live)
-    await live.engine.pause(PauseMode.ABORT)  # repeated, it spares what came since
+    await live.engine.pause(PauseMode.ABORT)  # if repeated, newer requests are spared
     await assert_held_until_resume(live)
     assert (await held).token_ids.tolist() == reference_greedy(live.folder, PROMPTS[2], 24)
 

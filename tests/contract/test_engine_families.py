@@ -79,14 +79,14 @@ async def test_a_group_with_a_greedy_member_has_its_greedy_tokens(live: Live) ->
         assert len(set(map(tuple, sampled))) == 3
 
 
-async def test_catalogs_say_where_every_element_is_kept(live: Live) -> None:
+async def test_shard_layouts_say_where_every_element_is_kept(live: Live) -> None:
     kept = {}
     for name, tensor in load_file(live.folder / "model.safetensors").items():
         kept[name] = np.zeros((len(tensor), 1) if tensor.ndim == 1 else tensor.shape, bool)
-    for catalog in live.engine.catalogs():
-        assert set(catalog.tensors) <= kept.keys()
-        for t, row, rows, column, columns, _, _, stride in catalog.boxes.tolist():
-            kept[catalog.tensors[t]][row : row + rows, column : column + columns] = True
+    for shard_layout in live.engine.shard_layouts():
+        assert set(shard_layout.tensors) <= kept.keys()
+        for t, row, rows, column, columns, _, _, stride in shard_layout.boxes.tolist():
+            kept[shard_layout.tensors[t]][row : row + rows, column : column + columns] = True
             assert stride >= columns
     assert [name for name, elements in kept.items() if not elements.all()] == []
 

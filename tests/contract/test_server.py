@@ -19,14 +19,14 @@ from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import (
     AtollError,
-    BadAnswerError,
+    ProtocolError,
     ServiceUnavailableError,
     StaleFenceError,
     UnauthenticatedError,
     UserError,
     WeightPushError,
 )
-from atoll.runtime.server import Admitted, Fence, Server
+from atoll.runtime.server import Fence, Server, TokenGrant
 from atoll.wire.codec.batches import put_segments
 from atoll.wire.codec.trajectories import encode_payload
 from atoll.wire.types import PauseMode, Segments
@@ -337,7 +337,7 @@ async def test_operators_may_call_their_methods_and_no_others() -> None:
         port=0,
         token=TOKEN,
         setting="--port",
-        operators=Admitted("operators-token", frozenset({"Info"})),
+        operators=TokenGrant("operators-token", frozenset({"Info"})),
     )
     async with calling(server.address, fence=1, token="operators-token") as client:
         assert (await client.info()).name
@@ -423,7 +423,7 @@ async def test_stopping_waits_for_calls_in_progress() -> None:
 
 async def test_a_call_cancelled_by_an_ending_service_finds_it_unavailable(address: str) -> None:
     async with calling(address, fence=1) as client:
-        with pytest.raises(ServiceUnavailableError, match="the service ends, and calls in progress with it"):
+        with pytest.raises(ServiceUnavailableError, match="the service is shutting down"):
             await client.abort("ending")
 
 
@@ -489,7 +489,7 @@ async def test_a_stream_of_samples_has_no_deadline_of_its_own(address: str, serv
 async def test_samples_that_cannot_be_read_are_a_bad_answer(address: str, servicer: FakeRollout) -> None:
     servicer.answer = b"\xff\xff"
     async with calling(address, fence=1) as client:
-        with pytest.raises(BadAnswerError, match="samples: "):
+        with pytest.raises(ProtocolError, match="samples: "):
             [arrival async for arrival in client.generate("actor", [])]
 
 
@@ -507,6 +507,6 @@ async def test_an_answer_that_is_no_message_is_a_bad_answer() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with calling(f"127.0.0.1:{port}") as client:
-        with pytest.raises(BadAnswerError, match=r"Rollout.Info at .*: its answer cannot be read"):
+        with pytest.raises(ProtocolError, match=r"Rollout.Info at .*: its answer cannot be read"):
             await client.info()
     await server.stop(0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.forests import CASES, check_dense
+from tests.tree_layouts import CASES, check_dense
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -8,10 +8,10 @@ import torch
 from atoll.config.schema import ParallelConfig
 from atoll.trainer.losses.logprobs import token_logprobs
 from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
-from atoll.trainer.residency import Part, Residency
+from atoll.trainer.offload import MemoryKind, ModelOffloader
 from tests.integration.test_trainer_memory import ADAMW, BF16, batch, key
-from tests.learners import policy_forward, policy_learner
-from tests.ranks import run_ranks
+from tests.torch_ranks import run_ranks
+from tests.trainer_models import policy_forward, policy_learner
 
 VOCABULARY, TOKENS, HIDDEN = 151_936, 16_384, 896  # Qwen2.5-0.5B's
 
@@ -77,10 +77,10 @@ def check_offload(folder: Path) -> None:
     learner = policy_learner(policy_forward(folder, settings=BF16), ADAMW)
     learner.forward_backward(key(0), batch(0))
     learner.optim_step(key(0), 1e-4)
-    memory, held = Residency(learner.model, learner), torch.cuda.memory_allocated()
+    memory, held = ModelOffloader(learner.model, learner), torch.cuda.memory_allocated()
     freed = memory.offload()
     assert held - torch.cuda.memory_allocated() >= freed > 0.9 * (held - before)
-    memory.bring(*Part)
+    memory.onload(*MemoryKind)
     assert torch.cuda.memory_allocated() >= held
 
 

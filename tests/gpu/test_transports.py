@@ -17,8 +17,8 @@ from atoll.weights.boxes import checksum, copy_boxes, device_checksum
 from atoll.weights.delta import decode, encode
 from atoll.weights.plan import plan
 from atoll.weights.transport.base import open_receiver, open_sender
-from atoll.wire.types import Membership, Published, PublishRequest, PushPart, Version
-from tests.ranks import run_ranks
+from atoll.wire.types import Membership, PublishedPart, PublishRequest, PushPart, Version
+from tests.torch_ranks import run_ranks
 from tests.unit.weight_layouts import Shard, random_model, shards
 
 V0, V1, V2 = (Version("a3f0", number) for number in range(3))
@@ -53,7 +53,7 @@ def check_pushes(transport: str, dtype: str, delta: bool) -> None:
     rank, num_members = dist.get_rank(), dist.get_world_size() - 1
     torch.cuda.set_device(rank % torch.cuda.device_count())
     (source,), (target,) = shards(1), shards(1, dtype=DTYPES[dtype], gap=3)
-    weight_plan = plan([source.catalog], [target.catalog], part_elements=256)
+    weight_plan = plan([source.shard_layout], [target.shard_layout], part_elements=256)
     mine = [buffer.cuda() for buffer in (target if rank else source).buffers]
     publisher = refit = None
     if rank == 0:
@@ -73,9 +73,9 @@ def check_pushes(transport: str, dtype: str, delta: bool) -> None:
         expected = {name: tensor.to(DTYPES[dtype]).float() for name, tensor in model.items()}
         last, part, num_bytes = False, 0, 0
         while not last:
-            published: list[Published | None] = [None]
+            published: list[PublishedPart | None] = [None]
             if publisher is not None:
-                Shard(source.catalog, mine).fill(model)
+                Shard(source.shard_layout, mine).fill(model)
                 members = {weight_plan.id: Membership(1, num_members)}
                 published = [publisher.publish(PublishRequest(version, dtype, members, [weight_plan], part))]
             dist.broadcast_object_list(published)
@@ -93,7 +93,7 @@ def check_pushes(transport: str, dtype: str, delta: bool) -> None:
         assert (num_bytes < 1000) == (delta and version == V2)
         if refit is not None:
             got = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
-            Shard(target.catalog, [buffer.cpu() for buffer in refit.commit(version)]).read_into(got)
+            Shard(target.shard_layout, [buffer.cpu() for buffer in refit.commit(version)]).read_into(got)
             for name, tensor in expected.items():
                 torch.testing.assert_close(got[name], tensor, rtol=0, atol=0, msg=name)
     dist.barrier()

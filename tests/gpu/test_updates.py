@@ -8,8 +8,8 @@ import torch
 from atoll.config.schema import ParallelConfig
 from atoll.trainer.megatron.model import initialize_parallel
 from tests.integration.test_trainer_memory import ADAMW, BF16, check_half_precision, plain_loop
-from tests.learners import policy_forward, policy_learner
-from tests.ranks import run_ranks
+from tests.torch_ranks import run_ranks
+from tests.trainer_models import policy_forward, policy_learner
 
 
 def test_bfloat16_updates_equal_a_plain_loop(tiny_qwen2: Path) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from atoll.cli.arithmetic import build_arithmetic
-from atoll.runtime.store import EmbeddedServer, Store, embedded
+from atoll.runtime.store import EmbeddedServer, Store, run_embedded_server
 
 
 @pytest.fixture(scope="session")
 def store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    with embedded(tmp_path_factory.mktemp("store")) as server:
+    with run_embedded_server(tmp_path_factory.mktemp("store")) as server:
         yield server
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from atoll.cli.launcher import supervise
-from atoll.cli.processes import Service, ServiceDiedError, ServiceGroup
+from atoll.cli.processes import ServiceCommand, ServiceDiedError, ServiceGroup
 from atoll.cli.tokens import Tokens
 from atoll.runtime.clients.coordinator import CoordinatorClient
 
@@ -17,7 +17,7 @@ FAKE = Path(__file__).with_name("fake_service.py")
 
 def fake(name: str, behaviour: str, *arguments: str, max_restarts: int = 0) -> ServiceGroup:
     command = (sys.executable, str(FAKE), behaviour, name, *arguments)
-    return ServiceGroup((Service(name, command),), max_restarts)
+    return ServiceGroup((ServiceCommand(name, command),), max_restarts)
 
 
 async def follow(client: CoordinatorClient) -> None:

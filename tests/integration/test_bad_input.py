@@ -111,7 +111,7 @@ async def test_a_token_id_outside_the_vocabulary_costs_the_replica_nothing(asset
         slots=4,
         max_length=24,
         version=AS_IN_FOLDER,
-        receiver=shm.Receiver(),
+        receiver=shm.ShmReceiver(),
     )
     service = RolloutService(engine, "rollout-0", "a1")
     server = await Server.start(

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from atoll.config.schema import GraderConfig
-from atoll.reward.graders import Panel
+from atoll.reward.graders import GraderPanel
 from atoll.reward.sandbox.base import Sandbox
 from atoll.reward.sandbox.host import start_sandbox
 from atoll.reward.verifiers.code import code
@@ -557,7 +557,7 @@ async def test_tests_that_choke_on_a_value_are_the_responses_fault(sandbox: Sand
 async def test_verdicts_of_a_panel(sandbox: Sandbox) -> None:
     """More responses that hang than places, and a row without sound tests: an error that no retry mends."""
     config = GraderConfig.model_validate({"name": "code", "weight": 2.0, "case_timeout_s": CASE_S})
-    panel = await Panel.start([config], sandbox, PROGRAMS)
+    panel = await GraderPanel.start([config], sandbox, PROGRAMS)
     hangs = [item("def f(x):\n    while True: pass", SQUARES)] * (2 * PROGRAMS)
     items = [item("def f(x): return x * x", SQUARES), *hangs, item("def f(x): return 1", {"answer": 4})]
     verdicts: list[Verdict] = []

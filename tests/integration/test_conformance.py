@@ -30,7 +30,7 @@ from mcp_types import (
 
 from atoll.cli.main import main
 from atoll.external.conformance import Check, conformance
-from atoll.runtime.ports import reserved_port
+from atoll.runtime.ports import reserve_port
 from atoll.wire.types import ExternalServer
 from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 from tests.http_servers import served
@@ -44,7 +44,7 @@ TOKEN = "t0k3n-0f-th3-t3st"
 EVERY_REWARD = [
     "answers the probe",
     "grades one item",
-    "grades the same item alike",
+    "grades the same item consistently",
     "keeps the order of a batch",
     "grades an empty response",
     "grades a response in Unicode",
@@ -52,8 +52,8 @@ EVERY_REWARD = [
     "answers 16 calls at once",
     "answers in time",
 ]
-EVERY_TOKEN = ["refuses another token", "refuses a call without token"]
-NOT_JSON = "refuses a request that is not JSON"
+EVERY_TOKEN = ["rejects a wrong token", "rejects a call without token"]
+NOT_JSON = "rejects a request that is not JSON"
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def process(arguments: list[str], cwd: Path, port: int) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def over_http() -> Iterator[str]:
     arguments = [sys.executable, "-m", "uvicorn", "--log-level", "warning", "server:app", "--port"]
-    with reserved_port() as port, process([*arguments, str(port)], EXAMPLES / "fastapi", port):
+    with reserve_port() as port, process([*arguments, str(port)], EXAMPLES / "fastapi", port):
         yield f"http://127.0.0.1:{port}/reward"
 
 
@@ -95,7 +95,7 @@ def over_grpc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         check=True,
         timeout=60,
     )
-    with reserved_port() as port, process([sys.executable, "server.py", str(port)], folder, port):
+    with reserve_port() as port, process([sys.executable, "server.py", str(port)], folder, port):
         yield f"127.0.0.1:{port}"
 
 
@@ -229,7 +229,7 @@ async def failures(
         ("page", ["answers the probe"], "got content type 'text/html', expected application/json"),
         (
             "random",
-            ["grades the same item alike", "keeps the order of a batch", "answers 16 calls at once"],
+            ["grades the same item consistently", "keeps the order of a batch", "answers 16 calls at once"],
             "",
         ),
         ("backwards", ["keeps the order of a batch"], "expected [1.0, 0.0, 0.0, 0.0] as one by one"),
@@ -264,8 +264,8 @@ async def test_rewards_that_differ_by_themselves_pass_where_that_is_said(broken_
     ("fault", "checks"),
     [
         ("token", []),
-        ("token_unread", ["refuses another token"]),
-        ("none", ["refuses another token", "refuses a call without token"]),
+        ("token_unread", ["rejects a wrong token"]),
+        ("none", ["rejects a wrong token", "rejects a call without token"]),
     ],
 )
 async def test_a_token_that_is_not_checked_is_found(
@@ -292,7 +292,7 @@ async def test_tools_are_checked_too() -> None:
     echo = Tool(name="echo", input_schema={"type": "object"})
     cases = {
         "good": (good, {}),
-        "empty": (tools(), {"describes its tools": "at least one", "says that it has no such tool": ""}),
+        "empty": (tools(), {"describes its tools": "at least one", "reports an unknown tool": ""}),
         "twice": (
             tools(echo, echo),
             {"describes its tools": "['echo', 'echo']", "says that": "done: no_such_tool"},
@@ -346,7 +346,7 @@ async def test_environments_are_checked_too() -> None:
 
         assert await found() == {}
         theirs.lenient = True
-        assert list(await found()) == ["refuses an action that it does not have"]
+        assert list(await found()) == ["rejects an invalid action"]
         theirs.lenient, theirs.capacity = False, 2
         full = await found()
         assert list(full) == ["runs 4 episodes at once"]

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from atoll.runtime.store import embedded
+from atoll.runtime.store import run_embedded_server
 from benchmarks.coordinator import Load, drive, prepared_run
 
 LOAD = Load(replicas=4, reward_workers=2, rate=200.0, in_flight=200, tokens=16, group_size=4)
@@ -11,7 +11,7 @@ LOAD = Load(replicas=4, reward_workers=2, rate=200.0, in_flight=200, tokens=16, 
 
 def test_the_coordinator_benchmark_runs_steps_and_says_what_each_part_costs(tmp_path: Path) -> None:
     config = prepared_run(LOAD, tmp_path)
-    with embedded(config.folder / "store") as store:
+    with run_embedded_server(config.folder / "store") as store:
         result = asyncio.run(drive(LOAD, 0.5, LOAD.steps_in_flight, config, store))
     samples_per_step = LOAD.prompts_per_step * LOAD.group_size
     assert LOAD.steps_in_flight * samples_per_step == LOAD.in_flight

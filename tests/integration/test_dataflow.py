@@ -14,22 +14,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from atoll.cli.audit import Fate, audit
+from atoll.cli.audit import SampleFate, audit
 from atoll.config.schema import FilterConfig
 from atoll.coordinator.algorithm.filters import DynamicSampling
-from atoll.coordinator.control import Control
+from atoll.coordinator.control import RunControl
 from atoll.coordinator.data.datasets import Cursor
-from atoll.coordinator.fleet.replicas import Replica, Replicas, State
+from atoll.coordinator.fleet.replicas import Replica, Replicas, ReplicaState
 from atoll.coordinator.journal import scripts
 from atoll.coordinator.journal.journal import Checkpoint, InFlight, Journal
 from atoll.coordinator.journal.ledger import LEDGER, Ledger
 from atoll.coordinator.rollouts.generation import Generation
+from atoll.coordinator.rollouts.group_sources import GenerateSource
 from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.coordinator.rollouts.source import GenerateSource
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.errors import AtollError, EngineDiedError, StoreError, UserError
-from atoll.runtime.store import Script, Store, embedded
+from atoll.runtime.store import Script, Store, run_embedded_server
 from atoll.wire.codec.trajectories import encode_payload
 from atoll.wire.types import (
     Graded,
@@ -236,7 +236,7 @@ def of_baseline(group: Group) -> list[Trajectory]:
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    with embedded(tmp_path) as server:
+    with run_embedded_server(tmp_path) as server:
         store = Store(server.url, "toy")
         await store.take_epoch()
         yield store
@@ -256,7 +256,7 @@ async def test_no_consumed_token_is_older_than_the_bound(
     running = asyncio.create_task(flow.generation.run())
     ages: list[int] = []
     consumed: Counter[SampleId] = Counter()
-    await source.published(flow.version)
+    await source.on_published(flow.version)
     for step in range(1, steps + 1):
         groups = await asyncio.wait_for(source.take(step, 10, flow.version), 20)
         for group in groups:
@@ -268,7 +268,7 @@ async def test_no_consumed_token_is_older_than_the_bound(
         await asyncio.sleep(0.004)  # the update
         flow.version = Version(flow.version.lineage, step)
         await flow.publish(flow.version)
-        await source.published(flow.version)
+        await source.on_published(flow.version)
     running.cancel()
     assert len(consumed) == (11_250 if greedy_baseline else 10_000)
     assert set(consumed.values()) == {1}
@@ -285,7 +285,7 @@ async def test_a_group_that_cannot_be_graded_is_dropped_whole_and_replaced(
     await flow.start()
     source = flow.source(max_staleness=0, steps=1)
     running = asyncio.create_task(flow.generation.run())
-    await source.published(flow.version)
+    await source.on_published(flow.version)
     groups = await asyncio.wait_for(source.take(1, 10, flow.version), 20)
     running.cancel()
     assert [group.prompt.id.prompt for group in groups] == [0, 1, 2, 5, 6, 7, 8, 9, 10, 11]
@@ -297,7 +297,7 @@ async def test_too_many_dropped_groups_stop_the_run_with_the_cause(store: Store,
     await flow.start()
     source = flow.source(max_staleness=0, steps=1)
     running = asyncio.create_task(flow.generation.run())
-    await source.published(flow.version)
+    await source.on_published(flow.version)
     with pytest.raises(
         AtollError, match=r"coordinator.max_dropped_share = 0.5.*reward toy: ZeroDivisionError"
     ):
@@ -310,7 +310,7 @@ async def test_a_group_without_contrast_is_filtered_and_replaced(store: Store, t
     await flow.start()
     source = flow.source(max_staleness=0, steps=1)
     running = asyncio.create_task(flow.generation.run())
-    await source.published(flow.version)
+    await source.on_published(flow.version)
     groups = await asyncio.wait_for(source.take(1, 10, flow.version), 20)
     running.cancel()
     assert [group.prompt.id.prompt for group in groups] == list(range(1, 11))
@@ -325,7 +325,7 @@ async def test_without_a_replica_the_run_ends_with_the_reason(store: Store, tmp_
     flow.version = Version((await flow.journal.restore(None)).lineage, 0)
     source = flow.source(max_staleness=0, steps=1)
     running = asyncio.create_task(flow.generation.run())
-    await source.published(flow.version)
+    await source.on_published(flow.version)
     with pytest.raises(ExceptionGroup) as failure:
         await asyncio.wait_for(running, 5)
     assert "0 of 1 rollout replicas are ready after 0.1 s" in str(failure.value.exceptions[0])
@@ -342,11 +342,11 @@ async def test_a_journal_that_does_not_take_a_sample_ends_the_run(store: Store, 
 
     flow.journal.finish = refuse  # type: ignore[method-assign]
     running = asyncio.create_task(flow.generation.run())
-    await source.published(flow.version)
+    await source.on_published(flow.version)
     with pytest.raises(ExceptionGroup) as failure:
         await asyncio.wait_for(running, 20)
     assert isinstance(failure.value.exceptions[0], StoreError)
-    assert {replica.state for replica in flow.routed} == {State.ROUTED}
+    assert {replica.state for replica in flow.routed} == {ReplicaState.ROUTED}
 
 
 async def test_a_group_that_is_dropped_while_its_retry_is_noted_is_not_sent_again(
@@ -356,19 +356,19 @@ async def test_a_group_that_is_dropped_while_its_retry_is_noted_is_not_sent_agai
     generation, completed = flow.generation, asyncio.Event()
 
     class Sink:
-        async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
+        async def on_finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
 
-        async def retried(self, samples: Sequence[SampleId], reason: str) -> None:
+        async def on_retried(self, samples: Sequence[SampleId], reason: str) -> None:
             generation.cancel(group_id(0), "test")  # as where another sample of it cannot be graded
             for simulated in flow.simulated:
                 simulated.death_rate = 0.0
             await flow.publish(flow.version)
             generation.submit([pending(1, 2)], self)
 
-        async def completed(self, group: PendingGroup) -> None:
+        async def on_completed(self, group: PendingGroup) -> None:
             completed.set()
 
-        async def dropped(self, group: PendingGroup, reason: str) -> None: ...
+        async def on_dropped(self, group: PendingGroup, reason: str) -> None: ...
 
     await flow.publish(flow.version)
     running = asyncio.create_task(generation.run())
@@ -388,7 +388,7 @@ async def test_refill_goes_up_to_the_bound_for_each_batch(store: Store, tmp_path
     source = flow.source(max_staleness=0, steps=2, max_refill=2)
     running = asyncio.create_task(flow.generation.run())
     for step, first in ((1, 20), (2, 50)):
-        await source.published(flow.version)
+        await source.on_published(flow.version)
         groups = await asyncio.wait_for(source.take(step, 10, flow.version), 20)
         assert [group.prompt.id.prompt for group in groups] == list(range(first, first + 10))
         assert source.take_metrics() == {
@@ -403,7 +403,7 @@ async def test_one_group_beyond_the_refill_bound_ends_the_run(store: Store, tmp_
     await flow.start()
     source = flow.source(max_staleness=0, steps=1, max_refill=2)
     running = asyncio.create_task(flow.generation.run())
-    await source.published(flow.version)
+    await source.on_published(flow.version)
     with pytest.raises(
         AtollError, match=r"'scores_differ' left out 21 of the \d+ groups .*max_refill = 2 batches of 10"
     ):
@@ -416,7 +416,7 @@ async def test_a_users_filter_that_fails_ends_the_run_with_its_cause(store: Stor
     flow = Dataflow(store, tmp_path)
     await flow.start()
     source = flow.source(max_staleness=0, steps=1, filter=f"{tmp_path}/mine.py:keep")
-    await source.published(flow.version)
+    await source.on_published(flow.version)
     with pytest.raises(ExceptionGroup) as failure:
         await asyncio.wait_for(flow.generation.run(), 20)
     assert "mine.py:keep' failed on group toy/0/" in str(failure.value.exceptions[0])
@@ -428,7 +428,7 @@ async def test_the_greedy_sample_becomes_the_baseline(store: Store, tmp_path: Pa
     await flow.start()
     source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
     running = asyncio.create_task(flow.generation.run())
-    await source.published(flow.version)
+    await source.on_published(flow.version)
     groups = await asyncio.wait_for(source.take(1, 10, flow.version), 20)
     running.cancel()
     ids = [sample_id(prompt, index) for prompt in range(10) for index in range(9)]
@@ -455,7 +455,7 @@ async def test_a_restart_in_mid_group_keeps_what_is_there_of_samples_and_baselin
     for replica in killed.simulated:
         replica.hangs = hangs
     running = asyncio.create_task(killed.generation.run())
-    await killed.source(max_staleness=0, steps=1, greedy_baseline=True).published(killed.version)
+    await killed.source(max_staleness=0, steps=1, greedy_baseline=True).on_published(killed.version)
     async with asyncio.timeout(20):
         while await store.read("HLEN", "journal/finished") < 5 * 8 + 5 * 1:
             pass
@@ -466,7 +466,7 @@ async def test_a_restart_in_mid_group_keeps_what_is_there_of_samples_and_baselin
     source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
     source.restore(restored, flow.version)
     running = asyncio.create_task(flow.generation.run())
-    await source.published(flow.version)
+    await source.on_published(flow.version)
     groups = await asyncio.wait_for(source.take(1, 10, flow.version), 20)
     running.cancel()
     ids = [sample_id(prompt, index) for prompt in range(10) for index in range(9)]
@@ -494,13 +494,13 @@ async def test_two_restarts_train_on_every_prompt_once(
         source = flow.source(max_staleness, num_steps - first + 1)
         source.restore(restored, flow.version)
         running = asyncio.create_task(flow.generation.run())
-        await source.published(flow.version)
+        await source.on_published(flow.version)
         for step in range(first, last + 1):
             taken = await asyncio.wait_for(source.take(step, 10, flow.version), 20)
             path[step] = [group.prompt.id.prompt for group in taken]
             flow.version = Version(flow.version.lineage, step)
             await flow.publish(flow.version)
-            await source.published(flow.version)
+            await source.on_published(flow.version)
             if step == saved:
                 checkpoint = await flow.checkpoint(step)
                 await flow.journal.commit(step)
@@ -509,7 +509,7 @@ async def test_two_restarts_train_on_every_prompt_once(
     report = audit(tmp_path)
     assert (report.wrong, report.unknown) == ((), ())
     assert report.fates == {
-        f"0/{prompt}/{index}": Fate("trained", step)
+        f"0/{prompt}/{index}": SampleFate("trained", step)
         for step, prompts in path.items()
         for prompt in prompts
         for index in range(8)
@@ -522,14 +522,14 @@ async def test_a_full_store_admits_only_what_the_next_step_needs(store: Store, t
     source = flow.source(max_staleness=2, steps=9)
     running = asyncio.create_task(flow.generation.run())
     drawn = []
-    await source.published(flow.version)
+    await source.on_published(flow.version)
     for step in range(1, 7):
         await asyncio.wait_for(source.take(step, 10, flow.version), 20)
         if step == 5:
             await flow.journal.commit(step)  # a checkpoint frees the store
         flow.version = Version(flow.version.lineage, step)
         await flow.publish(flow.version)
-        await source.published(flow.version)
+        await source.on_published(flow.version)
         drawn.append(flow.prompts.cursor.drawn[0])
     running.cancel()
     # three batches at first; two, one and none are left when one more is admitted
@@ -551,7 +551,7 @@ async def test_a_sample_that_the_journal_refuses_is_generated_again(store: Store
     flow.journal.finish = refuse_the_first  # type: ignore[method-assign]
     source = flow.source(max_staleness=0, steps=1)
     running = asyncio.create_task(flow.generation.run())
-    await source.published(flow.version)
+    await source.on_published(flow.version)
     taken = await asyncio.wait_for(source.take(1, 10, flow.version), 20)
     running.cancel()
     attempts = {sample.id: sample.attempt for group in taken for sample in group.samples}
@@ -562,7 +562,7 @@ async def test_a_stop_in_the_midst_of_consuming_a_batch_loses_none_of_it(
     store: Store, tmp_path: Path
 ) -> None:
     """The last checkpoint is made while the answer to `consume` is on its way; the store is lost then."""
-    stopped, control = Dataflow(store, tmp_path), Control(trains=True)
+    stopped, control = Dataflow(store, tmp_path), RunControl(trains=True)
     await stopped.start()
     source, consume = stopped.source(max_staleness=0, steps=1), stopped.journal.consume
 
@@ -573,8 +573,8 @@ async def test_a_stop_in_the_midst_of_consuming_a_batch_loses_none_of_it(
 
     stopped.journal.consume = consume_and_stop  # type: ignore[method-assign]
     running = asyncio.create_task(stopped.generation.run())
-    await source.published(stopped.version)
-    assert await asyncio.wait_for(control.unless_stopped(source.take(1, 10, stopped.version)), 20) is None
+    await source.on_published(stopped.version)
+    assert await asyncio.wait_for(control.run_unless_stopped(source.take(1, 10, stopped.version)), 20) is None
     running.cancel()
     checkpoint = await stopped.checkpoint(0)
 
@@ -597,7 +597,7 @@ async def test_a_stale_baseline_is_generated_again_alone(store: Store, tmp_path:
     source = flow.source(max_staleness=0, steps=1, greedy_baseline=True)
     source.restore([InFlight(group_id(prompt), 9) for prompt in range(10)], current)
     running = asyncio.create_task(flow.generation.run())
-    await source.published(current)
+    await source.on_published(current)
     taken = await asyncio.wait_for(source.take(1, 10, current), 20)
     running.cancel()
     assert sorted(flow.asked) == [(id, 1, 0.0) for id in ids if id.index == 8]
@@ -619,7 +619,7 @@ async def test_restored_groups_of_several_steps_keep_their_order(store: Store, t
     source.restore(groups, flow.version)
     running = asyncio.create_task(flow.generation.run())
     for step, prompts in ((1, range(10)), (2, range(10, 20))):
-        await source.published(flow.version)
+        await source.on_published(flow.version)
         taken = await asyncio.wait_for(source.take(step, 10, flow.version), 20)
         assert [group.prompt.id.prompt for group in taken] == list(prompts)
         assert {id.group.prompt for id, _, _ in flow.asked} == set(range(prompts.stop))

@@ -84,8 +84,8 @@ async def until(client: CoordinatorClient, holds: Any) -> RunStatus:
         return status
 
 
-def unwell(status: RunStatus) -> set[str]:
-    return {health.server.name for health in status.servers if not health.well}
+def unhealthy(status: RunStatus) -> set[str]:
+    return {health.server.name for health in status.servers if not health.healthy}
 
 
 def expected(sample: Trajectory, truth: str) -> dict[str, float]:
@@ -142,14 +142,14 @@ class Story:
             dying.send_signal(signal.SIGKILL)
             log = self.folder / f"mcp_distance-{second}.log"
             self.calls_of_second = log.read_text().count("graded")
-            await until(client, lambda status: unwell(status) == {"near"})
+            await until(client, lambda status: unhealthy(status) == {"near"})
             _, text = await atoll("status", self.config.folder)
-            assert f"http://127.0.0.1:{near}/mcp  unwell: " in text
+            assert f"http://127.0.0.1:{near}/mcp  unhealthy: " in text
             assert f"http://127.0.0.1:{second}/mcp  well" in text
             await self.until_step(client, "broken", self.at["killed"] + 2)
             assert log.read_text().count("graded") >= self.calls_of_second + 16
             self.post(f"http://127.0.0.1:{length}/break")
-            await until(client, lambda status: unwell(status) == {"near", "length"})
+            await until(client, lambda status: unhealthy(status) == {"near", "length"})
             _, other = await start("http_length")
             await self.register_http(other)
             await self.until_step(client, "mended", self.at["broken"] + 3)
@@ -196,7 +196,7 @@ class Story:
         )
         assert (elsewhere[0], away[0]) == (2, 2)
         assert "server:first, server:near, server:length, server:parity" in elsewhere[1]
-        assert "reward server parity at grpc://127.0.0.1:1: nobody accepts connections there" in away[1]
+        assert "reward server parity at grpc://127.0.0.1:1: connection refused" in away[1]
         assert {health.server.name for health in (await client.status()).servers} == {
             "first",
             "near",
@@ -266,7 +266,7 @@ def test_all_components_are_right_in_dumps_and_metrics(told: Story) -> None:
 
 def test_the_log_says_what_happened_once_and_holds_no_secret(told: Story) -> None:
     log = (told.config.folder / "logs/coordinator.log").read_text()
-    lines = [line for line in log.splitlines() if "is unwell and gets no calls" in line]
+    lines = [line for line in log.splitlines() if "is unhealthy and gets no calls" in line]
     assert len(lines) == 2
     assert "reward server near at" in lines[0]
     assert "reward server length at" in lines[1]
@@ -283,7 +283,7 @@ def test_servers_of_the_config_do_without_a_reward_service_and_have_to_answer(
     async def look(client: CoordinatorClient) -> None:
         status = await until(client, lambda status: status.state == "training")
         assert {entry.role for entry in status.services} == {"rollout"}
-        assert [health.well for health in status.servers] == [True]
+        assert [health.healthy for health in status.servers] == [True]
         await wait(client)
 
     async def wait(client: CoordinatorClient) -> None:

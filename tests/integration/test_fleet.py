@@ -20,15 +20,15 @@ import pytest
 from atoll.cli.launcher import launch
 from atoll.config.load import write_resolved
 from atoll.config.schema import RunConfig
-from atoll.coordinator.control import Control
-from atoll.coordinator.fleet.registry import Joined, Left, Registry
+from atoll.coordinator.control import RunControl
+from atoll.coordinator.fleet.registry import Registry, ServiceJoined, ServiceLeft
 from atoll.coordinator.journal.dump import dumps, read_dump
 from atoll.coordinator.service import CoordinatorService
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import ServiceUnavailableError
-from atoll.runtime.ports import reserved_port
+from atoll.runtime.ports import reserve_port
 from atoll.runtime.server import Server
 from atoll.runtime.store import Store
 from atoll.wire.info import RunStatus
@@ -240,7 +240,7 @@ async def test_torchrun_starts_ranks_on_several_hosts_and_starts_them_again(
     config = make(assets, "nodes")
     write_resolved(config, tmp_path / "config.json")
     registry = Registry(store, lease_s=60)
-    control = Control(trains=True)
+    control = RunControl(trains=True)
     server = await Server.start(
         "atoll.v1.Coordinator",
         CoordinatorService("nodes", registry, NO_SERVERS, control).add_to,
@@ -251,11 +251,11 @@ async def test_torchrun_starts_ranks_on_several_hosts_and_starts_them_again(
     )
     changes = registry.changes()
 
-    async def joined() -> Joined | Left:
+    async def joined() -> ServiceJoined | ServiceLeft:
         return await asyncio.wait_for(anext(changes), JOIN_TIMEOUT_S)
 
     async with AsyncExitStack() as stack:
-        endpoint = f"127.0.0.1:{stack.enter_context(reserved_port())}"
+        endpoint = f"127.0.0.1:{stack.enter_context(reserve_port())}"
         command = (
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "toy"),
@@ -266,12 +266,12 @@ async def test_torchrun_starts_ranks_on_several_hosts_and_starts_them_again(
         logs = [tmp_path / f"node-{number}.log" for number in range(2)]
         nodes = [await spawn(stack, command, log) for log in logs]
         first = await joined()
-        assert isinstance(first, Joined)
+        assert isinstance(first, ServiceJoined)
         assert (first.entry.name, first.entry.role) == ("actor-0", "actor")
         kill_rank(nodes, 1)
-        assert await joined() == Left(first.entry)
+        assert await joined() == ServiceLeft(first.entry)
         second = await joined()
-        assert isinstance(second, Joined)
+        assert isinstance(second, ServiceJoined)
         assert second.entry.name == "actor-0"
         assert second.entry.incarnation != first.entry.incarnation
         client = TrainerClient(second.entry.address, Caller(store.epoch, TOKEN))

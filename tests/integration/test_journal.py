@@ -16,7 +16,7 @@ from atoll.coordinator.journal import scripts
 from atoll.coordinator.journal.journal import Checkpoint, Journal, JournalError, Lineage, RestoredGroup
 from atoll.coordinator.journal.ledger import LEDGER, Ledger
 from atoll.runtime.errors import StaleFenceError, UserError
-from atoll.runtime.store import EmbeddedServer, Script, Store, embedded
+from atoll.runtime.store import EmbeddedServer, Script, Store, run_embedded_server
 from atoll.wire.codec.trajectories import encode_payload
 from atoll.wire.types import (
     FinishReason,
@@ -418,7 +418,7 @@ def test_a_lineage_holds_its_ancestors_up_to_the_fork() -> None:
 
 
 async def test_no_finished_sample_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
-    with embedded(tmp_path) as server:
+    with run_embedded_server(tmp_path) as server:
         store = Store(server.url, "toy")
         await store.take_epoch()
         journal, lineage = await opened(store, tmp_path)
@@ -429,7 +429,7 @@ async def test_no_finished_sample_is_lost_when_the_server_is_killed(tmp_path: Pa
         await journal.consume(1, ids[:100])
         server.process.kill()
         server.process.wait()
-    with embedded(tmp_path) as server:
+    with run_embedded_server(tmp_path) as server:
         store = Store(server.url, "toy")
         await store.take_epoch()
         journal = Journal(store, "toy", Ledger(tmp_path / LEDGER))
@@ -503,7 +503,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.world = World({}, [(lineage, 0)], set())
         self.committed = 0
         self.checkpoints: list[tuple[Checkpoint, World]] = []
-        self.checkpoint(commits=True)
+        self.checkpoint(track_commit=True)
 
     def teardown(self) -> None:
         self.runner.run(self.store.close())
@@ -572,7 +572,7 @@ class JournalMachine(RuleBasedStateMachine):
         lineage, number = self.world.path[-1]
         self.world.path.append((lineage, number + 1))
 
-    @rule(commits=st.booleans())
+    @rule(track_commit=st.booleans())
     def checkpoint(self, commits: bool) -> None:
         """Without the commit: a crash comes after the checkpoint was written, before the store knows."""
         version = Version(*self.world.path[-1])

@@ -16,7 +16,7 @@ from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.journal.journal import Checkpoint, Journal
 from atoll.coordinator.journal.ledger import LEDGER, Ledger
 from atoll.coordinator.journal.snapshot import payloads_of
-from atoll.runtime.store import Store, embedded
+from atoll.runtime.store import Store, run_embedded_server
 from atoll.wire.types import SampleId, ServiceEntry, Version
 from tests.builders import arrival, group_id, node, sample
 
@@ -38,7 +38,7 @@ class Watch:
 
     @asynccontextmanager
     async def over(self, store: Store) -> AsyncIterator[None]:
-        registry = Registry(store.apart(), lease_s=60)
+        registry = Registry(store.new_connection(), lease_s=60)
         entry = ServiceEntry("rollout", "rollout-0", "1", "127.0.0.1:1")
         await registry.register(entry)
         beating = asyncio.create_task(self._beat(registry, entry))
@@ -96,7 +96,7 @@ def folder() -> Iterator[Path]:
 @pytest.mark.long
 async def test_a_journal_of_4_gb_is_saved_restored_and_rebuilt(folder: Path) -> None:
     watch, path = Watch(), folder / "journal.bin"
-    with embedded(folder / "first") as server:
+    with run_embedded_server(folder / "first") as server:
         store = Store(server.url, "toy")
         await store.take_epoch()
         journal = Journal(store, "toy", Ledger(folder / LEDGER), max_bytes=4_000_000_000)
@@ -112,7 +112,7 @@ async def test_a_journal_of_4_gb_is_saved_restored_and_rebuilt(folder: Path) -> 
             kept = await journal.restore(checkpoint)
         before = await contents(store)
         await store.close()
-    with embedded(folder / "second") as server:
+    with run_embedded_server(folder / "second") as server:
         store = Store(server.url, "toy")
         await store.take_epoch()
         journal = Journal(store, "toy", Ledger(folder / LEDGER))

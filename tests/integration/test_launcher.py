@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from atoll.cli import processes
+from atoll.cli.active_runs import RunAddress
+from atoll.cli.active_runs import run_in as folders_run
 from atoll.cli.launcher import launch, supervise
-from atoll.cli.processes import Fleet, Service, ServiceDiedError, ServiceGroup
-from atoll.cli.running import Run
-from atoll.cli.running import of as folders_run
+from atoll.cli.processes import Fleet, ServiceCommand, ServiceDiedError, ServiceGroup
 from atoll.cli.tokens import Tokens
 from atoll.config.load import read_resolved, validate, write_resolved
 from atoll.config.schema import RunConfig
@@ -24,16 +24,16 @@ from atoll.runtime import store
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import UnauthenticatedError, UserError
-from atoll.runtime.process import EXIT_GAVE_UP, EXIT_RANK_LOST
+from atoll.runtime.process import EXIT_RANK_LOST, EXIT_RESTARTS_EXHAUSTED
 from tests.integration.fake_run import fake
 
 TIMEOUT_S = 30
 
 
-def shell(name: str, script: str) -> Service:
+def shell(name: str, script: str) -> ServiceCommand:
     """A process that serves at once, then runs a script."""
     serve = """echo pid $$ port $MASTER_PORT; echo '{"address": ""}' > /proc/self/fd/$2; """
-    return Service(name, ("/bin/sh", "-c", serve + script, name))
+    return ServiceCommand(name, ("/bin/sh", "-c", serve + script, name))
 
 
 SERVES, DIES, DIES_LATER = "exec sleep 60", "kill -KILL $$", "sleep 0.3; kill -KILL $$"
@@ -107,7 +107,7 @@ async def test_a_restart_that_fails_is_tried_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(processes, "RESTART_PAUSE_S", 0.01)
     count = f"echo $$ >> {tmp_path}/lives; lives=$(wc -l < {tmp_path}/lives); [ $lives = 2 ] && exit 1; "
     serve = """echo '{"address": ""}' > /proc/self/fd/$2; """
-    service = Service("actor-0", ("/bin/sh", "-c", count + serve + DIES, "actor-0"))
+    service = ServiceCommand("actor-0", ("/bin/sh", "-c", count + serve + DIES, "actor-0"))
     async with Fleet(tmp_path) as fleet:
         with pytest.raises(ServiceDiedError, match=r"actor-0 died"):
             await fleet.keep(ServiceGroup((service,), max_restarts=2))
@@ -115,7 +115,7 @@ async def test_a_restart_that_fails_is_tried_again(tmp_path: Path, monkeypatch: 
 
 
 async def test_a_service_that_has_given_up_is_not_restarted(tmp_path: Path) -> None:
-    gives_up = ServiceGroup((shell("rollout-0", f"exit {EXIT_GAVE_UP}"),), max_restarts=3)
+    gives_up = ServiceGroup((shell("rollout-0", f"exit {EXIT_RESTARTS_EXHAUSTED}"),), max_restarts=3)
     async with Fleet(tmp_path) as fleet:
         with pytest.raises(ServiceDiedError, match=r"rollout-0 died \(exit code 4\)"):
             await fleet.keep(gives_up)
@@ -233,7 +233,7 @@ async def test_a_run_has_a_token_of_its_own_which_only_its_folder_and_processes_
         with pytest.raises(UnauthenticatedError):
             await stranger.status()
         await stranger.close()
-        assert folders_run(tmp_path, in_full=True) == Run(client.address, Caller(token=tokens.run))
+        assert folders_run(tmp_path, in_full=True) == RunAddress(client.address, Caller(token=tokens.run))
         for process in psutil.Process().children(recursive=True):
             seen.extend(process.cmdline())
         await client.stop_run()
@@ -266,7 +266,7 @@ def test_a_second_launcher_leaves_the_run_its_config(tmp_path: Path, monkeypatch
         pytest.fail("it has begun")
 
     folder = config(7).folder
-    with store.embedded(folder / "store"):
+    with store.run_embedded_server(folder / "store"):
         write_resolved(config(7), folder / "config.json")
         with pytest.raises(UserError, match="another run of this name is alive"):
             launch(config(8), follow, resume=False)

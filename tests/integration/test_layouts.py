@@ -13,9 +13,9 @@ import pytest
 from atoll.config.schema import ParallelConfig
 from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
 from tests.conftest import write_model
-from tests.learners import policy_forward, policy_learner
 from tests.plain_loop import ADAMW, PPO, TEMPERATURE, Reference, check_updates, reference_loop
-from tests.ranks import run_ranks
+from tests.torch_ranks import run_ranks
+from tests.trainer_models import policy_forward, policy_learner
 
 pytestmark = pytest.mark.long
 

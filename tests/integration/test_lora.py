@@ -20,30 +20,30 @@ from atoll.rollout.engines.base import Completion
 from atoll.rollout.engines.local import LocalEngine
 from atoll.trainer.checkpoint import Checkpointer
 from atoll.trainer.megatron.hf import export_hf
-from atoll.trainer.megatron.lora import pushed
+from atoll.trainer.megatron.lora import weights_to_push
 from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
-from atoll.trainer.publish import Publisher, merged
+from atoll.trainer.publish import Publisher, merge_published
 from atoll.trainer.step import Learner
 from atoll.weights.plan import plan
 from atoll.weights.transport import shm
 from atoll.wire.types import (
-    Catalog,
     LoraSpec,
     Membership,
     Plan,
-    Published,
+    PublishedPart,
     PublishRequest,
     PushPart,
     Sampling,
     Segments,
+    ShardLayout,
     StreamManifest,
     Version,
 )
 from tests.builders import turn_request
 from tests.conftest import write_model
-from tests.learners import policy_forward, policy_learner
 from tests.plain_loop import ADAMW, PPO, TEMPERATURE, Reference, check_updates, key, reference_loop, run_step
-from tests.ranks import run_ranks
+from tests.torch_ranks import run_ranks
+from tests.trainer_models import policy_forward, policy_learner
 
 pytestmark = pytest.mark.long
 
@@ -96,7 +96,7 @@ def check_rank(
 def check_push(learner: Learner, base: Path, lora: LoraConfig) -> int:
     """A replica on rank 0 generates with the logprobs that the trainer computes. Returns the bytes that the
     ranks have written."""
-    served = pushed(replace(learner.model, lora=lora))
+    served = weights_to_push(replace(learner.model, lora=lora))
     engine = None
     if dist.get_rank() == 0:
         engine = LocalEngine(
@@ -105,17 +105,17 @@ def check_push(learner: Learner, base: Path, lora: LoraConfig) -> int:
             slots=4,
             max_length=64,
             version=OLD,
-            receiver=shm.Receiver(),
+            receiver=shm.ShmReceiver(),
             lora=LoraSpec(lora.rank, lora.alpha, lora.targets) if lora.push == "adapter" else None,
         )
-    sources: list[Catalog] = gathered(served.catalog)
-    (targets, *_) = gathered(engine.catalogs()[0] if engine else None)
+    sources: list[ShardLayout] = gathered(served.shard_layout)
+    (targets, *_) = gathered(engine.shard_layouts()[0] if engine else None)
     way = plan(sources, [targets], part_elements=1 << 20)
-    publisher = Publisher(dist.get_rank(), served.buffers, shm.Sender, served.refresh, stays_readable=True)
-    rounds: list[Published] = []
+    publisher = Publisher(dist.get_rank(), served.buffers, shm.ShmSender, served.refresh, stays_readable=True)
+    rounds: list[PublishedPart] = []
     while not rounds or not rounds[-1].last:
         rounds.append(publisher.publish(PublishRequest(NEW, "float32", {way.id: ALONE}, [way], len(rounds))))
-    published = merged(rounds)
+    published = merge_published(rounds)
     streams = [stream for part in gathered(published.streams) for stream in part]
     completion = asyncio.run(receive_and_generate(engine, streams, way)) if engine else None
     (drawn, *_) = gathered(completion)

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from atoll.config.schema import OptimizerConfig, ParallelConfig, TrainerSection
-from atoll.runtime.memory import Memory, rank_memory
+from atoll.runtime.memory import RankMemory, rank_memory
 from atoll.runtime.model_spec import read_spec
 from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
 from atoll.trainer.publish import DTYPES
 from atoll.wire.types import Segments, StepKey, SupervisedBatch
 from tests.allocations import Allocations, nbytes
 from tests.conftest import write_model
-from tests.learners import policy_forward, policy_learner
-from tests.ranks import run_ranks
+from tests.torch_ranks import run_ranks
+from tests.trainer_models import policy_forward, policy_learner
 
 pytestmark = pytest.mark.long
 
@@ -39,7 +39,7 @@ def batch() -> SupervisedBatch:
     return SupervisedBatch(segments, weights)
 
 
-def allocated(folder: Path, section: TrainerSection) -> tuple[Memory, int]:
+def allocated(folder: Path, section: TrainerSection) -> tuple[RankMemory, int]:
     """What an update takes on this rank; and at its peak, beside what is there all the time."""
     settings = ModelSettings(DTYPES[section.dtype], section.parallel.sequence, section.recompute)
     tokens = section.max_tokens_per_microbatch
@@ -66,7 +66,7 @@ def allocated(folder: Path, section: TrainerSection) -> tuple[Memory, int]:
     state = [p for p in state if p.untyped_storage()._cdata not in own]
     state += [moment for each in inner.state.values() for name, moment in each.items() if name != "step"]
     gradients = nbytes(p.main_grad for p in parameters) + max(p.nbytes for p in parameters)
-    return Memory(nbytes(parameters), gradients, nbytes(state), kept[0], 0, 0), allocations.peak
+    return RankMemory(nbytes(parameters), gradients, nbytes(state), kept[0], 0, 0), allocations.peak
 
 
 def check(folder: Path, sections: list[TrainerSection]) -> None:

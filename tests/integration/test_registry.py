@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.coordinator.fleet.registry import Joined, Left, Registry
+from atoll.coordinator.fleet.registry import Registry, ServiceJoined, ServiceLeft
 from atoll.runtime.errors import ReplacedError, StaleFenceError, UserError
 from atoll.runtime.store import EmbeddedServer, Store
 from atoll.wire.types import ServiceEntry
@@ -16,7 +16,9 @@ NEW = ServiceEntry("rollout", "rollout-0", "0002-b", "127.0.0.1:2000")
 OTHER = ServiceEntry("trainer", "trainer-0", "0001-c", "127.0.0.1:3000")
 
 
-async def following(changes: AsyncIterator[Joined | Left], count: int) -> list[Joined | Left]:
+async def following(
+    changes: AsyncIterator[ServiceJoined | ServiceLeft], count: int
+) -> list[ServiceJoined | ServiceLeft]:
     async with asyncio.timeout(30):
         return [await anext(changes) for _ in range(count)]
 
@@ -26,10 +28,10 @@ async def test_services_join_are_listed_and_leave(store: Store) -> None:
     changes = registry.changes()
     assert await registry.register(OTHER) == 60
     await registry.register(OLD)
-    assert await following(changes, 2) == [Joined(OLD), Joined(OTHER)]
+    assert await following(changes, 2) == [ServiceJoined(OLD), ServiceJoined(OTHER)]
     assert registry.services() == (OLD, OTHER)
     await registry.deregister(OLD)
-    assert await following(changes, 1) == [Left(OLD)]
+    assert await following(changes, 1) == [ServiceLeft(OLD)]
     assert registry.services() == (OTHER,)
 
 
@@ -43,10 +45,10 @@ async def test_a_lease_without_heartbeats_lapses_and_one_with_them_does_not(stor
     while not left.done():
         assert await registry.renew(OTHER)
         await asyncio.wait((left,), timeout=0.2)
-    assert left.result() == [Left(OLD)]
+    assert left.result() == [ServiceLeft(OLD)]
     assert not await registry.renew(OLD)  # so its process registers again
     await registry.register(OLD)
-    assert await following(changes, 1) == [Joined(OLD)]
+    assert await following(changes, 1) == [ServiceJoined(OLD)]
 
 
 async def test_a_newer_incarnation_replaces_an_older_one_and_never_the_reverse(store: Store) -> None:
@@ -55,7 +57,7 @@ async def test_a_newer_incarnation_replaces_an_older_one_and_never_the_reverse(s
     await registry.register(OLD)
     await following(changes, 1)
     await registry.register(NEW)
-    assert await following(changes, 2) == [Left(OLD), Joined(NEW)]
+    assert await following(changes, 2) == [ServiceLeft(OLD), ServiceJoined(NEW)]
     assert not await registry.renew(OLD)
     with pytest.raises(ReplacedError, match=r"rollout-0 is taken.*0002-b.*--name"):
         await registry.register(OLD)
@@ -71,7 +73,7 @@ async def test_who_registers_later_is_the_newer_one_whatever_the_clock_of_its_ho
     await registry.register(NEW)
     await following(changes, 1)
     await registry.register(behind)
-    assert await following(changes, 2) == [Left(NEW), Joined(behind)]
+    assert await following(changes, 2) == [ServiceLeft(NEW), ServiceJoined(behind)]
     for _ in range(2):
         with pytest.raises(ReplacedError, match="0000-d"):
             await registry.register(NEW)
@@ -90,7 +92,7 @@ async def test_the_next_coordinator_finds_the_services_and_fences_the_last(
     next_store = Store(store_server.url, request.node.name)
     await next_store.take_epoch()
     second = Registry(next_store, lease_s=60)
-    assert await following(second.changes(), 1) == [Joined(OLD)]
+    assert await following(second.changes(), 1) == [ServiceJoined(OLD)]
     assert await second.renew(OLD)
     with pytest.raises(StaleFenceError):
         await first.register(OTHER)
@@ -99,11 +101,11 @@ async def test_the_next_coordinator_finds_the_services_and_fences_the_last(
 
 async def test_every_follower_sees_every_change(store: Store) -> None:
     registry = Registry(store, lease_s=60)
-    followers = [asyncio.create_task(following(registry.changes(), 2)) for _ in range(3)]
+    started_from_warmup = [asyncio.create_task(following(registry.changes(), 2)) for _ in range(3)]
     await registry.register(OLD)
     await registry.register(OTHER)
-    for follower in followers:
-        assert set(await follower) == {Joined(OLD), Joined(OTHER)}
+    for follower in started_from_warmup:
+        assert set(await follower) == {ServiceJoined(OLD), ServiceJoined(OTHER)}
 
 
 async def test_an_entry_that_would_not_come_back_the_same_is_refused(store: Store) -> None:

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from atoll.coordinator.fleet.health import Health
-from atoll.coordinator.fleet.replicas import Replica, Replicas, State
+from atoll.coordinator.fleet.health import HealthWatch
+from atoll.coordinator.fleet.replicas import Replica, Replicas, ReplicaState
 from atoll.coordinator.fleet.routing import AHEAD_S
 from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.groups import PendingGroup
@@ -75,7 +75,7 @@ class SimulatedReplica:
         stream: asyncio.Queue[Trajectory | None] = asyncio.Queue()
         ids = [id.sample for request in requests for id in request.ids]
         samples = [id for id in ids if not id.group.run.startswith("probe")]
-        assert not samples or (self.seen_as and self.seen_as.state is State.ROUTED)
+        assert not samples or (self.seen_as and self.seen_as.state is ReplicaState.ROUTED)
         self.probes += len(ids) - len(samples)
         self.asked += [(now(), id) for id in samples]
         self.in_hand += len(samples)
@@ -127,19 +127,19 @@ class Collector:
         self.done = asyncio.Event()
         self._num_groups = num_groups
 
-    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None:
+    async def on_finished(self, samples: Sequence[Trajectory], payload: bytes) -> None:
         await asyncio.sleep(0.001)  # the journal
         self.finished_samples.update(sample.id for sample in samples)
 
-    async def retried(self, samples: Sequence[SampleId], reason: str) -> None:
+    async def on_retried(self, samples: Sequence[SampleId], reason: str) -> None:
         await asyncio.sleep(0.001)
 
-    async def completed(self, group: PendingGroup) -> None:
+    async def on_completed(self, group: PendingGroup) -> None:
         self.groups[group.prompt.id] += 1
         if len(self.groups) == self._num_groups:
             self.done.set()
 
-    async def dropped(self, group: PendingGroup, reason: str) -> None:
+    async def on_dropped(self, group: PendingGroup, reason: str) -> None:
         raise AssertionError(f"{group.prompt.id} is dropped: {reason}")
 
 
@@ -149,7 +149,7 @@ class Run:
     def __init__(self, admit: Callable[[Replica], Awaitable[None]] | None = None) -> None:
         self.replicas = Replicas(Caller(), 1000.0)
         weights = SimpleNamespace(catch_up=admit or self.replicas.route)
-        self.health = Health(self.replicas, "actor", weights, watcher=self)
+        self.health = HealthWatch(self.replicas, "actor", weights, listener=self)
         self.generation = Generation(
             self.replicas,
             rewards_of(Graders()),
@@ -161,9 +161,9 @@ class Run:
         self._incarnations = 0
         self.refusals: list[tuple[str, str]] = []
 
-    async def admitted(self, replica: Replica) -> None: ...
+    async def on_admitted(self, replica: Replica) -> None: ...
 
-    async def refused(self, replica: Replica, error: UserError) -> None:
+    async def on_refused(self, replica: Replica, error: UserError) -> None:
         self.refusals.append((replica.entry.name, str(error)))
 
     def join(self, simulated: SimulatedReplica) -> Replica:
@@ -172,7 +172,7 @@ class Run:
         info = SimpleNamespace(slots=simulated.slots, vocab_size=8)
         replica = Replica(entry, simulated, info, simulated.version)  # type: ignore[arg-type]
         simulated.seen_as = replica
-        self.replicas.suspend(replica, "it has just joined")
+        self.replicas.suspend(replica, "it just joined")
         self.tasks.append(asyncio.create_task(self.health.watch(replica)))
         return replica
 
@@ -201,7 +201,7 @@ class Run:
     def check_nobody_idles(self) -> None:
         """No routed replica has a free slot while work waits."""
         if self.generation._dispatch._waiting:
-            free = [replica.entry.name for replica in self.replicas if replica.seat.hungry]
+            free = [replica.entry.name for replica in self.replicas if replica.load.has_room]
             assert not free, (
                 f"at {now():.3f} s {len(self.generation._dispatch._waiting)} groups wait for {free}"
             )
@@ -281,7 +281,7 @@ def test_a_stalled_replica_gets_nothing_until_a_probe_is_well(caplog: pytest.Log
         stalls.goes_on.clear()
         await asyncio.sleep(60)  # 10 to 20 s of silence, then 30 for a probe
         assert (replica.state, replica.why) == (
-            State.UNWELL,
+            ReplicaState.UNHEALTHY,
             "it has not answered a probe within 30 s",
         )
         metrics = run.replicas.take_metrics()
@@ -294,7 +294,7 @@ def test_a_stalled_replica_gets_nothing_until_a_probe_is_well(caplog: pytest.Log
         stalls.goes_on.set()
         begun = now()
         await asyncio.sleep(45)  # the probe that is under way, 5 s to the next, and that
-        assert replica.state is State.ROUTED
+        assert replica.state is ReplicaState.ROUTED
         assert any(when > begun for when, _ in stalls.asked)
         await run.finish(collector)
 
@@ -302,9 +302,9 @@ def test_a_stalled_replica_gets_nothing_until_a_probe_is_well(caplog: pytest.Log
     virtual_clock.run(scene())
     changes = [record.getMessage() for record in caplog.records if "stalls is" in record.getMessage()]
     assert [change.split(":")[0] for change in changes] == [
-        "stalls is unwell",
+        "stalls is unhealthy",
         "stalls is routed",
-        "stalls is unwell",
+        "stalls is unhealthy",
         "stalls is routed",
     ]
 
@@ -329,7 +329,7 @@ def test_a_long_sample_is_no_stall_and_idle_replicas_are_seldom_asked(
     caplog.set_level(logging.INFO)
     virtual_clock.run(scene())
     states = [record.getMessage().split(":")[0] for record in caplog.records]
-    assert [state for state in states if "slow is" in state] == ["slow is unwell", "slow is routed"]
+    assert [state for state in states if "slow is" in state] == ["slow is unhealthy", "slow is routed"]
 
 
 def test_a_probe_without_sense_is_no_sign_of_health() -> None:
@@ -338,14 +338,14 @@ def test_a_probe_without_sense_is_no_sign_of_health() -> None:
         simulated = SimulatedReplica("rollout-0", logprob=float("nan"))
         replica = run.join(simulated)
         await asyncio.sleep(20)
-        assert replica.state is State.UNWELL
+        assert replica.state is ReplicaState.UNHEALTHY
         assert replica.why == "samples: 4 log-probabilities that are not finite"
         simulated.logprob = -1.0
         await asyncio.sleep(20)
-        assert replica.state is State.ROUTED
+        assert replica.state is ReplicaState.ROUTED
         simulated.version = V2  # its engine is another one
         await asyncio.sleep(70)
-        assert replica.state is State.ROUTED  # it was brought in again
+        assert replica.state is ReplicaState.ROUTED  # it was brought in again
         assert simulated.probes >= 5
         await run.stop()
 
@@ -372,7 +372,7 @@ def test_an_answer_that_is_none_to_the_probe_keeps_a_replica_out(ids: list[int],
         run = Run()
         replica = run.join(Liar("liar"))
         await asyncio.sleep(1)
-        assert replica.state is State.UNWELL
+        assert replica.state is ReplicaState.UNHEALTHY
         assert why in replica.why
         assert replica.violations == 1
         await run.stop()
@@ -398,7 +398,7 @@ def test_a_replica_that_refuses_a_probe_stays_out_and_the_run_continues() -> Non
         run.join(SimulatedReplica("rollout-0"))
         collector = run.submit(40)
         await run.finish(collector)
-        assert (replica.state, replica.why) == (State.UNWELL, "this replica serves 'critic'")
+        assert (replica.state, replica.why) == (ReplicaState.UNHEALTHY, "this replica serves 'critic'")
         assert run.refusals == [("stray", "this replica serves 'critic'")] * stray.probes
         assert stray.probes < 8
 
@@ -431,7 +431,7 @@ def test_where_none_is_well_the_run_ends_with_each_ones_reason() -> None:
             await run.tasks[0]
         text = str(failure.value.exceptions[0])
         assert "0 of 1 rollout replicas are ready after 1000 s" in text
-        assert "rollout-0 is unwell: rollout-0 was killed" in text
+        assert "rollout-0 is unhealthy: rollout-0 was killed" in text
         run.tasks = run.tasks[1:]
         await run.stop()
 

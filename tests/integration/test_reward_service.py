@@ -20,12 +20,12 @@ import pytest
 
 from atoll.cli.main import main
 from atoll.config.schema import GraderConfig, RewardSection, SandboxConfig
-from atoll.coordinator.control import Control
+from atoll.coordinator.control import RunControl
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.coordinator.service import CoordinatorService
 from atoll.reward import graders
-from atoll.reward.graders import Panel
+from atoll.reward.graders import GraderPanel
 from atoll.reward.sandbox.base import Dialogue
 from atoll.reward.service import RewardService
 from atoll.runtime.clients.base import Caller
@@ -40,11 +40,11 @@ from atoll.wire.types import (
     Graded,
     GradingError,
     GroupId,
-    Limits,
+    ProgramLimits,
+    ProgramStatus,
     SampleId,
     ScoreItem,
     ServiceEntry,
-    Status,
 )
 from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 from tests.fake_rewards import scored
@@ -169,10 +169,10 @@ async def test_cheap_graders_run_in_the_service_and_answer_in_batches() -> None:
         by_group = [one async for some in client.verdicts(items) for one in some]  # what they share, once
         assert by_group == await client.score(items)
         assert set(psutil.Process().children(recursive=True)) <= before
-        with pytest.raises(UserError, match=r"names no file\.py:function: there is nothing to load anew"):
+        with pytest.raises(UserError, match=r"names no file\.py:function: there is nothing to reload"):
             await client.reload()
         with pytest.raises(UserError, match=r"no sandbox: add \[reward.sandbox\]"):
-            await client.execute("print(1)", b"", Limits())
+            await client.execute("print(1)", b"", ProgramLimits())
 
 
 async def test_a_grader_that_hangs_crashes_or_raises_costs_one_verdict(grader: GraderConfig) -> None:
@@ -283,7 +283,7 @@ async def test_atoll_reload(
         await anext(registry.changes())
         coordinator = await Server.start(
             "atoll.v1.Coordinator",
-            CoordinatorService("toy", registry, NO_SERVERS, Control(trains=False)).add_to,
+            CoordinatorService("toy", registry, NO_SERVERS, RunControl(trains=False)).add_to,
             host="127.0.0.1",
             port=0,
             token=TOKEN,
@@ -333,7 +333,7 @@ async def test_a_service_that_holds_little_grades_whatever_a_run_has() -> None:
 async def test_a_call_lasts_as_long_as_the_service_says_that_it_is_at_work(
     grader: GraderConfig, began: Path, go: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graders, "STILL_AT_WORK_S", 0.2)
+    monkeypatch.setattr(graders, "KEEPALIVE_S", 0.2)
     async with grading(grader) as client:
         messages = replies(client, [item(1, "46", began=began, go=go)])
         first = asyncio.ensure_future(anext(messages))
@@ -425,10 +425,10 @@ async def test_every_way_to_run_a_grader_in_one_request(grader: GraderConfig, be
         assert (unknown.grader, unknown.retryable) == ("data_source", False)
         assert "data_source 'unknown' has no grader" in unknown.cause
 
-        execution = await client.execute("import sys; print(sys.stdin.read()[::-1])", b"abc", Limits())
-        assert (execution.status, execution.stdout) == (Status.OK, b"cba\n")
+        execution = await client.execute("import sys; print(sys.stdin.read()[::-1])", b"abc", ProgramLimits())
+        assert (execution.status, execution.stdout) == (ProgramStatus.OK, b"cba\n")
         before = set(psutil.Process().children(recursive=True))
-        call = asyncio.create_task(client.execute("while True: pass", b"", Limits(timeout_s=50.0)))
+        call = asyncio.create_task(client.execute("while True: pass", b"", ProgramLimits(timeout_s=50.0)))
         async with asyncio.timeout(20):
             while not (endless := set(psutil.Process().children(recursive=True)) - before):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)  # there is no event for another process's start
@@ -442,14 +442,14 @@ class RecordingSandbox:
     tier = "none, it records"
 
     def __init__(self) -> None:
-        self.limits: list[Limits] = []
+        self.limits: list[ProgramLimits] = []
 
-    async def run(self, source: str, stdin: bytes, limits: Limits) -> Execution:
+    async def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
         self.limits.append(limits)
-        return Execution(Status.OK, "", source.encode() + stdin, b"", 0.1, 0.2)
+        return Execution(ProgramStatus.OK, "", source.encode() + stdin, b"", 0.1, 0.2)
 
     def open(
-        self, source: str, limits: Limits, *, beside: Dialogue | None = None
+        self, source: str, limits: ProgramLimits, *, beside: Dialogue | None = None
     ) -> AbstractAsyncContextManager[Dialogue]:
         raise NotImplementedError
 
@@ -460,13 +460,15 @@ class RecordingSandbox:
 async def test_execute_stays_within_the_services_limits() -> None:
     sandbox = RecordingSandbox()
     section = RewardSection(graders=(), sandbox=SandboxConfig(memory_mb=100, output_kb=10, disk_mb=1))
-    service = RewardService(section, await Panel.start((), sandbox, 1), sandbox, AsyncExitStack())
+    service = RewardService(section, await GraderPanel.start((), sandbox, 1), sandbox, AsyncExitStack())
     async with serving(service) as client:
-        small = Limits(timeout_s=2.0, memory_bytes=50 << 20, output_bytes=1000)
+        small = ProgramLimits(timeout_s=2.0, memory_bytes=50 << 20, output_bytes=1000)
         assert await client.execute("print(1)", b"in", small) == Execution(
-            Status.OK, "", b"print(1)in", b"", 0.1, 0.2
+            ProgramStatus.OK, "", b"print(1)in", b"", 0.1, 0.2
         )
-        await client.execute("", b"", Limits(timeout_s=1e6, memory_bytes=1 << 40, output_bytes=1 << 40))
+        await client.execute(
+            "", b"", ProgramLimits(timeout_s=1e6, memory_bytes=1 << 40, output_bytes=1 << 40)
+        )
         with pytest.raises(UserError, match="expected limits above 0"):
             await client.execute("", b"", replace(small, timeout_s=-1.0))
         asked, bounded = sandbox.limits

@@ -20,7 +20,7 @@ from atoll.rollout.engines.local import LocalEngine
 from atoll.rollout.service import AS_IN_FOLDER, RolloutService
 from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.errors import AtollError, EngineDiedError, ServiceUnavailableError, UserError
-from atoll.runtime.process import EXIT_GAVE_UP
+from atoll.runtime.process import EXIT_RESTARTS_EXHAUSTED
 from atoll.runtime.server import Server
 from atoll.weights.transport import shm
 from atoll.wire.codec.values import encode_version
@@ -59,7 +59,7 @@ async def eventually_idle(client: RolloutClient) -> None:
 
 def start_engine(model: Path) -> LocalEngine:
     return LocalEngine(
-        model, dtype=torch.float32, slots=4, max_length=512, version=AS_IN_FOLDER, receiver=shm.Receiver()
+        model, dtype=torch.float32, slots=4, max_length=512, version=AS_IN_FOLDER, receiver=shm.ShmReceiver()
     )
 
 
@@ -256,7 +256,7 @@ async def test_a_replica_whose_engine_breaks_builds_another_and_gives_up_in_the_
             addresses.append(address)
         _, log = await process.communicate()
     assert len(set(addresses)) == 2
-    assert process.returncode == EXIT_GAVE_UP
+    assert process.returncode == EXIT_RESTARTS_EXHAUSTED
     assert "Traceback" in log.decode()
     assert "the model's logits are not finite" in log.decode().splitlines()[-1]
 

@@ -251,7 +251,7 @@ def test_a_killed_replica_costs_no_sample(make: Make) -> None:
     check_every_sample_counts_once(config)
     log = (config.folder / "logs" / "coordinator.log").read_text()
     # by a call that fails, or by the next process of its name, which may register while the call is retried
-    assert re.search(r"rollout-1 is (unwell: Rollout\.|lost: its lease ended|lost: a later process)", log)
+    assert re.search(r"rollout-1 is (unhealthy: Rollout\.|lost: its lease ended|lost: a later process)", log)
 
 
 @pytest.mark.long

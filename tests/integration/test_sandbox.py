@@ -24,7 +24,7 @@ import pytest_asyncio
 from atoll.reward.sandbox.base import CHANNEL_FD, MAX_FRAME_BYTES, Sandbox
 from atoll.reward.sandbox.host import NOBODY, start_sandbox
 from atoll.runtime.errors import SandboxError, UserError
-from atoll.wire.types import Execution, Limits, Status
+from atoll.wire.types import Execution, ProgramLimits, ProgramStatus
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
@@ -63,38 +63,38 @@ async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
 
 
 async def run(sandbox: Sandbox, source: str, stdin: bytes = b"", **limits: float) -> Execution:
-    return await sandbox.run(textwrap.dedent(source), stdin, replace(Limits(), **limits))
+    return await sandbox.run(textwrap.dedent(source), stdin, replace(ProgramLimits(), **limits))
 
 
 @pytest.mark.parametrize(
     ("source", "status", "detail"),
     [
-        ("print('done')", Status.OK, ""),
-        ("import sys; sys.exit()", Status.OK, ""),
-        ("exit(0)", Status.OK, ""),
-        ("def f(:", Status.COMPILE_ERROR, "SyntaxError: invalid syntax (<program>, line 1)"),
-        ("x = '\0'", Status.COMPILE_ERROR, None),
-        ("'\ud800'", Status.COMPILE_ERROR, None),
-        ("(" * 1000 + ")" * 1000, Status.COMPILE_ERROR, None),
-        ("1 / 0", Status.EXCEPTION, "ZeroDivisionError: division by zero"),
-        ("raise KeyboardInterrupt", Status.EXCEPTION, "KeyboardInterrupt"),
-        ("def f(): f()\nf()", Status.EXCEPTION, "RecursionError: maximum recursion depth exceeded"),
-        ("x = bytearray(1 << 32)", Status.EXCEPTION, "MemoryError"),
-        ("x = []\nwhile True: x.append(bytes(1 << 20))", Status.EXCEPTION, "MemoryError"),
-        ("import sys; sys.exit(3)", Status.EXIT_CODE, "3"),
-        ("import sys; sys.exit('no')", Status.EXIT_CODE, "1"),
-        ("import os; os._exit(7)", Status.EXIT_CODE, "7"),
-        ("import ctypes; ctypes.string_at(0)", Status.SIGNAL, "SIGSEGV"),
+        ("print('done')", ProgramStatus.OK, ""),
+        ("import sys; sys.exit()", ProgramStatus.OK, ""),
+        ("exit(0)", ProgramStatus.OK, ""),
+        ("def f(:", ProgramStatus.COMPILE_ERROR, "SyntaxError: invalid syntax (<program>, line 1)"),
+        ("x = '\0'", ProgramStatus.COMPILE_ERROR, None),
+        ("'\ud800'", ProgramStatus.COMPILE_ERROR, None),
+        ("(" * 1000 + ")" * 1000, ProgramStatus.COMPILE_ERROR, None),
+        ("1 / 0", ProgramStatus.EXCEPTION, "ZeroDivisionError: division by zero"),
+        ("raise KeyboardInterrupt", ProgramStatus.EXCEPTION, "KeyboardInterrupt"),
+        ("def f(): f()\nf()", ProgramStatus.EXCEPTION, "RecursionError: maximum recursion depth exceeded"),
+        ("x = bytearray(1 << 32)", ProgramStatus.EXCEPTION, "MemoryError"),
+        ("x = []\nwhile True: x.append(bytes(1 << 20))", ProgramStatus.EXCEPTION, "MemoryError"),
+        ("import sys; sys.exit(3)", ProgramStatus.EXIT_CODE, "3"),
+        ("import sys; sys.exit('no')", ProgramStatus.EXIT_CODE, "1"),
+        ("import os; os._exit(7)", ProgramStatus.EXIT_CODE, "7"),
+        ("import ctypes; ctypes.string_at(0)", ProgramStatus.SIGNAL, "SIGSEGV"),
         pytest.param(
             "import ctypes; ctypes.CDLL(None).syscall(0x40000000 + 39)",
-            Status.SIGNAL,
+            ProgramStatus.SIGNAL,
             "SIGSYS",
             marks=pytest.mark.skipif(platform.machine() != "x86_64", reason="x32 is a part of x86_64"),
         ),
     ],
 )
 async def test_how_a_program_ends_is_told_apart(
-    sandbox: Sandbox, source: str, status: Status, detail: str | None
+    sandbox: Sandbox, source: str, status: ProgramStatus, detail: str | None
 ) -> None:
     execution = await run(sandbox, source)
     assert execution.status is status, execution
@@ -135,11 +135,11 @@ async def test_a_traceback_shows_the_program_and_nothing_of_ours(sandbox: Sandbo
 async def test_an_exception_cannot_say_how_the_program_ended(sandbox: Sandbox) -> None:
     forged = "class E(Exception):\n    def __str__(self): raise SystemExit(0)\nraise E"
     execution = await run(sandbox, forged)
-    assert (execution.status, execution.detail) == (Status.EXCEPTION, "E")
+    assert (execution.status, execution.detail) == (ProgramStatus.EXCEPTION, "E")
     report = (
         "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'\\0ok')\n    except OSError: pass\n1 / 0"
     )
-    assert (await run(sandbox, report)).status in (Status.EXCEPTION, Status.EXIT_CODE)
+    assert (await run(sandbox, report)).status in (ProgramStatus.EXCEPTION, ProgramStatus.EXIT_CODE)
 
 
 async def test_the_standard_library_is_there_and_nothing_else(sandbox: Sandbox) -> None:
@@ -158,7 +158,7 @@ async def test_the_standard_library_is_there_and_nothing_else(sandbox: Sandbox) 
             except ImportError: pass
     """
     execution = await run(sandbox, source)
-    assert execution.status is Status.OK, execution
+    assert execution.status is ProgramStatus.OK, execution
     assert execution.stdout.decode().replace("{'LC_CTYPE': 'C.UTF-8'}", "{}") == "42 __main__ {}\ne3b0c442\n"
 
 
@@ -173,7 +173,7 @@ async def test_a_directory_of_its_own_with_namespaces_and_none_without(sandbox: 
     """
     for _ in range(2):  # the second one does not find the first one's file
         execution = await run(sandbox, source, disk_bytes=1 << 20)
-        assert execution.status is Status.EXCEPTION
+        assert execution.status is ProgramStatus.EXCEPTION
         if sandbox.tier == NAMESPACES:
             assert execution.stdout == b"[]\n524288\n"
             assert "No space left" in execution.detail or "File too large" in execution.detail
@@ -181,7 +181,7 @@ async def test_a_directory_of_its_own_with_namespaces_and_none_without(sandbox: 
             assert execution.stdout == b""
             assert "PermissionError" in execution.detail
     execution = await run(sandbox, "open('file', 'w').write('x')", disk_bytes=0)
-    assert execution.status is Status.EXCEPTION
+    assert execution.status is ProgramStatus.EXCEPTION
 
 
 async def test_the_deadline_whatever_is_ignored(sandbox: Sandbox) -> None:
@@ -197,14 +197,14 @@ async def test_the_deadline_whatever_is_ignored(sandbox: Sandbox) -> None:
     """
     for what in "pass", "time.sleep(100)":
         execution = await run(sandbox, source % what, timeout_s=2.0)
-        assert (execution.status, execution.detail) == (Status.TIMEOUT, "after 2 s")
+        assert (execution.status, execution.detail) == (ProgramStatus.TIMEOUT, "after 2 s")
         assert execution.stdout == b"begun\n"
         assert 2.0 <= execution.wall_s < 10.0
     assert execution.cpu_s < 1.0  # it slept
     late = "import threading, time; threading.Thread(target=time.sleep, args=(100,)).start()"
-    assert (await run(sandbox, late, timeout_s=0.3)).status is Status.TIMEOUT
+    assert (await run(sandbox, late, timeout_s=0.3)).status is ProgramStatus.TIMEOUT
     printing = "class E(Exception):\n    def __str__(self):\n        while True: pass\nraise E"
-    assert (await run(sandbox, printing, timeout_s=0.3)).status is Status.TIMEOUT
+    assert (await run(sandbox, printing, timeout_s=0.3)).status is ProgramStatus.TIMEOUT
 
 
 async def test_cpu_time_is_counted_also_that_of_threads(sandbox: Sandbox) -> None:
@@ -218,7 +218,7 @@ async def test_cpu_time_is_counted_also_that_of_threads(sandbox: Sandbox) -> Non
         for thread in threads: thread.start()
     """
     execution = await run(sandbox, source, timeout_s=20.0)
-    assert execution.status is Status.OK
+    assert execution.status is ProgramStatus.OK
     assert 0.6 <= execution.cpu_s < 2.0  # not four times as much
 
 
@@ -226,46 +226,46 @@ async def test_cpu_time_is_counted_also_that_of_threads(sandbox: Sandbox) -> Non
 async def test_output_is_cut_off_at_its_limit(sandbox: Sandbox, stream: str) -> None:
     flood = f"import sys\nwhile True: sys.{stream}.write('x' * 1000)"
     execution = await run(sandbox, flood, output_bytes=5000)
-    assert (execution.status, execution.detail) == (Status.OUTPUT_LIMIT, "more than 5000 bytes")
+    assert (execution.status, execution.detail) == (ProgramStatus.OUTPUT_LIMIT, "more than 5000 bytes")
     assert getattr(execution, stream) == b"x" * 5000
     just = await run(sandbox, f"import sys\nsys.{stream}.write('x' * 5000)", output_bytes=5000)
-    assert just.status is Status.OK
+    assert just.status is ProgramStatus.OK
     assert getattr(just, stream) == b"x" * 5000
     more = await run(sandbox, f"import sys\nsys.{stream}.write('x' * 5001)", output_bytes=5000)
-    assert more.status is Status.OUTPUT_LIMIT  # though it had ended by itself
+    assert more.status is ProgramStatus.OUTPUT_LIMIT  # though it had ended by itself
 
 
 async def test_a_dialogue(sandbox: Sandbox) -> None:
-    async with sandbox.open(DIALOGUE + "serve(bytes.upper)", Limits()) as dialogue:
+    async with sandbox.open(DIALOGUE + "serve(bytes.upper)", ProgramLimits()) as dialogue:
         assert await dialogue.ask(b"hello") == b"HELLO"
         assert await dialogue.ask(b"") == b""
         large = b"ab" * (MAX_FRAME_BYTES // 2)
         assert await dialogue.ask(large) == large.upper()
         execution = await dialogue.end()
-    assert (execution.status, execution.detail) == (Status.OK, "ended by the host")
+    assert (execution.status, execution.detail) == (ProgramStatus.OK, "ended by the host")
 
 
 @pytest.mark.parametrize(
     ("answer", "status", "detail"),
     [
-        ("sys.exit(5)", Status.EXIT_CODE, "5"),
-        ("1 / 0", Status.EXCEPTION, "ZeroDivisionError: division by zero"),
-        ("time.sleep(100)", Status.TIMEOUT, "after 1 s"),
-        ("give(b'xx') or sys.exit()", Status.OK, ""),  # half a length
-        ("give(b'\\4\\0\\0\\0xx') or sys.exit()", Status.OK, ""),  # half a frame
+        ("sys.exit(5)", ProgramStatus.EXIT_CODE, "5"),
+        ("1 / 0", ProgramStatus.EXCEPTION, "ZeroDivisionError: division by zero"),
+        ("time.sleep(100)", ProgramStatus.TIMEOUT, "after 1 s"),
+        ("give(b'xx') or sys.exit()", ProgramStatus.OK, ""),  # half a length
+        ("give(b'\\4\\0\\0\\0xx') or sys.exit()", ProgramStatus.OK, ""),  # half a frame
         (
             "give(b'\\377\\377\\377\\377') or time.sleep(100)",
-            Status.OUTPUT_LIMIT,
+            ProgramStatus.OUTPUT_LIMIT,
             f"a frame of {(1 << 32) - 1} bytes, at most 4194304",
         ),
-        ("os.close(3) or time.sleep(100)", Status.OK, "ended by the host"),
+        ("os.close(3) or time.sleep(100)", ProgramStatus.OK, "ended by the host"),
     ],
 )
 async def test_a_dialogue_without_an_answer(
-    sandbox: Sandbox, answer: str, status: Status, detail: str
+    sandbox: Sandbox, answer: str, status: ProgramStatus, detail: str
 ) -> None:
     source = f"{DIALOGUE}import time\nserve(lambda frame: {answer})"
-    limits = Limits(timeout_s=1.0 if status is Status.TIMEOUT else 30.0)
+    limits = ProgramLimits(timeout_s=1.0 if status is ProgramStatus.TIMEOUT else 30.0)
     async with sandbox.open(source, limits) as dialogue:
         assert await dialogue.ask(b"hello") is None
         assert await dialogue.ask(b"again") is None
@@ -274,13 +274,13 @@ async def test_a_dialogue_without_an_answer(
 
 
 async def test_a_program_that_reads_nothing_does_not_hold_up_who_asks(sandbox: Sandbox) -> None:
-    async with sandbox.open("import time; time.sleep(100)", Limits(timeout_s=0.5)) as dialogue:
+    async with sandbox.open("import time; time.sleep(100)", ProgramLimits(timeout_s=0.5)) as dialogue:
         assert await dialogue.ask(bytes(MAX_FRAME_BYTES)) is None
-        assert (await dialogue.end()).status is Status.TIMEOUT
+        assert (await dialogue.end()).status is ProgramStatus.TIMEOUT
 
 
 async def test_leaving_or_giving_up_ends_the_program(sandbox: Sandbox) -> None:
-    async with sandbox.open("while True: pass", Limits(timeout_s=600.0)):
+    async with sandbox.open("while True: pass", ProgramLimits(timeout_s=600.0)):
         pass
     task = asyncio.create_task(run(sandbox, "while True: pass", timeout_s=600.0))
     await _until(lambda: len(_programs()) == 1)
@@ -299,7 +299,7 @@ async def test_no_more_than_so_many_at_once(sandbox: Sandbox) -> None:
         most = max(most, len(_programs()))
         await asyncio.wait(tasks, timeout=0.02)
     assert most == PROGRAMS
-    assert {task.result().status for task in tasks} == {Status.OK}
+    assert {task.result().status for task in tasks} == {ProgramStatus.OK}
 
 
 async def test_programs_that_sleep_or_spin_step_aside(sandbox: Sandbox) -> None:
@@ -327,7 +327,7 @@ async def test_programs_do_not_see_each_other(sandbox: Sandbox) -> None:
     await _until(lambda: len(_programs()) == 1)
     source = "import os; print(os.getpid(), os.path.exists('note'), os.path.exists('/proc/self'))"
     pid, *rest = (await run(sandbox, source)).stdout.split()
-    assert (await other).status is Status.OK
+    assert (await other).status is ProgramStatus.OK
     if sandbox.tier == NAMESPACES:
         assert (pid, rest) == (b"1", [b"False", b"False"])
 
@@ -341,7 +341,7 @@ async def test_two_thousand_runs_leave_nothing(sandbox: Sandbox) -> None:
     for _ in range(20):
         executions = await asyncio.gather(*(run(sandbox, sources[i % len(sources)]) for i in range(100)))
         assert [execution.status for execution in executions[:4]] == [
-            Status.OK, Status.EXIT_CODE, Status.EXCEPTION, Status.SIGNAL
+            ProgramStatus.OK, ProgramStatus.EXIT_CODE, ProgramStatus.EXCEPTION, ProgramStatus.SIGNAL
         ]  # fmt: skip
     assert _left() == before
 
@@ -372,7 +372,7 @@ async def test_a_program_that_something_else_kills_is_an_error(sandbox: Sandbox)
 async def test_a_dialogue_that_something_else_ends_is_an_error(sandbox: Sandbox) -> None:
     """And not the end of a program that had no answer to give, which would be graded."""
     source = f"{DIALOGUE}import time\nserve(lambda frame: time.sleep(100))"
-    async with sandbox.open(source, Limits(timeout_s=60.0)) as dialogue:
+    async with sandbox.open(source, ProgramLimits(timeout_s=60.0)) as dialogue:
         (program,) = _programs()
         asyncio.get_running_loop().call_later(0.2, program.kill)
         assert await dialogue.ask(b"hello") is None

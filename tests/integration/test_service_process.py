@@ -13,16 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from atoll.coordinator.control import Control
-from atoll.coordinator.fleet.registry import Joined, Left, Registry
+from atoll.coordinator.control import RunControl
+from atoll.coordinator.fleet.registry import Registry, ServiceJoined, ServiceLeft
 from atoll.coordinator.service import OPERATORS_MAY, CoordinatorService
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.clients.reward import RewardClient
 from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.errors import StaleFenceError, UnauthenticatedError, UserError
-from atoll.runtime.process import EXIT_GAVE_UP
-from atoll.runtime.server import Admitted, Server
+from atoll.runtime.process import EXIT_RESTARTS_EXHAUSTED
+from atoll.runtime.server import Server, TokenGrant
 from atoll.runtime.store import EmbeddedServer, Store
 from atoll.wire.types import PauseMode, ServiceEntry
 from tests.tokens import TOKEN
@@ -52,7 +52,7 @@ class Fake(reward_pb2_grpc.RewardServicer):
     async def Describe(self, request, context):
         self.called.set()
         return reward_pb2.DescribeReply(graders=[self.incarnation])
-    async def failed(self):
+    async def wait_for_failure(self):
         await self.called.wait()
         if self.death is not None: raise self.death
         await asyncio.Event().wait()
@@ -117,18 +117,18 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 async def coordinator(registry: Registry, port: int = 0, token: str = TOKEN) -> AsyncIterator[str]:
     server = await Server.start(
         "atoll.v1.Coordinator",
-        CoordinatorService("toy", registry, NO_SERVERS, Control(trains=False)).add_to,
+        CoordinatorService("toy", registry, NO_SERVERS, RunControl(trains=False)).add_to,
         host="127.0.0.1",
         port=port,
         token=token,
         setting="coordinator.port",
-        operators=Admitted("operators-token", OPERATORS_MAY),
+        operators=TokenGrant("operators-token", OPERATORS_MAY),
     )
     yield server.address
     await server.stop(0)
 
 
-async def next_of(changes: AsyncIterator[Joined | Left]) -> Joined | Left:
+async def next_of(changes: AsyncIterator[ServiceJoined | ServiceLeft]) -> ServiceJoined | ServiceLeft:
     return await asyncio.wait_for(anext(changes), 30)
 
 
@@ -144,9 +144,9 @@ async def test_a_service_announces_itself_serves_registers_and_leaves_in_order(
         await client.close()
         changes = registry.changes()
         expected = ServiceEntry("reward", "reward-0", incarnation, served_at)
-        assert await next_of(changes) == Joined(expected)
+        assert await next_of(changes) == ServiceJoined(expected)
         process.send_signal(signal.SIGTERM)
-        assert await next_of(changes) == Left(expected)  # long before its lease ends
+        assert await next_of(changes) == ServiceLeft(expected)  # long before its lease ends
         stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
     assert (process.returncode, stdout) == (0, b"closed\n")
     assert f"INFO reward-0 atoll.runtime.process: serves reward at {served_at}" in stderr.decode()
@@ -158,13 +158,13 @@ async def test_a_service_outlives_its_coordinator_and_registers_with_the_next(
     first = Registry(store, lease_s=1)
     async with coordinator(first) as address:
         process, _ = await start("--coordinator", address)
-        assert isinstance(await next_of(first.changes()), Joined)
+        assert isinstance(await next_of(first.changes()), ServiceJoined)
     other_store = Store(store_server.url, "another run of the store's keys")
     await other_store.take_epoch()
     second = Registry(other_store, lease_s=1)
     async with coordinator(second, port=int(address.rpartition(":")[2])):
         change = await next_of(second.changes())
-    assert isinstance(change, Joined)
+    assert isinstance(change, ServiceJoined)
     assert change.entry.name == "reward-0"
     assert process.returncode is None
     await other_store.close()
@@ -198,7 +198,7 @@ async def test_a_newer_process_of_the_same_name_sends_the_older_one_home(start: 
         older, _ = await start("--coordinator", address)
         first = await next_of(changes)
         await start("--coordinator", address)
-        assert await next_of(changes) == Left(first.entry)
+        assert await next_of(changes) == ServiceLeft(first.entry)
         second = await next_of(changes)
         assert second.entry.incarnation != first.entry.incarnation
         _, stderr = await asyncio.wait_for(older.communicate(), 30)
@@ -214,7 +214,7 @@ async def test_a_service_killed_loses_its_lease(start: Start, store: Store) -> N
         process, _ = await start("--coordinator", address)
         joined = await next_of(changes)
         process.kill()
-        assert await next_of(changes) == Left(joined.entry)
+        assert await next_of(changes) == ServiceLeft(joined.entry)
 
 
 async def test_nothing_is_heard_of_a_service_after_its_goodbye(start: Start, store: Store) -> None:
@@ -228,7 +228,7 @@ async def test_nothing_is_heard_of_a_service_after_its_goodbye(start: Start, sto
     registry = Slow(store, lease_s=1)
     async with coordinator(registry) as address:
         process, _ = await start("--coordinator", address)
-        assert isinstance(await next_of(registry.changes()), Joined)
+        assert isinstance(await next_of(registry.changes()), ServiceJoined)
         process.send_signal(signal.SIGTERM)
         await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 0
@@ -247,7 +247,7 @@ async def test_what_the_user_can_mend_is_one_message_and_the_rest_a_traceback(st
     assert stderr.decode().endswith("KeyError: 'a bug'\n")
     process, line = await start(seed=17)
     _, stderr = await process.communicate()
-    assert (line, process.returncode) == ("", EXIT_GAVE_UP)
+    assert (line, process.returncode) == ("", EXIT_RESTARTS_EXHAUSTED)
     assert "engine restart" not in stderr.decode()
     assert stderr.decode().endswith("EngineDiedError: no engine\n")
 
@@ -262,7 +262,7 @@ async def test_a_service_that_breaks_says_goodbye_and_ends_with_a_traceback(
         joined = await next_of(changes)
         client = RewardClient(json.loads(line)["address"], Caller(token=TOKEN), timeout_s=5)
         assert len((await client.describe()).graders) == 1
-        assert await next_of(changes) == Left(joined.entry)  # long before its lease ends
+        assert await next_of(changes) == ServiceLeft(joined.entry)  # long before its lease ends
         stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
         await client.close()
     assert (process.returncode, stdout) == (1, b"closed\n")
@@ -280,15 +280,17 @@ async def test_a_service_whose_engine_dies_is_built_anew_and_joins_as_another_in
         first = await next_of(changes)
         assert first.entry.address == json.loads(line)["address"]
         assert await incarnation_at(first.entry.address) == first.entry.incarnation
-        assert await next_of(changes) == Left(first.entry)
+        assert await next_of(changes) == ServiceLeft(first.entry)
         second = await next_of(changes)
-        assert isinstance(second, Joined)
+        assert isinstance(second, ServiceJoined)
         assert (second.entry.name, process.returncode) == ("reward-0", None)
         assert second.entry.incarnation != first.entry.incarnation
         assert await incarnation_at(second.entry.address) == second.entry.incarnation
-        assert await next_of(changes) == Left(second.entry)  # one more than rollout.max_restarts allows
+        assert await next_of(changes) == ServiceLeft(
+            second.entry
+        )  # one more than rollout.max_restarts allows
         stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
-    assert (process.returncode, stdout) == (EXIT_GAVE_UP, b"closed\nclosed\n")
+    assert (process.returncode, stdout) == (EXIT_RESTARTS_EXHAUSTED, b"closed\nclosed\n")
     assert stderr.decode().count("engine restart 1 of 1: no engine") == 1
     assert stderr.decode().endswith("EngineDiedError: no engine\n")
 
@@ -318,7 +320,7 @@ async def test_tokens_are_shared_and_never_logged(start: Start, store: Store) ->
         assert "give caller and service the same ATOLL_TOKEN" in stderr.decode()
         assert "secret" not in stderr.decode()
         process, _ = await start("--coordinator", address, token="right-secret")
-        assert isinstance(await next_of(registry.changes()), Joined)
+        assert isinstance(await next_of(registry.changes()), ServiceJoined)
         process.send_signal(signal.SIGTERM)
         _, stderr = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.runtime.store import EmbeddedServer, embedded
+from atoll.runtime.store import EmbeddedServer, run_embedded_server
 from tests.simulation.judge import faults
 from tests.simulation.mutations import MUTATIONS, Mutation
 from tests.simulation.runs import scene, simulate
@@ -22,7 +22,7 @@ MAX_SEEDS = 100  # in which a mutation is to be noticed; most are in the first f
 @pytest.fixture(scope="module")
 def simulated_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
     """Of its own: simulated losses empty it."""
-    with embedded(tmp_path_factory.mktemp("store")) as server:
+    with run_embedded_server(tmp_path_factory.mktemp("store")) as server:
         yield server
 
 
@@ -43,7 +43,7 @@ def test_a_seed_gives_the_same_run_each_time(tmp_path: Path, simulated_store: Em
         (tmp_path / name).mkdir()
         outcomes.append(simulate(scene(1, tmp_path / name), simulated_store.url))
     first, second = outcomes
-    assert (first.lives, first.turns, first.history) == (second.lives, second.turns, second.history)
+    assert (first.lives, first.ticks, first.history) == (second.lives, second.ticks, second.history)
     assert len(first.lives) > 1
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from atoll.coordinator.__main__ import run, run_id
 from atoll.runtime.errors import StaleFenceError, StoreError, UserError
-from atoll.runtime.store import EmbeddedServer, Script, Store, embedded
+from atoll.runtime.store import EmbeddedServer, Script, Store, run_embedded_server
 from tests.builders import run_config
 
 PUT = Script("return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])")
@@ -50,7 +50,7 @@ async def test_epochs_rise_even_where_the_store_was_wiped(store: Store) -> None:
 
 
 async def test_a_cancelled_call_leaves_no_answer_for_the_next(tmp_path: Path) -> None:
-    with embedded(tmp_path) as server:
+    with run_embedded_server(tmp_path) as server:
         store = Store(server.url, "r")
         await store.take_epoch()
         os.kill(server.process.pid, signal.SIGSTOP)  # the answer cannot come before the caller is gone
@@ -69,7 +69,7 @@ async def test_concurrent_calls_get_their_own_answers(store: Store) -> None:
 
 async def test_a_connection_apart_does_not_wait_for_a_long_call(store: Store) -> None:
     long_call = asyncio.create_task(store.read("BLPOP", "list", 60))
-    apart = store.apart()
+    apart = store.new_connection()
     async with asyncio.timeout(30):
         await apart.write(Script("redis.call('RPUSH', KEYS[1], 'done')"), ["list"])
         assert (await long_call)[1] == b"done"
@@ -108,7 +108,7 @@ def test_a_folder_keeps_the_id_of_its_run(tmp_path: Path) -> None:
 
 
 async def test_what_was_answered_survives_sigkill_of_the_server(tmp_path: Path) -> None:
-    with embedded(tmp_path) as server:
+    with run_embedded_server(tmp_path) as server:
         store = Store(server.url, "r")
         epoch = await store.take_epoch()
         for i in range(1000):
@@ -117,7 +117,7 @@ async def test_what_was_answered_survives_sigkill_of_the_server(tmp_path: Path) 
         server.process.wait()
         with pytest.raises(StoreError, match=r"unix:///.*does it run, is store\.url right"):
             await store.read("HLEN", "h")
-    with embedded(tmp_path) as server:
+    with run_embedded_server(tmp_path) as server:
         store = Store(server.url, "r")
         assert await store.take_epoch() > epoch
         assert await store.read("HLEN", "h") == 1000
@@ -126,7 +126,7 @@ async def test_what_was_answered_survives_sigkill_of_the_server(tmp_path: Path) 
 
 
 async def test_the_next_call_connects_again_and_brings_its_script(tmp_path: Path) -> None:
-    with embedded(tmp_path) as server:
+    with run_embedded_server(tmp_path) as server:
         store = Store(server.url, "r")
         await store.take_epoch()
         await store.write(PUT, ["h"], "a", "1")
@@ -152,23 +152,23 @@ def test_the_server_dies_with_its_parent_and_frees_the_folder(tmp_path: Path) ->
     server = psutil.Process(int(parent.stdout.readline()))
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    server.wait(timeout=10)  # raises where it outlives its parent
-    with embedded(tmp_path):
+    server.wait(timeout=10)  # raises if it outlives its parent
+    with run_embedded_server(tmp_path):
         pass
 
 
 def test_two_servers_never_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.runtime.store.LOCK_TIMEOUT_S", 0.1)
     with (
-        embedded(tmp_path),
+        run_embedded_server(tmp_path),
         pytest.raises(UserError, match=r"in use by another.*choose another run\.name"),
-        embedded(tmp_path),
+        run_embedded_server(tmp_path),
     ):
         pass
 
 
 def test_leaving_removes_process_and_socket(tmp_path: Path) -> None:
-    with embedded(tmp_path) as server:
+    with run_embedded_server(tmp_path) as server:
         socket = Path(server.url.removeprefix("unix://"))
         assert socket.is_socket()
         assert stat.S_IMODE(socket.stat().st_mode) == 0o700
@@ -178,7 +178,7 @@ def test_leaving_removes_process_and_socket(tmp_path: Path) -> None:
 
 
 def test_a_folder_deeper_than_a_socket_path_may_be(tmp_path: Path) -> None:
-    with embedded(tmp_path / ("long" * 40)) as server:
+    with run_embedded_server(tmp_path / ("long" * 40)) as server:
         assert server.process.poll() is None
 
 
@@ -201,7 +201,7 @@ async def test_an_unreachable_store_fails_in_time_and_hides_the_password(
 async def test_a_hung_server_fails_the_call_at_the_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with embedded(tmp_path) as server:
+    with run_embedded_server(tmp_path) as server:
         store = Store(server.url, "r")
         await store.take_epoch()
         os.kill(server.process.pid, signal.SIGSTOP)

@@ -21,14 +21,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state_di
 
 from atoll.config.schema import LoraConfig, OptimizerConfig, ParallelConfig
 from atoll.runtime.errors import CheckpointError, UserError
-from atoll.runtime.ports import reserved_port
-from atoll.trainer.checkpoint import Checkpointer, Written
+from atoll.runtime.ports import reserve_port
+from atoll.trainer.checkpoint import Checkpointer, CheckpointWrite
 from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
 from atoll.trainer.step import Learner
 from atoll.wire.types import PolicyBatch, Segments, StepKey
 from tests.conftest import write_model
-from tests.learners import policy_forward, policy_learner
-from tests.ranks import run_ranks
+from tests.torch_ranks import run_ranks
+from tests.trainer_models import policy_forward, policy_learner
 
 pytestmark = pytest.mark.long
 
@@ -40,7 +40,7 @@ FP32 = ModelSettings()
 LAYOUTS = {
     "tensor": (ParallelConfig(tensor=2), ADAMW, FP32),
     "pipeline": (ParallelConfig(pipeline=2), ADAMW, FP32),
-    "turns": (ParallelConfig(pipeline=2, virtual_pipeline=2), ADAMW, FP32),
+    "virtual stages": (ParallelConfig(pipeline=2, virtual_pipeline=2), ADAMW, FP32),
     "data": (ParallelConfig(data=2), ADAMW, FP32),
     "distributed": (ParallelConfig(data=2), DISTRIBUTED, FP32),
     "distributed bf16": (ParallelConfig(data=2), DISTRIBUTED, BF16),
@@ -127,7 +127,7 @@ def new_learner(model: Path, optimizer: OptimizerConfig = ADAMW, settings: Model
 
 def save_after_updates(
     checkpointer: Checkpointer, learner: Learner, path: Path, first: int, last: int
-) -> "Future[Written]":
+) -> "Future[CheckpointWrite]":
     """A save whose writing begins only when updates `first` to `last` have changed everything."""
     gate = threading.Event()
     checkpointer._thread.submit(gate.wait)
@@ -252,7 +252,7 @@ def check_alone(model: Path, other_model: Path, folder: Path, then: dict[str, li
 def test_every_layout_resumes_exactly_and_loads_every_other(tmp_path: Path, tiny_qwen3: Path) -> None:
     model = write_model(tmp_path / "model", "qwen2", num_hidden_layers=4, tie_word_embeddings=True)
     with ExitStack() as stack:
-        ports = [stack.enter_context(reserved_port()) for _ in range(2 * len(LAYOUTS))]
+        ports = [stack.enter_context(reserve_port()) for _ in range(2 * len(LAYOUTS))]
         first, second = run_ranks(check_layouts, 2, model, tmp_path, ports)
     assert first == second
     assert json.loads((tmp_path / "tensor" / "two" / "trainer.json").read_text())["num_updates"] == 2

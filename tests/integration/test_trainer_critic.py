@@ -20,11 +20,11 @@ from atoll.trainer.megatron.shards import boxes_of
 from atoll.trainer.roles import build_roles, join_ranks
 from atoll.trainer.step import Learner
 from atoll.wire.types import StepKey, ValueBatch
+from tests.attention_trees import Tree, draw_tree
 from tests.builders import run_config
 from tests.conftest import write_tokenizer
-from tests.learners import critic_learner, policy_forward, policy_learner
-from tests.ranks import run_ranks
-from tests.trees import Tree, draw_tree
+from tests.torch_ranks import run_ranks
+from tests.trainer_models import critic_learner, policy_forward, policy_learner
 
 ADAMW = OptimizerConfig(learning_rate=1e-3, weight_decay=0.5, max_grad_norm=0.5)
 CLIP = 0.2

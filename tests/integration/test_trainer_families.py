@@ -18,13 +18,13 @@ from atoll.runtime.model_spec import read_spec
 from atoll.trainer.megatron import cpu_compat, hf
 from atoll.trainer.megatron.attention import BACKENDS
 from atoll.trainer.megatron.forward import Budget, Forward
-from atoll.trainer.megatron.model import Model, ModelSettings, initialize_parallel
-from atoll.trainer.megatron.shards import catalog
+from atoll.trainer.megatron.model import MegatronModel, ModelSettings, initialize_parallel
+from atoll.trainer.megatron.shards import shard_layout
 from atoll.wire.types import Float32, Segments
+from tests.attention_trees import draw_tree
 from tests.conftest import write_model
-from tests.learners import policy_forward
-from tests.ranks import run_ranks
-from tests.trees import draw_tree
+from tests.torch_ranks import run_ranks
+from tests.trainer_models import policy_forward
 
 
 def sequences(segments: Segments) -> list[np.ndarray]:
@@ -84,10 +84,10 @@ def check_value_family(folder: Path, target: Path, segments: Segments, expected_
         assert torch.equal(written[name], tensor), name
 
 
-def names_the_unknown(model: Model) -> None:
+def names_the_unknown(model: MegatronModel) -> None:
     model.output.register_parameter("extra", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(UserError, match=r"parameter 0\.extra has no Hugging Face name"):
-        catalog(model)
+        shard_layout(model)
 
 
 def check_values(folders: list[Path], expected: list[Float32], target: Path) -> None:

@@ -13,13 +13,13 @@ import torch
 from atoll.config.schema import OptimizerConfig, ParallelConfig
 from atoll.trainer.checkpoint import Checkpointer
 from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
-from atoll.trainer.residency import Part, Residency
+from atoll.trainer.offload import MemoryKind, ModelOffloader
 from atoll.trainer.step import Learner
 from atoll.wire.types import StepKey, SupervisedBatch
 from tests.allocations import Allocations, nbytes
-from tests.learners import policy_forward, policy_learner
-from tests.ranks import run_ranks
-from tests.trees import draw_tree
+from tests.attention_trees import draw_tree
+from tests.torch_ranks import run_ranks
+from tests.trainer_models import policy_forward, policy_learner
 
 pytestmark = pytest.mark.long  # each starts ranks
 
@@ -50,7 +50,7 @@ def check_offload(folder: Path, target: Path, settings: ModelSettings, optimizer
     """One learner leaves the device wherever it can, another never: they stay equal to the last bit."""
     initialize_parallel(ParallelConfig(data=2 if optimizer.distributed else 1))
     moving, staying = (policy_learner(policy_forward(folder, settings=settings), optimizer) for _ in range(2))
-    memory, checkpoints = Residency(moving.model, moving), Checkpointer()
+    memory, checkpoints = ModelOffloader(moving.model, moving), Checkpointer()
     parameter = next(moving.model.parameters)
     view = parameter.detach().view(-1)[2:]  # as a Publisher holds them
     in_view = view.clone()
@@ -64,42 +64,42 @@ def check_offload(folder: Path, target: Path, settings: ModelSettings, optimizer
         assert freed == at_start * num_parameters
     assert memory.offload() == 0
     assert nbytes([*moving.model.parameters]) == 0
-    memory.bring(Part.PARAMETERS)
+    memory.onload(MemoryKind.PARAMETERS)
     assert torch.equal(view, in_view)
 
     for step in range(3):
-        memory.bring(Part.PARAMETERS, Part.GRADIENTS)
+        memory.onload(MemoryKind.PARAMETERS, MemoryKind.GRADIENTS)
         first = moving.forward_backward(key(step), batch(step))
         accumulated = gradients(moving)
         memory.offload()
-        memory.bring(Part.GRADIENTS)
+        memory.onload(MemoryKind.GRADIENTS)
         assert nbytes([*moving.model.parameters]) == 0
         assert torch.equal(gradients(moving), accumulated)
-        memory.bring(*Part)
+        memory.onload(*MemoryKind)
         assert first == staying.forward_backward(key(step), batch(step))
         assert moving.optim_step(key(step), ADAMW.learning_rate) == staying.optim_step(
             key(step), ADAMW.learning_rate
         )
         if step == 1:
             memory.offload()
-            memory.bring(Part.PARAMETERS, Part.OPTIMIZER)
+            memory.onload(MemoryKind.PARAMETERS, MemoryKind.OPTIMIZER)
             written = checkpoints.save(moving, target)
             memory.offload()  # while it is written, and what wrote it must not have pinned the memory down
             written.result(timeout=60)
-            memory.bring(*Part)
+            memory.onload(*MemoryKind)
         memory.offload()
         inner = moving.optimizer.chained_optimizers[0].optimizer
         moments = [value for state in inner.state.values() for value in state.values()]
         assert len(moments) >= 2
         assert nbytes(moments) == nbytes([p for group in inner.param_groups for p in group["params"]]) == 0
         assert nbytes([p.main_grad for p in moving.model.parameters]) == 0
-    memory.bring(*Part)
+    memory.onload(*MemoryKind)
     assert torch.equal(weights(moving), weights(staying))
     assert torch.equal(view, parameter.detach().view(-1)[2:])
     assert not torch.equal(view, in_view)  # it was trained
 
     memory.offload()
-    memory.bring(*Part)
+    memory.onload(*MemoryKind)
     checkpoints.load(moving, target)
     moving.forward_backward(key(2), batch(2))
     moving.optim_step(key(2), ADAMW.learning_rate)

@@ -1,4 +1,4 @@
-"""Megatron's model against transformers: logits, gradients, catalog, export. One launch per layout."""
+"""Megatron's model against transformers: logits, gradients, shard layout, export. One launch per layout."""
 
 import resource
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor
 from atoll.runtime.errors import CheckpointError
 from atoll.runtime.model_spec import read_spec
 from atoll.wire.types import Segments
-from tests.ranks import run_ranks
+from tests.torch_ranks import run_ranks
 
 CPU = torch.device("cpu")
 # A prompt of 7 with three answers, one of which goes on in two branches, and a lone sequence.
@@ -134,14 +134,16 @@ def agrees_with_transformers(policy: Any) -> None:
 
 def canonical_gradients(policy: Any) -> dict[str, Tensor]:
     """Hugging Face name -> whole gradient, put together from all ranks' boxes."""
-    from atoll.trainer.megatron.names import pieces, shapes, whole_model
+    from atoll.trainer.megatron.names import shapes, tensor_slices, whole_model
 
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     whole = {name: torch.zeros(shape) for name, shape in shapes(policy.spec).items()}
     grads = {name: parameter.grad for name, parameter in policy.output.named_parameters()}
     is_fused = any(name.endswith("layer_norm_weight") for name in grads)
     chunk = replace(whole_model(policy.spec), rank=rank, size=size)
-    for name, held in pieces(policy.spec, chunk, "transformer_engine" if is_fused else "local").items():
+    for name, held in tensor_slices(
+        policy.spec, chunk, "transformer_engine" if is_fused else "local"
+    ).items():
         if grads[name] is None:  # the output layer: hidden states stop before it
             continue
         # norms of the residual stream see the same gradient on every rank, all else sees its own part

@@ -26,16 +26,16 @@ from atoll.trainer.losses.loss import (
 )
 from atoll.trainer.megatron.forward import Forward
 from atoll.trainer.megatron.model import initialize_parallel
-from atoll.trainer.megatron.names import pieces
+from atoll.trainer.megatron.names import tensor_slices
 from atoll.trainer.megatron.shards import chunk_of
 from atoll.trainer.objective import PolicySettings
 from atoll.trainer.roles import build_roles, join_ranks
 from atoll.trainer.step import Learner
 from atoll.wire.types import PolicyBatch, StepKey
+from tests.attention_trees import Tree, draw_tree
 from tests.builders import run_config
-from tests.learners import policy_forward, policy_learner
-from tests.ranks import run_ranks
-from tests.trees import Tree, draw_tree
+from tests.torch_ranks import run_ranks
+from tests.trainer_models import policy_forward, policy_learner
 
 TEMPERATURE = 0.8
 ENTROPY_COEF, KL_COEF = 0.3, 0.5
@@ -211,7 +211,7 @@ def check(
 
     finalize_model_grads(learner.chunks)
     expected = plain.gradients(loss_N)
-    held = pieces(learner.model.spec, chunk_of(learner.model.output))
+    held = tensor_slices(learner.model.spec, chunk_of(learner.model.output))
     for name, parameter in learner.model.output.named_parameters():
         parts = parameter.main_grad.flatten().split([p.rows * p.columns for p in held[name]])
         for piece, part in zip(held[name], parts, strict=True):

@@ -16,22 +16,29 @@ import torch.distributed as dist
 
 from atoll.config.schema import Role
 from atoll.runtime.errors import ServiceUnavailableError, UserError
-from atoll.trainer import ranks
-from atoll.trainer.folders import Folders
+from atoll.trainer import command_channel
+from atoll.trainer.command_channel import (
+    CommandChannel,
+    RankLostError,
+    dismiss,
+    follow,
+    lead,
+    translate_rank_loss,
+)
+from atoll.trainer.folders import AllowedFolders
 from atoll.trainer.rank import Rank
-from atoll.trainer.ranks import CommandChannel, RankLostError, dismiss, follow, lead, watched
 from atoll.trainer.service import TrainerService
 from atoll.wire.codec.batches import put_segments, split_by_groups
 from atoll.wire.codec.values import decode_tensor
-from atoll.wire.types import Segments, Written
+from atoll.wire.types import CheckpointWrite, Segments
 from atoll.wire.v1 import trainer_pb2 as pb
 from tests.builders import run_config
-from tests.ranks import run_ranks
+from tests.torch_ranks import run_ranks
 
 SIZE = 2
 
 
-def join() -> tuple[CommandChannel, ranks.Execute]:
+def join() -> tuple[CommandChannel, command_channel.Execute]:
     """A channel, and an `execute` that fails on follower 1 where it is told to."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -81,7 +88,9 @@ def lost_follower() -> None:
 
 
 def silent_follower() -> None:
-    ranks.ANSWER_TIMEOUT = timedelta(seconds=5)  # of this process alone, and for the meeting of both, too
+    command_channel.ANSWER_TIMEOUT = timedelta(
+        seconds=5
+    )  # of this process alone, and for the meeting of both, too
     channel, execute = join()
     if dist.get_rank() > 0:
         channel.broadcast()
@@ -110,7 +119,7 @@ class Broken:
     def lead(self, method: str, requests: Sequence[bytes], *, ask_all: bool) -> list[list[bytes]]:
         return lead(self.channel, self.execute, method, requests, ask_all=ask_all)
 
-    def writing(self, role: str, path: str) -> "Future[Written]":
+    def writing(self, role: str, path: str) -> "Future[CheckpointWrite]":
         raise NotImplementedError
 
     def dismiss(self) -> None:
@@ -131,14 +140,14 @@ def failing_leader(caller_leaves: bool) -> None:
 
 
 async def fail(rank: Broken, *, caller_leaves: bool) -> None:
-    service = TrainerService(ThreadPoolExecutor(1), rank, Folders(Path("run")))
+    service = TrainerService(ThreadPoolExecutor(1), rank, AllowedFolders(Path("run")))
     first, second = (asyncio.create_task(service.run("Info", [b""])) for _ in range(2))
     await asyncio.to_thread(rank.at_work.wait)
     if caller_leaves:
         first.cancel()
     rank.go_on.set()
     with pytest.raises(RuntimeError, match="no memory"):
-        await service.failed()
+        await service.wait_for_failure()
     with pytest.raises(asyncio.CancelledError if caller_leaves else ServiceUnavailableError):
         await first
     with pytest.raises(ServiceUnavailableError, match="an earlier call failed half-way"):
@@ -147,7 +156,7 @@ async def fail(rank: Broken, *, caller_leaves: bool) -> None:
 
 
 def test_an_error_of_this_rank_is_no_loss_of_another() -> None:
-    with pytest.raises(RuntimeError, match="shapes differ"), watched():
+    with pytest.raises(RuntimeError, match="shapes differ"), translate_rank_loss():
         raise RuntimeError("shapes differ")
 
 

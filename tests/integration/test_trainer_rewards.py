@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from atoll.cli.launcher import ranks_of
+from atoll.cli.launcher import trainer_group
 from atoll.cli.processes import Fleet
 from atoll.config.load import write_resolved
 from atoll.external.protocols import connect
@@ -59,7 +59,7 @@ async def test_it_scores_text_as_transformers_does(folder: Path, tiny_qwen2: Pat
     config.folder.mkdir()
     write_resolved(config, config.folder / "config.json")
     async with Fleet(tmp_path / "logs") as fleet:
-        address = await fleet.start(ranks_of(config, "reward_model"))
+        address = await fleet.start(trainer_group(config, "reward_model"))
         client = connect(server(f"grpc://{address}", tokenizer=str(folder)), token=TOKEN)
         assert await client.probe() == f"reward model {folder}"
         verdicts = await client.score(ITEMS)
@@ -112,5 +112,5 @@ def test_whoever_registers_a_server_does_not_learn_which_files_there_are(tmp_pat
     (tmp_path / "tokenizer.json").write_text("[]")
     for path in (tmp_path, tmp_path / "nothing"):
         registered = replace(server("127.0.0.1:1", tokenizer=str(path)), address="127.0.0.1")
-        with pytest.raises(UserError, match=r"tokenizer\.json: it is no tokenizer that can be read$"):
+        with pytest.raises(UserError, match=r"tokenizer\.json: it is not a readable tokenizer$"):
             connect(registered, token=None)

@@ -24,8 +24,10 @@ async def drive(address: str, folder: Path) -> list[float]:
     try:
         info = await client.info()
         assert info.vocab_size == 64
-        assert len(info.shards) == info.world_size
-        assert len(set(map(id, info.shards))) == info.world_size // info.data_parallel  # copies travel once
+        assert len(info.shard_layouts) == info.world_size
+        assert (
+            len(set(map(id, info.shard_layouts))) == info.world_size // info.data_parallel
+        )  # copies travel once
         assert info.roles == ("actor", "reference")
 
         segments = batch(0).segments

@@ -15,10 +15,10 @@ from atoll.runtime.errors import LostStateError
 from atoll.trainer.megatron.model import initialize_parallel
 from atoll.trainer.step import Learner
 from atoll.wire.types import Batch, PolicyBatch, SupervisedBatch
-from tests import flash
-from tests.learners import policy_forward, policy_learner
+from tests import flash_attn_stand_in
 from tests.plain_loop import ADAMW, PPO, TEMPERATURE, Reference, check_updates, key, reference_loop
-from tests.ranks import run_ranks
+from tests.torch_ranks import run_ranks
+from tests.trainer_models import policy_forward, policy_learner
 
 
 def new_learner(folder: Path, max_tokens: int = 60, attention: str = "shared_prefix") -> Learner:
@@ -39,7 +39,7 @@ def check_rank(folder: Path, reference: Reference, data: int) -> None:
     check_updates(learner, reference)
     if data == 1:
         with pytest.MonkeyPatch.context() as patch:
-            flash.stand_in(patch)
+            flash_attn_stand_in.stand_in(patch)
             check_cuts(folder, reference.batches[1])
         check_keys(learner, reference.batches[0])
         check_not_finite(learner, reference.batches[0])

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from atoll.config.schema import GraderConfig
-from atoll.coordinator.data.rows import read_rows
+from atoll.coordinator.data.dataset_rows import read_rows
 from atoll.wire.types import FinishReason, Graded, GradingError, GroupId, SampleId, ScoreItem
 from tests.integration.test_reward_service import grading
 

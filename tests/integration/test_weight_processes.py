@@ -16,17 +16,17 @@ import torch
 
 from atoll.rollout.refit import Refit
 from atoll.runtime.errors import WeightPushError
-from atoll.trainer.publish import Publisher, merged
+from atoll.trainer.publish import Publisher, merge_published
 from atoll.weights.plan import plan
 from atoll.weights.transport.base import open_receiver, open_sender
 from atoll.wire.types import (
     BOX,
-    Catalog,
     Membership,
     Plan,
-    Published,
+    PublishedPart,
     PublishRequest,
     PushPart,
+    ShardLayout,
     Version,
 )
 
@@ -37,11 +37,11 @@ DEADLINE_S = 60.0
 V0, V1, V2 = (Version("a3f0", number) for number in range(3))
 
 
-def catalog(rank: int, num_ranks: int) -> Catalog:
+def shard_layout(rank: int, num_ranks: int) -> ShardLayout:
     """Rows of each tensor, in one buffer."""
     rows = ROWS // num_ranks
     boxes = [(t, rank * rows, rows, 0, COLUMNS, 0, t * rows * COLUMNS, COLUMNS) for t in range(TENSORS)]
-    return Catalog(tuple(f"layer.{t}" for t in range(TENSORS)), np.array(boxes, BOX))
+    return ShardLayout(tuple(f"layer.{t}" for t in range(TENSORS)), np.array(boxes, BOX))
 
 
 def values(seed: int, rank: int, num_ranks: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ class TrainerRank:
     def train(self, seed: int) -> None:
         self._buffer.copy_(values(seed, self._rank, 2))
 
-    def publish(self, version: Version, membership: Membership, plan: Plan, part: int) -> Published:
+    def publish(self, version: Version, membership: Membership, plan: Plan, part: int) -> PublishedPart:
         return self._publisher.publish(
             PublishRequest(version, "float32", {plan.id: membership}, [plan], part)
         )
@@ -111,7 +111,7 @@ class Worker:
         assert self._pipe.recv() is None
 
     def __call__(self, method: str, *arguments: object):
-        """Raises what the rank raises, and EOFError or OSError where it is dead."""
+        """Raises what the rank raises, and EOFError or OSError if it is dead."""
         with self._lock:
             self._pipe.send((method, arguments))
             answer = self._pipe.recv()
@@ -136,7 +136,7 @@ def workers() -> Iterator[tuple[list[Worker], list[list[Worker]]]]:
         worker.kill()
 
 
-PLAN = partial(plan, [catalog(r, 2) for r in range(2)], [catalog(r, 2) for r in range(2)])
+PLAN = partial(plan, [shard_layout(r, 2) for r in range(2)], [shard_layout(r, 2) for r in range(2)])
 
 
 def test_a_push_survives_a_killed_replica_and_a_late_one(workers):
@@ -146,12 +146,12 @@ def test_a_push_survives_a_killed_replica_and_a_late_one(workers):
     assert num_rounds >= 8
     threads = ThreadPoolExecutor(8)
 
-    def publish(version: Version, epoch: int, num_members: int, part: int) -> Published:
+    def publish(version: Version, epoch: int, num_members: int, part: int) -> PublishedPart:
         membership = Membership(epoch, num_members)
         calls = [threads.submit(rank, "publish", version, membership, weight_plan, part) for rank in trainer]
-        return merged([call.result() for call in calls])
+        return merge_published([call.result() for call in calls])
 
-    def receive(version: Version, epoch: int, published: Published, replicas: list[list[Worker]]) -> list:
+    def receive(version: Version, epoch: int, published: PublishedPart, replicas: list[list[Worker]]) -> list:
         """The futures of all ranks, by replica."""
         return [
             [

@@ -15,7 +15,8 @@ from atoll.wire.types import (
     PushPart,
     ServiceEntry,
 )
-from tests.pushes import (
+from tests.trainer_fleet import Fleet, fleet, update
+from tests.weight_pushes import (
     LOCAL,
     Rollouts,
     Run,
@@ -27,7 +28,6 @@ from tests.pushes import (
     rollouts,
     tensor_sums,
 )
-from tests.trainer_fleet import Fleet, fleet, update
 
 Two = Callable[[Path], Sequence[ServiceEntry]]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-from atoll.wire.types import Execution, Limits, Status
+from atoll.wire.types import Execution, ProgramLimits, ProgramStatus
 from tests.sandbox import files, floods, inside, kernel, network, others, preamble, processes
 
 FAMILIES = (processes, files, network, others, kernel, floods, inside)
@@ -26,12 +26,12 @@ sys.stdout.write(f"ESCAPED: {{evidence!r:.300}}\\n" if evidence else "stopped\\n
 class Case:
     name: str  # "family.attack"
     source: str
-    ends: frozenset[Status] | None  # None: refused, or killed for a system call
+    ends: frozenset[ProgramStatus] | None  # None: refused, or killed for a system call
 
     @property
-    def limits(self) -> Limits:
-        spins = self.ends is not None and Status.TIMEOUT in self.ends
-        return Limits(timeout_s=1.0 if spins else 30.0, output_bytes=1 << 18, disk_bytes=DISK_BYTES)
+    def limits(self) -> ProgramLimits:
+        spins = self.ends is not None and ProgramStatus.TIMEOUT in self.ends
+        return ProgramLimits(timeout_s=1.0 if spins else 30.0, output_bytes=1 << 18, disk_bytes=DISK_BYTES)
 
     def contained(self, execution: Execution) -> bool:
         """Fails closed: what ends otherwise than it should has got through, or is no attack."""
@@ -39,8 +39,8 @@ class Case:
             return False
         if self.ends is not None:
             return execution.status in self.ends
-        refused = execution.status is Status.OK and execution.stdout.endswith(b"stopped\n")
-        return refused or (execution.status is Status.SIGNAL and execution.detail == "SIGSYS")
+        refused = execution.status is ProgramStatus.OK and execution.stdout.endswith(b"stopped\n")
+        return refused or (execution.status is ProgramStatus.SIGNAL and execution.detail == "SIGSYS")
 
 
 def _cases(family: ModuleType) -> Iterator[Case]:

@@ -11,10 +11,10 @@ import socket
 import sys
 from pathlib import Path
 
-from atoll.wire.types import Status
+from atoll.wire.types import ProgramStatus
 from tests.sandbox.preamble import attempts, call, libc, read, seen
 
-ENDS: dict[str, set[Status]] = {}
+ENDS: dict[str, set[ProgramStatus]] = {}
 
 
 def read_secret(host):

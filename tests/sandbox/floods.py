@@ -9,25 +9,25 @@ import sys
 import threading
 import time
 
-from atoll.wire.types import Status
+from atoll.wire.types import ProgramStatus
 from tests.sandbox.preamble import libc
 
 ENDS = {
-    "stdout_flood": {Status.OUTPUT_LIMIT},
-    "stderr_flood": {Status.OUTPUT_LIMIT},
-    "both_flood": {Status.OUTPUT_LIMIT},
-    "flood_of_single_bytes": {Status.OUTPUT_LIMIT, Status.TIMEOUT},
-    "flood_from_threads": {Status.OUTPUT_LIMIT},
-    "huge_exception": {Status.EXCEPTION, Status.OUTPUT_LIMIT},
-    "huge_exception_type": {Status.EXCEPTION, Status.OUTPUT_LIMIT},
-    "exception_that_cannot_be_printed": {Status.EXCEPTION},
-    "huge_exit_message": {Status.EXIT_CODE},
-    "deep_recursion": {Status.EXCEPTION},
-    "deep_recursion_without_limit": {Status.SIGNAL, Status.EXCEPTION, Status.TIMEOUT},
-    "exception_that_floods": {Status.OUTPUT_LIMIT, Status.EXCEPTION},
-    "endless_finalizer": {Status.TIMEOUT, Status.OK},
-    "slow_power": {Status.TIMEOUT},
-    "memory_by_stack": {Status.SIGNAL, Status.OK},
+    "stdout_flood": {ProgramStatus.OUTPUT_LIMIT},
+    "stderr_flood": {ProgramStatus.OUTPUT_LIMIT},
+    "both_flood": {ProgramStatus.OUTPUT_LIMIT},
+    "flood_of_single_bytes": {ProgramStatus.OUTPUT_LIMIT, ProgramStatus.TIMEOUT},
+    "flood_from_threads": {ProgramStatus.OUTPUT_LIMIT},
+    "huge_exception": {ProgramStatus.EXCEPTION, ProgramStatus.OUTPUT_LIMIT},
+    "huge_exception_type": {ProgramStatus.EXCEPTION, ProgramStatus.OUTPUT_LIMIT},
+    "exception_that_cannot_be_printed": {ProgramStatus.EXCEPTION},
+    "huge_exit_message": {ProgramStatus.EXIT_CODE},
+    "deep_recursion": {ProgramStatus.EXCEPTION},
+    "deep_recursion_without_limit": {ProgramStatus.SIGNAL, ProgramStatus.EXCEPTION, ProgramStatus.TIMEOUT},
+    "exception_that_floods": {ProgramStatus.OUTPUT_LIMIT, ProgramStatus.EXCEPTION},
+    "endless_finalizer": {ProgramStatus.TIMEOUT, ProgramStatus.OK},
+    "slow_power": {ProgramStatus.TIMEOUT},
+    "memory_by_stack": {ProgramStatus.SIGNAL, ProgramStatus.OK},
 }
 
 

@@ -12,22 +12,22 @@ import signal
 import sys
 import threading
 
-from atoll.wire.types import Status
+from atoll.wire.types import ProgramStatus
 from tests.sandbox.preamble import libc
 
 ENDS = {
-    "exit_by_signal": {Status.SIGNAL, Status.OK},
-    "exit_code": {Status.EXIT_CODE},
-    "exit_code_of_os": {Status.EXIT_CODE},
-    "forged_report_on_every_descriptor": {Status.EXIT_CODE},
-    "forged_report_in_memory": {Status.EXIT_CODE},
-    "exit_in_atexit": {Status.EXIT_CODE},
-    "exit_in_a_thread": {Status.EXIT_CODE},
-    "close_everything": {Status.EXIT_CODE},
-    "alarm": {Status.SIGNAL, Status.TIMEOUT},  # the first process of a namespace ignores it
-    "broken_exit": {Status.EXIT_CODE, Status.EXCEPTION},
-    "abort_in_c": {Status.SIGNAL},
-    "faults": {Status.SIGNAL},
+    "exit_by_signal": {ProgramStatus.SIGNAL, ProgramStatus.OK},
+    "exit_code": {ProgramStatus.EXIT_CODE},
+    "exit_code_of_os": {ProgramStatus.EXIT_CODE},
+    "forged_report_on_every_descriptor": {ProgramStatus.EXIT_CODE},
+    "forged_report_in_memory": {ProgramStatus.EXIT_CODE},
+    "exit_in_atexit": {ProgramStatus.EXIT_CODE},
+    "exit_in_a_thread": {ProgramStatus.EXIT_CODE},
+    "close_everything": {ProgramStatus.EXIT_CODE},
+    "alarm": {ProgramStatus.SIGNAL, ProgramStatus.TIMEOUT},  # the first process of a namespace ignores it
+    "broken_exit": {ProgramStatus.EXIT_CODE, ProgramStatus.EXCEPTION},
+    "abort_in_c": {ProgramStatus.SIGNAL},
+    "faults": {ProgramStatus.SIGNAL},
 }
 
 

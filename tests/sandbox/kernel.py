@@ -5,10 +5,10 @@ import errno
 import os
 import signal
 
-from atoll.wire.types import Status
+from atoll.wire.types import ProgramStatus
 from tests.sandbox.preamble import ARM, NUMBERS, attempts, call, libc, machine_code, seen
 
-ENDS: dict[str, set[Status]] = {}
+ENDS: dict[str, set[ProgramStatus]] = {}
 
 
 def io_uring(host):

@@ -4,10 +4,10 @@ import ctypes
 import os
 import socket
 
-from atoll.wire.types import Status
+from atoll.wire.types import ProgramStatus
 from tests.sandbox.preamble import attempts, libc
 
-ENDS: dict[str, set[Status]] = {}
+ENDS: dict[str, set[ProgramStatus]] = {}
 
 
 def tcp_to_loopback(host):

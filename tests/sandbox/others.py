@@ -11,10 +11,10 @@ import signal
 import socket
 import struct
 
-from atoll.wire.types import Status
+from atoll.wire.types import ProgramStatus
 from tests.sandbox.preamble import attempts, call, libc, seen
 
-ENDS: dict[str, set[Status]] = {}
+ENDS: dict[str, set[ProgramStatus]] = {}
 
 
 def kill_others(host):

@@ -10,18 +10,18 @@ import sys
 import threading
 import time
 
-from atoll.wire.types import Status
+from atoll.wire.types import ProgramStatus
 from tests.sandbox.preamble import ARM, attempts, call, libc, machine_code, seen
 
 ENDS = {  # of attacks that cannot be refused
-    "ignore_all_signals": {Status.TIMEOUT},
-    "sleep_past_the_deadline": {Status.TIMEOUT},
-    "threads_spin_after_main": {Status.TIMEOUT},
-    "catastrophic_regular_expression": {Status.TIMEOUT},
-    "stop_itself": {Status.TIMEOUT, Status.OK},
-    "threads_that_outlive_the_first": {Status.TIMEOUT},
-    "core_dump": {Status.SIGNAL},
-    "crash": {Status.SIGNAL},
+    "ignore_all_signals": {ProgramStatus.TIMEOUT},
+    "sleep_past_the_deadline": {ProgramStatus.TIMEOUT},
+    "threads_spin_after_main": {ProgramStatus.TIMEOUT},
+    "catastrophic_regular_expression": {ProgramStatus.TIMEOUT},
+    "stop_itself": {ProgramStatus.TIMEOUT, ProgramStatus.OK},
+    "threads_that_outlive_the_first": {ProgramStatus.TIMEOUT},
+    "core_dump": {ProgramStatus.SIGNAL},
+    "crash": {ProgramStatus.SIGNAL},
 }
 
 

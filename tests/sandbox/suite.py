@@ -15,10 +15,10 @@ import psutil
 
 from atoll.reward.sandbox.base import Sandbox
 from atoll.reward.sandbox.host import start_sandbox
-from atoll.reward.score import checked
+from atoll.reward.score import check_grade
 from atoll.reward.verifiers.code import code
 from atoll.runtime.errors import AtollError
-from atoll.wire.types import Limits
+from atoll.wire.types import ProgramLimits
 from tests.sandbox.cases import CASES, Case
 from tests.sandbox.setups import SETUPS
 from tests.sandbox.targets import targets
@@ -50,7 +50,7 @@ async def run_suite(setup: str, token: str) -> dict[str, Any]:
     async with start_sandbox(PROGRAMS, chosen.asks_namespaces) as sandbox:
         with targets(token, user) as made:
             processes, descriptors = _processes(), _descriptors()
-            async with sandbox.open(ECHO, Limits(timeout_s=120.0)) as sibling:
+            async with sandbox.open(ECHO, ProgramLimits(timeout_s=120.0)) as sibling:
                 await sibling.ask(b"hello")
                 host = made.described([os.getpid(), *_processes()])
                 attacks = await asyncio.gather(*(_attack(sandbox, case, host, token) for case in CASES))
@@ -88,7 +88,7 @@ async def _attack(sandbox: Sandbox, case: Case, host: bytes, token: str) -> str:
 async def _cheat(sandbox: Sandbox, cheat: Cheat) -> str:
     """Empty if it was graded 0: an error would let a model rid itself of its bad samples."""
     try:
-        grade = checked(await code(cheat.item, sandbox, case_timeout_s=1.0, timeout_s=2.0))
+        grade = check_grade(await code(cheat.item, sandbox, case_timeout_s=1.0, timeout_s=2.0))
     except AtollError as error:
         return repr(error)
     printable = grade.reason.isprintable()  # a message takes it, and a terminal does not obey it

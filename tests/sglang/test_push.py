@@ -12,8 +12,17 @@ import torch
 
 from atoll.config.schema import ParallelConfig
 from atoll.wire.types import ServiceEntry
-from tests.pushes import LOCAL, Rollouts, assert_hold, check_kill, check_layout, connected, push, rollouts
 from tests.trainer_fleet import Fleet, fleet, update
+from tests.weight_pushes import (
+    LOCAL,
+    Rollouts,
+    assert_hold,
+    check_kill,
+    check_layout,
+    connected,
+    push,
+    rollouts,
+)
 
 pytestmark = pytest.mark.long
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from atoll.external.protocols import connect
-from atoll.runtime.ports import reserved_port
+from atoll.runtime.ports import reserve_port
 from atoll.wire.types import ExternalServer, FinishReason, Graded, GroupId, SampleId, ScoreItem
 from tests.conftest import write_tokenizer
 
@@ -39,7 +39,7 @@ def scorer(tiny_qwen2: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with reserved_port() as port:
+    with reserve_port() as port:
         yield port
 
 

@@ -14,14 +14,14 @@ import numpy as np
 import psutil
 import pytest
 
-from atoll.coordinator.control import Control
-from atoll.coordinator.fleet.registry import Joined, Left, Registry
+from atoll.coordinator.control import RunControl
+from atoll.coordinator.fleet.registry import Registry, ServiceJoined, ServiceLeft
 from atoll.coordinator.service import CoordinatorService
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.errors import ServiceUnavailableError
 from atoll.runtime.server import Server
-from atoll.runtime.store import Store, embedded
+from atoll.runtime.store import Store, run_embedded_server
 from atoll.wire.types import FinishReason, Sampling, ServiceEntry, Trajectory, TurnRequest
 from tests.builders import group_id, turn_request
 from tests.contract.engines import ENDLESS, reference_logits
@@ -53,16 +53,16 @@ def config_file(folder: Path, model: Path) -> Path:
 
 @pytest.fixture
 async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
-    with embedded(tmp_path / "store") as server:
+    with run_embedded_server(tmp_path / "store") as server:
         store = Store(server.url, "toy")
         await store.take_epoch()
         yield Registry(store, lease_s=60)
         await store.close()
 
 
-async def joined(changes: AsyncIterator[Joined | Left]) -> ServiceEntry:
+async def joined(changes: AsyncIterator[ServiceJoined | ServiceLeft]) -> ServiceEntry:
     change = await asyncio.wait_for(anext(changes), START_S)
-    assert isinstance(change, Joined)
+    assert isinstance(change, ServiceJoined)
     return change.entry
 
 
@@ -103,7 +103,7 @@ async def test_an_engine_that_is_killed_comes_back_and_goes_with_its_service(
 ) -> None:
     coordinator = await Server.start(
         "atoll.v1.Coordinator",
-        CoordinatorService("toy", registry, NO_SERVERS, Control(trains=False)).add_to,
+        CoordinatorService("toy", registry, NO_SERVERS, RunControl(trains=False)).add_to,
         host="127.0.0.1",
         port=0,
         token=TOKEN,
@@ -131,7 +131,7 @@ async def test_an_engine_that_is_killed_comes_back_and_goes_with_its_service(
             await asyncio.wait_for(running, END_S)
         await client.close()
 
-        assert await asyncio.wait_for(anext(changes), END_S) == Left(first)
+        assert await asyncio.wait_for(anext(changes), END_S) == ServiceLeft(first)
         second = await joined(changes)
         assert second.name == first.name
         assert second.incarnation != first.incarnation

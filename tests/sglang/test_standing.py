@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from atoll.rollout.engines.sglang.engine import Limits, SGLangEngine
+from atoll.rollout.engines.sglang.engine import ServerLimits, SGLangEngine
 from atoll.rollout.engines.sglang.messages import SGLangError
-from atoll.rollout.engines.sglang.server import Server
+from atoll.rollout.engines.sglang.server import SGLangServer
 from atoll.runtime.errors import EngineDiedError
 from atoll.wire.types import PauseMode, Version
 
@@ -50,7 +50,9 @@ async def server() -> PlayedServer:
 @pytest.fixture
 async def engine(server: PlayedServer) -> SGLangEngine:
     workers: Any = SimpleNamespace()
-    return SGLangEngine(cast(Server, server), workers, Limits(4, 64, 64), 64, "float32", Version("a3f0", 0))
+    return SGLangEngine(
+        cast(SGLangServer, server), workers, ServerLimits(4, 64, 64), 64, "float32", Version("a3f0", 0)
+    )
 
 
 async def give_up_in_its_midst(server: PlayedServer, call: Coroutine[Any, Any, None]) -> None:
@@ -84,4 +86,4 @@ async def test_a_server_that_may_stand_still_for_good_is_ended(engine: SGLangEng
     with pytest.raises(SGLangError, match="did not answer /continue_generation"):
         await engine.resume()
     with pytest.raises(EngineDiedError):
-        await asyncio.wait_for(engine.failed(), 20)
+        await asyncio.wait_for(engine.wait_for_failure(), 20)

@@ -23,11 +23,11 @@ from safetensors.torch import load_file, save_file
 from atoll.rollout.engines.base import Engine
 from atoll.runtime.errors import WeightPushError
 from atoll.runtime.model_spec import ModelSpec, read_spec
-from atoll.trainer.megatron.names import Chunk, pieces
-from atoll.trainer.publish import Publisher, merged
+from atoll.trainer.megatron.names import Chunk, tensor_slices
+from atoll.trainer.publish import Publisher, merge_published
 from atoll.weights.plan import plan
 from atoll.weights.transport import shm
-from atoll.wire.types import BOX, Catalog, Published, PublishRequest, PushPart, Sampling, Version
+from atoll.wire.types import BOX, PublishedPart, PublishRequest, PushPart, Sampling, ShardLayout, Version
 from tests.conftest import write_model
 from tests.contract.engines import ALONE, ask, collect, logprobs_of
 from tests.sglang.engines import V0, started_with
@@ -58,13 +58,16 @@ class Trainer:
     def __init__(self, folder: Path, layout: Sequence[Chunk], engine: Engine) -> None:
         spec = read_spec(folder)
         shards = [shard(spec, chunk, load_file(folder / "model.safetensors")) for chunk in layout]
-        self.plan = plan([catalog for catalog, _ in shards], engine.catalogs(), part_elements=1 << 13)
+        self.plan = plan(
+            [shard_layout for shard_layout, _ in shards], engine.shard_layouts(), part_elements=1 << 13
+        )
         self._publishers = [
-            Publisher(rank, [flat], shm.Sender, stays_readable=True) for rank, (_, flat) in enumerate(shards)
+            Publisher(rank, [flat], shm.ShmSender, stays_readable=True)
+            for rank, (_, flat) in enumerate(shards)
         ]
 
-    def publish(self, version: Version) -> list[Published]:
-        parts: list[Published] = []
+    def publish(self, version: Version) -> list[PublishedPart]:
+        parts: list[PublishedPart] = []
         while not parts or not parts[-1].last:
             each = [
                 publisher.publish(
@@ -72,10 +75,10 @@ class Trainer:
                 )
                 for publisher in self._publishers
             ]
-            parts.append(merged(each))
+            parts.append(merge_published(each))
         return parts
 
-    async def stage(self, engine: Engine, version: Version, parts: Sequence[Published]) -> int:
+    async def stage(self, engine: Engine, version: Version, parts: Sequence[PublishedPart]) -> int:
         return sum(
             [await engine.receive(PushPart(version, part.streams, self.plan, ALONE)) for part in parts]
         )
@@ -85,10 +88,10 @@ class Trainer:
             publisher.close()
 
 
-def shard(spec: ModelSpec, chunk: Chunk, model: dict[str, torch.Tensor]) -> tuple[Catalog, torch.Tensor]:
-    """One rank's catalog and its buffer."""
+def shard(spec: ModelSpec, chunk: Chunk, model: dict[str, torch.Tensor]) -> tuple[ShardLayout, torch.Tensor]:
+    """One rank's shard layout and its buffer."""
     names, boxes, parts, offset = list(model), [], [], 0
-    for held in pieces(spec, chunk).values():
+    for held in tensor_slices(spec, chunk).values():
         for piece in held:
             place = (piece.row, piece.rows, piece.column, piece.columns)
             boxes.append((names.index(piece.tensor), *place, 0, offset, piece.columns))
@@ -99,7 +102,7 @@ def shard(spec: ModelSpec, chunk: Chunk, model: dict[str, torch.Tensor]) -> tupl
             )
             parts.append(matrix[rows, columns].flatten())
             offset += piece.rows * piece.columns
-    return Catalog(tuple(names), np.array(boxes, BOX)), torch.cat(parts)
+    return ShardLayout(tuple(names), np.array(boxes, BOX)), torch.cat(parts)
 
 
 def updated(folder: Path, into: Path, seed: int) -> Path:
@@ -200,7 +203,7 @@ async def give_up_in_its_midst(
         await caller
 
 
-def corrupted(parts: Sequence[Published]) -> list[Published]:
+def corrupted(parts: Sequence[PublishedPart]) -> list[PublishedPart]:
     """One byte of the last slice is not what its checksum says."""
     *others, stream = parts[-1].streams
     sums = stream.checksums.copy()
@@ -208,7 +211,7 @@ def corrupted(parts: Sequence[Published]) -> list[Published]:
     return [*parts[:-1], replace(parts[-1], streams=(*others, replace(stream, checksums=sums)))]
 
 
-def orphaned(parts: Sequence[Published]) -> list[Published]:
+def orphaned(parts: Sequence[PublishedPart]) -> list[PublishedPart]:
     """The last slice is at a sender that was killed."""
     sender = subprocess.Popen(
         [

@@ -8,7 +8,7 @@ from tests.simulation.runs import Outcome, Scene
 
 
 def faults(scene: Scene, outcome: Outcome) -> list[str]:
-    """Sentences; none where nothing was lost, nothing trained on twice and no prompt skipped."""
+    """Sentences; none if nothing was lost, nothing trained on twice and no prompt skipped."""
     return [
         *_twice(outcome),
         *_torn(scene, outcome),

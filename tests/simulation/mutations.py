@@ -12,10 +12,10 @@ from atoll.coordinator.journal import scripts
 from atoll.coordinator.journal.checkpoints import Checkpoints
 from atoll.coordinator.journal.journal import Checkpoint, InFlight, Journal, Restored
 from atoll.coordinator.journal.ledger import Ledger
-from atoll.coordinator.journal.snapshot import Snapshot, read_parts
-from atoll.coordinator.rollouts.calls import Call
+from atoll.coordinator.journal.snapshot import JournalSnapshot, read_parts
+from atoll.coordinator.rollouts.generate_call import GenerateCall
+from atoll.coordinator.rollouts.group_sources import GenerateSource
 from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.coordinator.rollouts.source import GenerateSource
 from atoll.runtime.store import Script
 from atoll.wire.types import Group, JournalIndex, Prompt, SampleId, Trajectory, Version
 
@@ -148,7 +148,7 @@ def believed() -> AbstractContextManager[object]:
 def snapshot_of_the_step_before() -> AbstractContextManager[object]:
     snapshot = Journal.snapshot
 
-    async def older(self: Journal, step: int) -> Snapshot:
+    async def older(self: Journal, step: int) -> JournalSnapshot:
         return await snapshot(self, step - 1)
 
     return patch.object(Journal, "snapshot", older)
@@ -157,9 +157,9 @@ def snapshot_of_the_step_before() -> AbstractContextManager[object]:
 def snapshot_without_issued() -> AbstractContextManager[object]:
     snapshot = Journal.snapshot
 
-    async def partial(self: Journal, step: int) -> Snapshot:
+    async def partial(self: Journal, step: int) -> JournalSnapshot:
         whole = await snapshot(self, step)
-        return Snapshot(whole._store, replace(whole._index, issued=b""))
+        return JournalSnapshot(whole._store, replace(whole._index, issued=b""))
 
     return patch.object(Journal, "snapshot", partial)
 
@@ -190,5 +190,5 @@ MUTATIONS: Mapping[str, Mutation] = {
     "a snapshot leaves out what is issued": snapshot_without_issued,
     "a snapshot has what its last step trained on": snapshot_of_the_step_before,
     "restored groups are forgotten": left_out(GenerateSource, "restore"),
-    "an answer counts as often as it comes": together(left_out(Call, "accept"), believed),
+    "an answer counts as often as it comes": together(left_out(GenerateCall, "accept"), believed),
 }

@@ -17,7 +17,7 @@ from atoll.runtime.store import Script
 from tests.virtual_clock import VirtualClock
 
 SCRIPTS = {name: script for name, script in vars(scripts).items() if isinstance(script, Script)}
-MAX_TURNS = 20_000  # of one life; most take a thousand
+MAX_TICKS = 20_000  # of one life; most take a thousand
 NAMES = {script.sha: name for name, script in SCRIPTS.items()}
 
 
@@ -52,11 +52,11 @@ class Process(VirtualClock):
         Numbered.numbers = itertools.count()
         self.dice = dice
         self.dead = False
-        self.turns = 0
+        self.ticks = 0
         self._tasks: list[asyncio.Task[Any]] = []  # held: a coroutine that is collected would clean up
-        self._turns_left: int | None = None
+        self._ticks_left: int | None = None
         self._fatal_write: tuple[str, int, bool] | None = None
-        self.at_each_turn(self._count_turn)
+        self.at_each_tick(self._count_tick)
         self.set_task_factory(self._hold)
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:
@@ -67,9 +67,9 @@ class Process(VirtualClock):
         finally:
             asyncio.set_event_loop(None)
 
-    def kill_in(self, turns: int) -> None:
+    def kill_in(self, ticks: int) -> None:
         """After that many turns of the event loop."""
-        self._turns_left = turns
+        self._ticks_left = ticks
 
     def kill_at_write(self, script: str, nth: int, *, after: bool) -> None:
         """When the journal runs the script for the nth time: before it reaches the store, or after it did and
@@ -89,8 +89,8 @@ class Process(VirtualClock):
 
     def bury(self) -> None:
         """Ends the tasks of a dead process, now that nobody looks at the store and the files any more."""
-        self._turns_left, self.dead = None, False
-        self.at_each_turn(lambda: None)
+        self._ticks_left, self.dead = None, False
+        self.at_each_tick(lambda: None)
         self.call_soon(self.stop)
         self.run_forever()  # once: what was to run in the turn in which it was killed
         while tasks := list(self._tasks):  # which may begin others when they end
@@ -115,13 +115,13 @@ class Process(VirtualClock):
         task.add_done_callback(self._tasks.remove)
         return task
 
-    def _count_turn(self) -> None:
-        self.turns += 1
-        if self.turns > MAX_TURNS:
-            raise RuntimeError(f"after {MAX_TURNS} turns of the event loop the run has not ended")
-        if self._turns_left is not None:
-            self._turns_left -= 1
-            self.dead |= self._turns_left < 0
+    def _count_tick(self) -> None:
+        self.ticks += 1
+        if self.ticks > MAX_TICKS:
+            raise RuntimeError(f"after {MAX_TICKS} turns of the event loop the run has not ended")
+        if self._ticks_left is not None:
+            self._ticks_left -= 1
+            self.dead |= self._ticks_left < 0
         if self.dead:
             raise Killed
 

@@ -17,15 +17,15 @@ from unittest.mock import patch
 
 import redis
 
-from atoll.cli.audit import Report, audit
+from atoll.cli.audit import AuditReport, audit
 from atoll.config.load import validate
 from atoll.config.schema import RunConfig
 from atoll.coordinator.assembly import Assembly
-from atoll.coordinator.beside import first_cause
-from atoll.coordinator.control import Control
+from atoll.coordinator.background import first_cause
+from atoll.coordinator.control import RunControl
+from atoll.coordinator.fleet.directory import TrainerLostError
 from atoll.coordinator.fleet.health import WeightProvider
-from atoll.coordinator.fleet.membership import TrainerLostError
-from atoll.coordinator.fleet.replicas import Replica, Replicas, State, now
+from atoll.coordinator.fleet.replicas import Replica, Replicas, ReplicaState, now
 from atoll.coordinator.journal.ledger import LEDGER
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.coordinator.weight_sync.push_report import PushReport
@@ -148,14 +148,14 @@ class Life:
         config = self.scene.config
         store = Store(self._url, config.run.name)
         caller = Caller(await store.take_epoch())
-        control = Control(trains=True)
+        control = RunControl(trains=True)
         servers = SimpleNamespace(open=nothing, watch=forever, missing=list)
         assembly = Assembly(config, store, None, servers, control, caller)  # type: ignore[arg-type]
-        beside = [asyncio.create_task(self._ask_for_checkpoints(control))]
+        background = [asyncio.create_task(self._ask_for_checkpoints(control))]
         if not self._is_last:
-            beside.append(asyncio.create_task(self._end_early(control)))
+            background.append(asyncio.create_task(self._end_early(control)))
         await assembly.run(self._resume)
-        for task in beside:
+        for task in background:
             task.cancel()
         return "stopped" if control.stopping else "finished"
 
@@ -170,7 +170,7 @@ class Life:
         if self._fatal_step is not None and step >= self._first_step + self._fatal_step:
             self.process.kill_in(self.dice.randrange(TURNS_OF_A_STEP))
 
-    async def _end_early(self, control: Control) -> None:
+    async def _end_early(self, control: RunControl) -> None:
         """In one of the ways that a coordinator may end; where the run is over before, in none."""
         dice = self.dice
         match dice.choice(("step", "step", "step", "write", "stop")):
@@ -185,7 +185,7 @@ class Life:
                 await asyncio.sleep(dice.uniform(0, 30))
                 await control.stop()
 
-    async def _ask_for_checkpoints(self, control: Control) -> None:
+    async def _ask_for_checkpoints(self, control: RunControl) -> None:
         while self.dice.random() < 0.6:
             await asyncio.sleep(self.dice.uniform(0, 20))
             await control.request_checkpoint()
@@ -232,11 +232,11 @@ class FakeMembership:
 
     async def _heal(self, replica: Replica) -> None:
         while True:
-            if replica.state is State.UNWELL:
-                await asyncio.sleep(self._life.dice.uniform(0, 2) + max(0, replica.out_until - now()))
+            if replica.state is ReplicaState.UNHEALTHY:
+                await asyncio.sleep(self._life.dice.uniform(0, 2) + max(0, replica.excluded_until - now()))
                 await self._weights.catch_up(replica)
-            replica.stirred.clear()
-            await replica.stirred.wait()
+            replica.state_changed.clear()
+            await replica.state_changed.wait()
 
     async def wait_for(self, *arguments: object) -> None: ...
 
@@ -285,7 +285,7 @@ class FakeSync:
     async def _go_live(self, replica: Replica) -> None:
         assert self._version is not None
         self._replicas.hold(replica)
-        with replica.commits(self._version):
+        with replica.track_commit(self._version):
             await replica.client.commit(self._version, finish_running=self._finish_running)  # type: ignore[attr-defined]
         await self._replicas.route(replica)
 
@@ -294,15 +294,15 @@ class FakeSync:
 class Outcome:
     lives: tuple[str, ...]  # what became of each
     history: History  # what the trainer's weights are made of
-    audits: tuple[Report, ...]  # after each life
-    turns: int  # of all event loops
+    audits: tuple[AuditReport, ...]  # after each life
+    ticks: int  # of all event loops
 
 
 def simulate(scene: Scene, store_url: str) -> Outcome:
     """Runs all lives up to the end of the run."""
     lives: list[Life] = []
     ends: list[str] = []
-    audits: list[Report] = []
+    audits: list[AuditReport] = []
     clear(store_url)
     try:
         while "finished" not in ends:
@@ -315,8 +315,8 @@ def simulate(scene: Scene, store_url: str) -> Outcome:
             if ends[-1] != "finished" and scene.dice("store", len(ends)).random() < STORE_LOST:
                 clear(store_url)
                 ends[-1] += ", store lost"
-        turns = sum(life.process.turns for life in lives)
-        return Outcome(tuple(ends), lives[-1].trainer.history, tuple(audits), turns)
+        ticks = sum(life.process.ticks for life in lives)
+        return Outcome(tuple(ends), lives[-1].trainer.history, tuple(audits), ticks)
     finally:
         for life in lives:
             life.process.bury()
@@ -336,7 +336,7 @@ def faked(life: Life) -> Iterator[None]:
     with (
         patch("redis.asyncio.connection.UnixDomainSocketConnection", Line),
         patch("asyncio.timeouts.Timeout", NumberedTimeout),
-        patch("atoll.coordinator.assembly.Membership", functools.partial(FakeMembership, life)),
+        patch("atoll.coordinator.assembly.ServiceDirectory", functools.partial(FakeMembership, life)),
         patch("atoll.coordinator.assembly.WeightSync", functools.partial(FakeSync, life)),
     ):
         yield

@@ -18,6 +18,7 @@ from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.wire.codec.trajectories import encode_trajectories
 from atoll.wire.info import RewardInfo
 from atoll.wire.types import (
+    CheckpointWrite,
     FinishReason,
     Float32,
     Graded,
@@ -32,7 +33,6 @@ from atoll.wire.types import (
     TurnRequest,
     Verdict,
     Version,
-    Written,
 )
 from tests import builders
 
@@ -125,10 +125,10 @@ class FakeTrainer:
         await self._work(0.2)
         self._saving[path] = json.dumps(self.history)
 
-    async def wait_checkpoint(self, path: Path) -> Written:
+    async def wait_checkpoint(self, path: Path) -> CheckpointWrite:
         await self._work(self._dice.choice((0.1, 3.0, 12.0)))
         write_history(path, self._saving.pop(path))
-        return Written(1, 0.1)
+        return CheckpointWrite(1, 0.1)
 
     async def load_checkpoint(self, path: Path | None) -> None:
         await self._work(0.5)

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from atoll.runtime.model_spec import ModelSpec
-from atoll.wire.types import BOX, Catalog
+from atoll.wire.types import BOX, ShardLayout
 
 State = dict[str, torch.Tensor]
 
@@ -108,8 +108,8 @@ def random_state(spec: ModelSpec, seed: int = 0) -> State:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def whole(state: State) -> Catalog:
+def whole(state: State) -> ShardLayout:
     """As a trainer of one rank keeps it: every tensor whole, each in a buffer of its own."""
     sizes = [(len(tensor), tensor.numel() // len(tensor)) for tensor in state.values()]
     boxes = [(t, 0, rows, 0, columns, t, 0, columns) for t, (rows, columns) in enumerate(sizes)]
-    return Catalog(tuple(state), np.array(boxes, BOX))
+    return ShardLayout(tuple(state), np.array(boxes, BOX))

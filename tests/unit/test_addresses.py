@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from atoll.external.addresses import Addresses, is_loopback
+from atoll.external.addresses import AddressPolicy, is_loopback
 from atoll.external.protocols import connect
 from atoll.runtime.errors import UserError
 from atoll.wire.types import ExternalServer
@@ -46,8 +46,8 @@ def known(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     ],
 )
 async def test_addresses_that_no_server_has_are_refused_whatever_is_listed(host: str) -> None:
-    everything = Addresses([ip_network("0.0.0.0/0"), ip_network("::/0")], loopback=True)
-    for addresses in (Addresses(), everything):
+    everything = AddressPolicy([ip_network("0.0.0.0/0"), ip_network("::/0")], loopback=True)
+    for addresses in (AddressPolicy(), everything):
         with pytest.raises(UserError, match="metadata addresses are never called"):
             await addresses.locate(server(f"http://{host}/"))
 
@@ -56,13 +56,13 @@ async def test_addresses_that_no_server_has_are_refused_whatever_is_listed(host:
     "host", ["10.0.0.1", "172.16.5.4", "192.168.1.1", "100.64.0.1", "240.0.0.1", "[fd00::1]", "[fec0::1]"]
 )
 async def test_a_private_network_is_called_only_if_the_runs_file_lists_it(host: str) -> None:
-    with pytest.raises(UserError, match=r"has to be listed in coordinator\.server_networks"):
-        await Addresses([ip_network("10.1.0.0/16")], loopback=True).locate(server(f"http://{host}/"))
-    Addresses([ip_network("10.0.0.0/16")]).check(server("there:1"), "10.0.0.1")
-    Addresses([ip_network("10.0.0.0/16")]).check(server("there:1"), "::ffff:10.0.0.1")
-    Addresses([ip_network("fd00::/64")]).check(server("there:1"), "fd00::1")
-    Addresses().check(server("there:1"), "8.8.8.8")
-    Addresses().check(server("there:1"), "2600::1")
+    with pytest.raises(UserError, match=r"must be listed in coordinator\.server_networks"):
+        await AddressPolicy([ip_network("10.1.0.0/16")], loopback=True).locate(server(f"http://{host}/"))
+    AddressPolicy([ip_network("10.0.0.0/16")]).check(server("there:1"), "10.0.0.1")
+    AddressPolicy([ip_network("10.0.0.0/16")]).check(server("there:1"), "::ffff:10.0.0.1")
+    AddressPolicy([ip_network("fd00::/64")]).check(server("there:1"), "fd00::1")
+    AddressPolicy().check(server("there:1"), "8.8.8.8")
+    AddressPolicy().check(server("there:1"), "2600::1")
 
 
 async def test_loopback_is_called_by_a_coordinator_that_listens_there() -> None:
@@ -70,11 +70,11 @@ async def test_loopback_is_called_by_a_coordinator_that_listens_there() -> None:
     async with one:
         for host in ("127.0.0.1", "localhost", "2130706433", "127.1", "[::ffff:127.0.0.1]"):
             url = f"http://{host}:{port}/grade"
-            with pytest.raises(UserError, match="only by a coordinator that listens on loopback itself"):
-                await Addresses().locate(server(url))
-            address = await Addresses(loopback=True).locate(server(url))
+            with pytest.raises(UserError, match="only if the coordinator itself listens on loopback"):
+                await AddressPolicy().locate(server(url))
+            address = await AddressPolicy(loopback=True).locate(server(url))
             assert address.removeprefix("::ffff:") == "127.0.0.1"
-        assert await Addresses(loopback=True).locate(server(f"127.0.0.1:{port}")) == "127.0.0.1"
+        assert await AddressPolicy(loopback=True).locate(server(f"127.0.0.1:{port}")) == "127.0.0.1"
     assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
     assert [is_loopback(host) for host in ("0.0.0.0", "node7", "10.0.0.1")] == [False] * 3
 
@@ -87,11 +87,11 @@ async def test_of_a_name_with_several_addresses_all_have_to_pass_and_one_that_an
     async with one:
         known(monkeypatch, "127.0.0.1", "169.254.169.254")
         with pytest.raises(UserError, match="never called"):
-            await Addresses(loopback=True).locate(judge)
+            await AddressPolicy(loopback=True).locate(judge)
         known(monkeypatch, "::1", "127.0.0.1")
-        assert await Addresses(loopback=True).locate(judge) == "127.0.0.1"
-    with pytest.raises(UserError, match="nobody accepts connections there"):
-        await Addresses(loopback=True).locate(judge)
+        assert await AddressPolicy(loopback=True).locate(judge) == "127.0.0.1"
+    with pytest.raises(UserError, match="connection refused"):
+        await AddressPolicy(loopback=True).locate(judge)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ async def test_of_a_name_with_several_addresses_all_have_to_pass_and_one_that_an
 )
 async def test_what_is_no_host_and_port_is_refused(url: str) -> None:
     with pytest.raises(UserError, match="expected a url with host and port"):
-        await Addresses(loopback=True).locate(server(url))
+        await AddressPolicy(loopback=True).locate(server(url))
 
 
 async def test_a_name_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +107,8 @@ async def test_a_name_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPat
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
-    with pytest.raises(UserError, match="no address is known for its host"):
-        await Addresses().locate(server("http://nowhere.example/"))
+    with pytest.raises(UserError, match="its host cannot be resolved"):
+        await AddressPolicy().locate(server("http://nowhere.example/"))
 
 
 def elsewhere(url: str) -> str:

@@ -24,7 +24,7 @@ from atoll.coordinator.algorithm.advantage import (
     remax,
     rloo,
     vapo,
-    whitened,
+    whiten,
 )
 from atoll.wire.types import Bool
 
@@ -202,12 +202,12 @@ def test_traits_are_what_estimators_do(name: str) -> None:
 
 
 def test_whitening_of_one_token_or_none() -> None:
-    check(whitened(np.array([5.0])), [0])
-    check(whitened(np.array([])), [])
+    check(whiten(np.array([5.0])), [0])
+    check(whiten(np.array([])), [])
 
 
 def test_whitening_of_equal_values_is_zero() -> None:
-    check(whitened(np.full(7, 0.1)), [0] * 7)
+    check(whiten(np.full(7, 0.1)), [0] * 7)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.coordinator.algorithm.algorithm import Algorithm, AlgorithmState, Prepared
+from atoll.coordinator.algorithm.algorithm import Algorithm, AlgorithmState, PreparedStep
 from atoll.coordinator.algorithm.experience import lay_out
 from atoll.runtime.errors import AtollError
 from atoll.runtime.telemetry import StepTimer
@@ -66,7 +66,7 @@ def prepare(
     state: AlgorithmState | None = None,
     graders: tuple[dict[str, Any], ...] = ({"name": "exact_match"},),
     **sections: Any,
-) -> tuple[Prepared, Algorithm]:
+) -> tuple[PreparedStep, Algorithm]:
     config = run_config(
         **{
             "coordinator": {"prompts_per_step": 2, "samples_per_prompt": 2},
@@ -78,7 +78,7 @@ def prepare(
     return asyncio.run(algorithm.prepare(groups, StepTimer())), algorithm
 
 
-def policy(prepared: Prepared) -> PolicyBatch:
+def policy(prepared: PreparedStep) -> PolicyBatch:
     (batch,) = prepared.batches["actor"]
     assert isinstance(batch, PolicyBatch)
     return batch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.config.functions import ADVANTAGE, FILTER, GRADER, LOSS, REWEIGHT, Kind, built_in, check
+from atoll.config.functions import ADVANTAGE, FILTER, GRADER, LOSS, REWEIGHT, FunctionKind, built_in, check
 from atoll.config.schema import CorrectionConfig, KLConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def in_tables(page: str, key: str) -> list[dict[str, object]]:
         (GRADER, "rewards.md", "graders"),
     ],
 )
-def test_every_function_has_a_row_with_its_parameters(kind: Kind, page: str, key: str) -> None:
+def test_every_function_has_a_row_with_its_parameters(kind: FunctionKind, page: str, key: str) -> None:
     rows = in_tables((ROOT / "docs" / page).read_text(), key)
     assert [row["name"] for row in rows] == list(built_in(kind))
     for row in rows:

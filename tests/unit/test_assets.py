@@ -13,9 +13,9 @@ from atoll.cli.data import SAMPLE
 from atoll.cli.gsm8k import build_gsm8k
 from atoll.cli.main import main
 from atoll.config.load import load
+from atoll.coordinator.data.dataset_rows import read_rows, read_supervised_rows
 from atoll.coordinator.data.datasets import read_pairs, read_prompts
 from atoll.coordinator.data.rendering import Renderer
-from atoll.coordinator.data.rows import read_rows, read_supervised_rows
 from atoll.runtime.errors import UserError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cli.audit import Fate, Report, audit
+from atoll.cli.audit import AuditReport, SampleFate, audit
 from atoll.cli.main import main
 from atoll.coordinator.journal.dump import write_dump
 from atoll.coordinator.journal.ledger import LEDGER, Ledger
@@ -47,7 +47,7 @@ class Run:
             lineage, parent_version, step, continues=continues, cursor=cursor(drawn), pending=spans
         )
 
-    def audit(self) -> Report:
+    def audit(self) -> AuditReport:
         return audit(self.folder)
 
 
@@ -56,7 +56,7 @@ def toy(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def fates(report: Report) -> dict[int, str]:
+def fates(report: AuditReport) -> dict[int, str]:
     """Of prompts, whose samples share one."""
     of_prompt: dict[int, set[str]] = {}
     for name, fate in report.fates.items():
@@ -75,7 +75,7 @@ def test_every_sample_is_trained_dropped_or_pending(toy: Run) -> None:
     toy.ledger.commit(1)
     report = toy.audit()
     assert fates(report) == {0: "trained 1", 1: "dropped filtered", 2: "pending"}
-    assert report.fates["0/0/1"] == Fate("trained", 1)
+    assert report.fates["0/0/1"] == SampleFate("trained", 1)
     assert (report.lineage, report.exit_code) == ("a", 0)
 
 

@@ -11,9 +11,9 @@ import pytest
 from atoll.config.schema import Role
 from atoll.coordinator.algorithm.algorithm import AlgorithmState
 from atoll.coordinator.journal import checkpoints
-from atoll.coordinator.journal.checkpoints import Best, Checkpoints, CoordinatorState
+from atoll.coordinator.journal.checkpoints import BestValidation, Checkpoints, CoordinatorState
 from atoll.runtime.errors import AtollError, CheckpointError, ServiceUnavailableError, UserError
-from atoll.wire.types import Version, Written
+from atoll.wire.types import CheckpointWrite, Version
 
 
 class Model:
@@ -27,13 +27,13 @@ class Model:
     async def save_checkpoint(self, path: Path) -> None:
         self.began.append(path)
 
-    async def wait_checkpoint(self, path: Path) -> Written:
+    async def wait_checkpoint(self, path: Path) -> CheckpointWrite:
         await self.may_write.wait()
         if self._error:
             raise self._error
         await asyncio.to_thread(path.mkdir)
         self.has_written.set()
-        return Written(num_bytes=100, seconds=2.0)
+        return CheckpointWrite(num_bytes=100, seconds=2.0)
 
 
 class Journal:
@@ -48,7 +48,7 @@ def loaded(checkpoints: Checkpoints, step: int) -> tuple[CoordinatorState, bytes
     return state, journal.read_bytes()
 
 
-def state(step: int, best: Best | None = None) -> CoordinatorState:
+def state(step: int, best: BestValidation | None = None) -> CoordinatorState:
     return CoordinatorState(
         step, Version("a3f0", step), None, best, AlgorithmState(kl_coef=0.1, log_multiplier=0.0)
     )
@@ -62,14 +62,14 @@ class Run:
         self.checkpoints = Checkpoints(folder, keep)
         self.committed: list[str] = []
 
-    async def begin(self, step: int, models: dict[Role, Model], best: Best | None = None) -> None:
+    async def begin(self, step: int, models: dict[Role, Model], best: BestValidation | None = None) -> None:
         async def committed(path: Path) -> None:
             assert path.name in self.names
             self.committed.append(path.name)
 
         await self.checkpoints.begin(state(step, best), Journal(), models, committed)
 
-    async def save(self, step: int, best: Best | None = None) -> None:
+    async def save(self, step: int, best: BestValidation | None = None) -> None:
         model = Model()
         model.may_write.set()
         await self.begin(step, {"actor": model}, best)
@@ -168,11 +168,11 @@ async def test_one_that_is_just_becoming_valid_is_valid_before_the_run_goes_on(
 
 
 async def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
-    run, best = Run(tmp_path, keep=2), Best(step=1, value=0.9)
+    run, best = Run(tmp_path, keep=2), BestValidation(step=1, value=0.9)
     for step in (1, 2, 3, 4):
         await run.save(step, best)
     assert run.names == ["step-000001", "step-000003", "step-000004"]
-    await run.save(5, Best(step=5, value=1.0))
+    await run.save(5, BestValidation(step=5, value=1.0))
     assert run.names == ["step-000004", "step-000005"]
 
 

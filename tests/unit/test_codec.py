@@ -32,13 +32,13 @@ from atoll.wire.codec.rollout import (
 from atoll.wire.codec.trajectories import decode_trajectories, encode_trajectories
 from atoll.wire.codec.values import encode_group_id
 from atoll.wire.codec.weights import (
-    decode_catalog,
     decode_plan,
     decode_published,
+    decode_shard_layout,
     decode_stream,
-    encode_catalog,
     encode_plan,
     encode_published,
+    encode_shard_layout,
     encode_stream,
 )
 from atoll.wire.types import (
@@ -47,7 +47,6 @@ from atoll.wire.types import (
     TRANSFER,
     WHOLE,
     Batch,
-    Catalog,
     FinishReason,
     Graded,
     GradingError,
@@ -56,11 +55,12 @@ from atoll.wire.types import (
     Origin,
     Plan,
     PolicyBatch,
-    Published,
+    PublishedPart,
     SampleId,
     Sampling,
     ScoreItem,
     Segments,
+    ShardLayout,
     StepKey,
     StreamManifest,
     SupervisedBatch,
@@ -301,9 +301,9 @@ def test_what_the_responses_of_a_group_share_travels_once() -> None:
         decode_score(request)
 
 
-def test_catalog_and_stream_round_trip() -> None:
+def test_shard_layout_and_stream_round_trip() -> None:
     boxes = np.array([(0, 0, 4, 0, 2, 1, 6, 2), (1, 4, 1, 0, 9, 0, 0, 9)], BOX)
-    back = decode_catalog(encode_catalog(Catalog(("q", "k"), boxes)))
+    back = decode_shard_layout(encode_shard_layout(ShardLayout(("q", "k"), boxes)))
     assert back.tensors == ("q", "k")
     np.testing.assert_array_equal(back.boxes, boxes)
     sums = np.array([2**64 - 1, 7], np.uint64)
@@ -311,7 +311,7 @@ def test_catalog_and_stream_round_trip() -> None:
     assert (stream.source, stream.location, stream.offset, stream.num_bytes) == (3, "atoll-x", 4096, 64)
     assert (stream.plan_id, stream.first, stream.delta) == ("p", 5, True)
     np.testing.assert_array_equal(stream.checksums, sums)
-    published = decode_published(encode_published(Published((stream, stream), 96, True)))
+    published = decode_published(encode_published(PublishedPart((stream, stream), 96, True)))
     assert (len(published.streams), published.num_bytes, published.last) == (2, 96, True)
 
 
@@ -334,20 +334,22 @@ def test_boxes_of_a_tensor_without_a_name_are_refused(number: int) -> None:
     boxes = np.zeros(1, BOX)
     boxes["tensor"] = number
     with pytest.raises(ValueError, match="not among the 2 named"):
-        decode_catalog(encode_catalog(Catalog(("a", "b"), boxes)))
+        decode_shard_layout(encode_shard_layout(ShardLayout(("a", "b"), boxes)))
 
 
 def test_boxes_that_inflate_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 MiB of zlib may become 64 GB."""
     monkeypatch.setattr("atoll.wire.codec.weights.MAX_INFLATED_BYTES", 1 << 20)
-    fits = types_pb2.Boxes(tensors=zlib.compress(b"a\0"), columns=zlib.compress(bytes(8 * len(BOX) * 1000)))
-    assert len(decode_catalog(fits).boxes) == 1000
-    bomb = types_pb2.Boxes(tensors=zlib.compress(b""), columns=zlib.compress(bytes(2 << 20)))
+    fits = types_pb2.BoxTable(
+        tensors=zlib.compress(b"a\0"), columns=zlib.compress(bytes(8 * len(BOX) * 1000))
+    )
+    assert len(decode_shard_layout(fits).boxes) == 1000
+    bomb = types_pb2.BoxTable(tensors=zlib.compress(b""), columns=zlib.compress(bytes(2 << 20)))
     with pytest.raises(ValueError, match="more than 1,048,576 bytes when decompressed"):
-        decode_catalog(bomb)
+        decode_shard_layout(bomb)
 
 
 @pytest.mark.parametrize("columns", [b"not zlib", zlib.compress(bytes(800))[:-3]], ids=["garbage", "cut off"])
 def test_boxes_that_cannot_be_inflated_are_refused(columns: bytes) -> None:
     with pytest.raises(ValueError, match="boxes: "):
-        decode_catalog(types_pb2.Boxes(tensors=zlib.compress(b""), columns=columns))
+        decode_shard_layout(types_pb2.BoxTable(tensors=zlib.compress(b""), columns=columns))

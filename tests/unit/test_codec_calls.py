@@ -14,7 +14,6 @@ from atoll.wire.info import RewardInfo, RolloutInfo, RunStatus, TrainerInfo
 from atoll.wire.types import (
     BOX,
     TRANSFER,
-    Catalog,
     ExternalServer,
     LoraSpec,
     Membership,
@@ -24,13 +23,14 @@ from atoll.wire.types import (
     ReceiverSetup,
     ServerHealth,
     ServiceEntry,
+    ShardLayout,
     StreamManifest,
     Version,
 )
 
 V3 = Version("a3f0", 3)
-CATALOG = Catalog(("q", "k"), np.array([(0, 0, 4, 0, 2, 1, 6, 2), (1, 4, 1, 0, 9, 0, 0, 9)], BOX))
-OTHER = Catalog(("q",), np.array([(0, 4, 4, 0, 2, 0, 0, 2)], BOX))
+CATALOG = ShardLayout(("q", "k"), np.array([(0, 0, 4, 0, 2, 1, 6, 2), (1, 4, 1, 0, 9, 0, 0, 9)], BOX))
+OTHER = ShardLayout(("q",), np.array([(0, 4, 4, 0, 2, 0, 0, 2)], BOX))
 PLAN = Plan("f00d", ("q", "k"), np.array([tuple(range(15))], TRANSFER))
 STREAM = StreamManifest(3, "/proc/7/fd/9", 4096, 64, "f00d", 5, np.array([2**64 - 1], np.uint64), True)
 TRAINER = TrainerInfo("qwen", 4, 2, 1, 1, 1, 2, 600, 64, "d1", (CATALOG, OTHER, CATALOG, OTHER), ("actor",))
@@ -130,11 +130,14 @@ def test_scores_of_tokens_are_cut_by_sequence() -> None:
 
 
 def test_a_shard_that_ranks_keep_alike_travels_once() -> None:
-    ranks = [replace(TRAINER, shards=(Catalog(s.tensors, s.boxes.copy()),)) for s in TRAINER.shards]
+    ranks = [
+        replace(TRAINER, shard_layouts=(ShardLayout(s.tensors, s.boxes.copy()),))
+        for s in TRAINER.shard_layouts
+    ]
     joined = trainer.join_trainer_infos([trainer.encode_trainer_info(rank) for rank in ranks])
-    assert (len(joined.shards), list(joined.shard_of_rank)) == (2, [0, 1, 0, 1])
+    assert (len(joined.shard_layouts), list(joined.shard_layout_of_rank)) == (2, [0, 1, 0, 1])
     assert content(trainer.decode_trainer_info(joined)) == content(TRAINER)
-    assert list(trainer.encode_trainer_info(TRAINER).shard_of_rank) == [0, 1, 0, 1]
+    assert list(trainer.encode_trainer_info(TRAINER).shard_layout_of_rank) == [0, 1, 0, 1]
 
 
 def test_every_transport_has_traits() -> None:

@@ -65,59 +65,62 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["algorithm.advantage=remax", "coordinator.greedy_baseline=true", f"reward_model={SCORER}"],
-            'algorithm.advantage = "remax" knows of its greedy samples what reward.graders say, and nothing '
-            "of [reward_model]",
+            'algorithm.advantage = "remax" scores greedy samples by reward.graders only, without '
+            "[reward_model]",
         ),
         (
             [
                 "algorithm={advantage='remax', constraint={cost='exact_match'}}",
                 "coordinator.greedy_baseline=true",
             ],
-            "nothing of [algorithm.constraint]",
+            "without [algorithm.constraint]",
         ),
         (
             ["algorithm.advantage=gdpo", "algorithm.kl.where=reward"],
-            '"gdpo" combines reward.graders one by one and would leave out algorithm.kl.where = "reward"',
+            '"gdpo" combines reward.graders individually and would ignore algorithm.kl.where = "reward"',
         ),
-        (["algorithm.advantage=gdpo", f"reward_model={SCORER}"], "would leave out [reward_model]"),
+        (["algorithm.advantage=gdpo", f"reward_model={SCORER}"], "would ignore [reward_model]"),
         (
             ["coordinator.greedy_baseline=true"],
-            'coordinator.greedy_baseline generates a sample per prompt that "grpo" does not look at',
+            'coordinator.greedy_baseline generates a sample per prompt that "grpo" ignores',
         ),
-        (["algorithm.advantage=gae"], '"gae" needs the values of states: add a [critic] table'),
-        (["algorithm.advantage=vapo"], '"vapo" needs the values of states: add a [critic] table'),
+        (["algorithm.advantage=gae"], '"gae" needs a value model: add a [critic] table'),
+        (["algorithm.advantage=vapo"], '"vapo" needs a value model: add a [critic] table'),
         (
             ["algorithm.advantage=gae", "critic={}", "algorithm.constraint={cost='exact_match'}"],
             "from values of its own: add a [cost_critic] table",
         ),
-        (["critic.warmup_steps=3"], '[critic]: algorithm.advantage = "grpo" does without: take the table'),
+        (
+            ["critic.warmup_steps=3"],
+            '[critic]: algorithm.advantage = "grpo" does not use a critic: remove the table',
+        ),
         (
             ["algorithm.advantage=gae", "critic={}", "cost_critic={}"],
-            'such as "gae"; this run has no [algorithm.constraint] and "gae": take the table out',
+            'such as "gae"; this run has no [algorithm.constraint] and "gae": remove the table',
         ),
         (
             ["cost_critic={}", "algorithm.constraint={cost='exact_match'}"],
-            'such as "gae"; this run has an [algorithm.constraint] and "grpo": take the table out',
+            'such as "gae"; this run has an [algorithm.constraint] and "grpo": remove the table',
         ),
-        (["reference.path=other"], "[reference] is asked only for [algorithm.kl]: add that table, or take"),
+        (["reference.path=other"], "[reference] is used only by [algorithm.kl]: add that table, or remove"),
         (
             ["coordinator.partial_rollouts=true"],
-            "none is under way at a push: set coordinator.max_staleness to 1 or more, or take it out",
+            "no sequence is running at a push: set coordinator.max_staleness to 1 or more, or remove it",
         ),
         (
             ["algorithm.kl.horizon=5"],
-            "algorithm.kl.horizon is that of an adaptive coef: set algorithm.kl.targ",
+            "algorithm.kl.horizon applies to an adaptive coef: set algorithm.kl.targ",
         ),
-        (["guards.window=5"], "guards.window is that of guards.reward_drop: set that, or take it out"),
-        (["warmup.rows_per_step=5"], "[warmup] has steps = 0, so nothing warms up: set warmup.steps"),
+        (["guards.window=5"], "guards.window applies to guards.reward_drop: set that, or remove it"),
+        (["warmup.rows_per_step=5"], "[warmup] has steps = 0, which disables the warm-up: set warmup.steps"),
         (
             ["validation.every=5", "validation.best=sums/avg@1"],
             "validation.every, validation.best: nothing is validated: add [[validation.sets]]",
         ),
         (
             [f"validation.sets=[{SET % 'sums'}]", "validation.best=sums/avg@1"],
-            'validation.best = "sums/avg@1" is measured by no set, so no checkpoint would be kept for it: '
-            "set it to one of sums/avg@4, sums/pass@4",
+            'validation.best = "sums/avg@1" is not measured by any set: set it to one of '
+            "sums/avg@4, sums/pass@4",
         ),
         (
             ["run.mode=supervised", 'validation={best="v/avg@1", sets=[{name="v", path="v.parquet"}]}'],
@@ -125,9 +128,12 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             [f"validation.sets=[{SET % 'sums'}, {SET % 'sums'}]"],
-            '[[validation.sets]]: "sums" names two sets, which share ids and metrics: rename one',
+            '[[validation.sets]]: "sums" is the name of two sets: rename one',
         ),
-        ([f"validation.sets=[{SET % 'warmup'}]"], '"warmup" names what warmup.target_reward measures'),
+        (
+            [f"validation.sets=[{SET % 'warmup'}]"],
+            '"warmup" is reserved for the metric of warmup.target_reward',
+        ),
         (["data.replay=dumps"], 'run.mode = "train" generates what it trains on: take data.replay out'),
         (
             [
@@ -135,12 +141,12 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
                 "data.max_prompt_tokens=90",
                 "rollout.sampling.max_new_tokens=11",
             ],
-            "data.max_prompt_tokens = 90 and rollout.sampling.max_new_tokens = 11 are together more than "
-            "rollout.local.max_length = 100: lower one of the two, or raise the limit",
+            "data.max_prompt_tokens = 90 and rollout.sampling.max_new_tokens = 11 together exceed "
+            "rollout.local.max_length = 100: lower one of them, or raise the limit",
         ),
         (
             ["rollout={engine='sglang', sglang={context_length=2048}}", "data.max_prompt_tokens=2000"],
-            "are together more than rollout.sglang.context_length = 2048",
+            "together exceed rollout.sglang.context_length = 2048",
         ),
         (['rollout.sampling.stop=["a", ""]'], "rollout.sampling.stop.1: String should have at least 1 char"),
         (["run.name=.."], "run.name: String should match pattern"),
@@ -152,24 +158,24 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["algorithm.constraint={cost='length_cost'}"],
-            "algorithm.constraint.cost = 'length_cost' is none of reward.graders (exact_match)",
+            "algorithm.constraint.cost = 'length_cost' is not among reward.graders (exact_match)",
         ),
         (
             ["rollout.engine=sglang", "rollout.local.slots=4"],
-            '[rollout.local] is read by rollout.engine = "local", and this run has "sglang": take the',
+            '[rollout.local] is read by rollout.engine = "local", but this run uses "sglang": remove the',
         ),
         (
             ["rollout.sglang.tp_size=2"],
-            '[rollout.sglang] is read by rollout.engine = "sglang", and this run has',
+            '[rollout.sglang] is read by rollout.engine = "sglang", but this run uses',
         ),
         (["rollout.sglang.chunked_prefill_size=64"], "[rollout.sglang] is read by"),
-        ([f"cost_model={SCORER}"], "[cost_model] is asked only by an [algorithm.constraint]"),
+        ([f"cost_model={SCORER}"], "[cost_model] is used only by an [algorithm.constraint]"),
         (
             ["trainer.optimizer.decay_steps=1"],
-            'trainer.optimizer.schedule = "constant" never decays: take decay_steps and '
+            'trainer.optimizer.schedule = "constant" never decays: remove decay_steps and '
             "min_learning_rate_share",
         ),
-        (["trainer.optimizer.schedule=wsd"], 'schedule = "wsd" decays in its last steps: set decay_steps'),
+        (["trainer.optimizer.schedule=wsd"], 'schedule = "wsd" needs decay_steps: set it'),
         (
             ["trainer.optimizer={schedule='wsd', warmup_steps=1, decay_steps=2}"],
             "trainer.optimizer: 1 steps of warm-up and 2 of decay are more than run.steps = 2",
@@ -185,24 +191,24 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["run.mode=supervised", 'validation.sets=[{name="sums", path="v.parquet", num_samples=4}]'],
-            'validation set sums: run.mode = "supervised" measures the loss of the answers there',
+            'validation set sums: run.mode = "supervised" measures the loss of the given answers',
         ),
         (
             [f"cost_model={SCORER}", "algorithm.constraint={cost='exact_match'}"],
-            "[cost_model] is asked only by an [algorithm.constraint] that names no other cost",
+            "[cost_model] is used only by an [algorithm.constraint] without cost",
         ),
-        (["reward.graders=[]"], "nothing scores a response: name a function in reward.graders, or add"),
+        (["reward.graders=[]"], "nothing scores responses: name a function in reward.graders, or add"),
         (
             ['reward.graders=["server:judge", "server:judge"]'],
-            "reward.graders: server:judge, server:judge: components are told apart by name",
+            "reward.graders: server:judge, server:judge: components are identified by name",
         ),
         (
             ['reward.graders=["exact_match", "server:judge"]', f"servers=[{SERVER % 'style'}]"],
-            "[[servers]]: no grader asks the reward server style: reward.graders has server:judge: add",
+            "[[servers]]: no grader uses the reward server style: reward.graders has server:judge: add",
         ),
         (
             ['reward.graders=["server:judge"]', f"servers=[{SERVER % 'judge'}, {SERVER % 'judge'}]"],
-            "[[servers]]: reward judge http://host:1 stands there twice: raise its concurrency instead",
+            "[[servers]]: reward judge http://host:1 is listed twice: raise its concurrency instead",
         ),
         (
             ['reward.graders=[{ name = "code", timeout_s = 25.0 }]'],
@@ -210,28 +216,28 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ['reward.graders=[{ name = "code", case_timeout_s = 0 }]'],
-            "case_timeout_s = 0, timeout_s = 20.0, memory_mb = 512: each has to be above 0",
+            "case_timeout_s = 0, timeout_s = 20.0, memory_mb = 512: each must be above 0",
         ),
         (
             ['reward.graders=["code"]', "reward.sandbox={ memory_mb = 256 }"],
-            "memory_mb = 512 is more than a program may have: set it to reward.sandbox.memory_mb = 256",
+            "memory_mb = 512 exceeds the limit of a program: set it to reward.sandbox.memory_mb = 256",
         ),
         (
             ['reward.graders=["gsm8k", "gsm8k"]'],
-            "gsm8k, gsm8k: components are told apart by name: give each function once",
+            "gsm8k, gsm8k: components are identified by name: list each function once",
         ),
         (
             ["algorithm.filter=scores_differ", f"reward_model={SCORER}"],
-            "algorithm.filter judges a group when it is graded, before [reward_model] has scored it",
+            "algorithm.filter filters a group when it is graded, before [reward_model] has scored it",
         ),
-        (["algorithm.kl.estimator=full"], 'algorithm.kl.estimator = "full" sums over the vocabulary'),
+        (["algorithm.kl.estimator=full"], 'algorithm.kl.estimator = "full" needs the logits of both models'),
         (
             ["algorithm.kl={estimator='full', where='reward'}", "reference.placement=colocated"],
-            'set algorithm.kl.where = "loss" and reference.placement = "colocated", or take "k3"',
+            'set algorithm.kl.where = "loss" and reference.placement = "colocated", or use "k3"',
         ),
         (
             ["algorithm.kl={estimator='k3+', where='reward'}"],
-            '"k3+" differs from "k3" in its gradient, and a reward has none',
+            '"k3+" differs from "k3" only in its gradient, and a reward has no gradient',
         ),
         (
             ["algorithm.kl.target=0.1"],
@@ -239,12 +245,12 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["algorithm.correction={}", "algorithm.old_logprobs=rollout"],
-            'with algorithm.old_logprobs = "rollout" the ratio of the loss does so already',
+            'which the ratio of the loss already does with algorithm.old_logprobs = "rollout"',
         ),
-        (["algorithm.correction.low=0.5"], 'low = 0.5: "truncate" cuts weights from above alone'),
+        (["algorithm.correction.low=0.5"], 'low = 0.5: "truncate" limits weights only from above'),
         (
             ["algorithm.correction={method='mask', low=2, high=2}"],
-            "no weight lies between low = 2 and high = 2: set low below high",
+            "no weight is between low = 2 and high = 2: set low below high",
         ),
         (["algorithm.loss=gspo"], '"gspo" is defined as a mean over sequences: set algorithm.aggregation'),
         (["algorithm.loss=gmpo"], '"gmpo" is defined as a mean over sequences'),
@@ -255,27 +261,27 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["algorithm.loss=reinforce", "algorithm.num_minibatches=2", "algorithm.num_epochs=2"],
-            "after the first of a step's 4 updates it would be biased",
+            "it would be biased after the first of a step's 4 updates",
         ),
         (
             ["trainer.parallel.sequence=true"],
-            "trainer.parallel.sequence splits tokens over the ranks of tensor",
+            "trainer.parallel.sequence splits tokens over tensor-parallel ranks",
         ),
         (
             ["algorithm.kl={}", "reference.recompute=full"],
-            'reference.recompute = "full" saves what a backward pass reads, and a reference has none',
+            'reference.recompute = "full" reduces the memory of a backward pass, and a reference has none',
         ),
         (
             ["algorithm.advantage=gae", "critic.lora={}"],
-            "critic.lora: a value head begins at 0 and is learned whole",
+            "critic.lora: a critic is trained in full",
         ),
         (
             ["trainer.attention=flash"],
-            'trainer.attention = "flash" calls kernels that have no float32: set trainer.dtype = "bfloat16"',
+            'trainer.attention = "flash" does not support float32: set trainer.dtype = "bfloat16"',
         ),
         (
             ["trainer.parallel.virtual_pipeline=2"],
-            "trainer.parallel.virtual_pipeline = 2 gives turns to the stages of pipeline = 1",
+            "trainer.parallel.virtual_pipeline = 2 needs pipeline stages, but pipeline = 1",
         ),
         (
             ["algorithm.kl={}", "reference.parallel={expert=4, tensor=2, sequence=true, pipeline=2}"],
@@ -292,23 +298,24 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
                 "reference.placement=colocated",
                 "trainer.parallel.pipeline=2",
             ],
-            'algorithm.kl.estimator = "full" runs the reference within the last stage of the actor\'s pass',
+            'algorithm.kl.estimator = "full" runs the reference in the last stage of the actor\'s forward '
+            "pass",
         ),
         (
             ["algorithm.kl={}", "reference={placement='colocated', parallel={tensor=2}}"],
-            "puts it on the actor's ranks, as they are: take reference.parallel out",
+            "uses the actor's ranks and layout: remove reference.parallel",
         ),
-        (["weights.delta=true"], 'with weights.transport = "shm" nothing does, replicas read the trainer\'s'),
-        (["weights.transport=nccl"], "ends in the memory of GPUs, and the replicas have none"),
+        (["weights.delta=true"], 'with weights.transport = "shm" replicas read the trainer\'s'),
+        (["weights.transport=nccl"], "requires replicas on GPUs"),
         (
             ["weights.transport=cuda_ipc", "rollout={engine='sglang', sglang={device='cpu'}}"],
-            "ends in the memory of GPUs, and the replicas have none",
+            "requires replicas on GPUs",
         ),
         (["guards={min_entropy=2, max_entropy=1}"], "every entropy is below min_entropy = 2 or above"),
         (["warmup.steps=3"], "warmup.steps > 0 needs [warmup.source] with a path"),
         (
             ["warmup={steps=1, target_reward=0.5, source={path='a'}}"],
-            "warmup.target_reward is measured by the replicas on the first",
+            "warmup.target_reward is measured on the first",
         ),
         (["weights.canary_tolerance=nan"], "weights.canary_tolerance: Input should be a finite number"),
         (["algorithm.advantage=gea"], "algorithm.advantage = 'gea': no such function; did you mean gae"),
@@ -351,7 +358,7 @@ def test_a_combination_that_makes_no_sense_is_refused(toy: Path, overrides: list
     ],
 )
 def test_a_combination_that_makes_sense_is_not(toy: Path, overrides: list[str]) -> None:
-    """`load` raises where a rule is broken."""
+    """`load` raises if a rule is broken."""
     load(toy, overrides)
 
 
@@ -511,7 +518,7 @@ def test_a_function_over_another(
 def test_a_base_that_leads_back_is_refused(toy: Path) -> None:
     path = derived(toy, "")
     toy.write_text('base = "derived.toml"\n' + TOY)
-    with pytest.raises(ConfigError, match=r"toy\.toml: base = 'derived\.toml' leads back to a file"):
+    with pytest.raises(ConfigError, match=r"toy\.toml: base = 'derived\.toml' is circular"):
         load(path)
 
 

@@ -2,33 +2,33 @@
 
 import asyncio
 
-from atoll.coordinator.control import Control
+from atoll.coordinator.control import RunControl
 
 
 async def test_who_asked_for_a_checkpoint_that_is_abandoned_gets_the_next_one() -> None:
-    control = Control(trains=True)
+    control = RunControl(trains=True)
     first = asyncio.create_task(control.request_checkpoint())
     await asyncio.sleep(0)
     assert control.checkpoint_requested
-    control.checkpoint_begun()
+    control.begin_checkpoint()
     assert not control.checkpoint_requested
     later = asyncio.create_task(control.request_checkpoint())
     await asyncio.sleep(0)
-    control.checkpoint_abandoned()  # a trainer died while it wrote
+    control.requeue_checkpoint()  # a trainer died while it wrote
     assert control.checkpoint_requested
-    control.checkpoint_begun()
-    control.checkpoint_saved("step-000002")
+    control.begin_checkpoint()
+    control.finish_checkpoint("step-000002")
     assert await asyncio.gather(first, later) == ["step-000002", "step-000002"]
 
 
 async def test_who_asks_while_one_is_written_waits_for_the_next() -> None:
-    control = Control(trains=True)
+    control = RunControl(trains=True)
     first = asyncio.create_task(control.request_checkpoint())
     await asyncio.sleep(0)
-    control.checkpoint_begun()
+    control.begin_checkpoint()
     later = asyncio.create_task(control.request_checkpoint())
     await asyncio.sleep(0)
-    control.checkpoint_saved("step-000001")
+    control.finish_checkpoint("step-000001")
     assert await first == "step-000001"
     assert control.checkpoint_requested
     assert not later.done()

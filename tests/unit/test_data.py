@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from atoll.config.schema import LocalEngineConfig, SourceConfig, TokenLimit
+from atoll.coordinator.data.dataset_rows import read_rows, read_supervised_rows
 from atoll.coordinator.data.datasets import (
     Cursor,
     Mixture,
@@ -20,7 +21,6 @@ from atoll.coordinator.data.datasets import (
     read_prompts,
 )
 from atoll.coordinator.data.rendering import Renderer
-from atoll.coordinator.data.rows import read_rows, read_supervised_rows
 from atoll.coordinator.journal.dump import write_dump
 from atoll.coordinator.run_data import read_data
 from atoll.runtime.errors import UserError
@@ -295,8 +295,14 @@ def test_a_prompt_is_found_again_by_its_id(tmp_path: Path, renderer: Renderer) -
         ({"seed": 4}, "run.seed is 4, not 3"),
         ({"shuffle": False}, "data.shuffle is False, not True"),
         ({"rows": sums(21)}, r"the datasets have \[21\] rows that are short enough, not \[20\]"),
-        ({"rows": sums(21)[1:]}, "the datasets have as many rows as before, but other ones; restore"),
-        ({"rows": [*sums(19), record("19+1=", "21")]}, "as many rows as before, but other ones"),
+        (
+            {"rows": sums(21)[1:]},
+            "the datasets have the same number of rows as before, but different ones; restore",
+        ),
+        (
+            {"rows": [*sums(19), record("19+1=", "21")]},
+            "the same number of rows as before, but different ones",
+        ),
     ],
     ids=["seed", "shuffle", "number", "prompts", "truth"],
 )

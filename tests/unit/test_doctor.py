@@ -11,37 +11,42 @@ from types import SimpleNamespace
 import pytest
 
 from atoll.cli import doctor
-from atoll.cli.doctor import GIB, State
+from atoll.cli.doctor import GIB, FindingState
 from atoll.reward.sandbox import host
 from atoll.runtime.errors import SandboxError
 
 
 def test_one_core_is_a_warning() -> None:
-    assert doctor.cores(1).state is State.WARNING
-    assert doctor.cores(2).state is State.OK
+    assert doctor.cores(1).state is FindingState.WARNING
+    assert doctor.cores(2).state is FindingState.OK
 
 
 def test_little_memory_is_a_warning() -> None:
-    assert doctor.memory(4 * GIB - 1).state is State.WARNING
-    assert doctor.memory(4 * GIB).state is State.OK
+    assert doctor.memory(4 * GIB - 1).state is FindingState.WARNING
+    assert doctor.memory(4 * GIB).state is FindingState.OK
 
 
 def test_shared_memory_must_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.shared_memory().state is State.OK
+    assert doctor.shared_memory().state is FindingState.OK
 
     def refuse(name: str) -> int:
         raise PermissionError("seccomp says no")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     finding = doctor.shared_memory()
-    assert (finding.found, finding.state) == ("seccomp says no", State.MISSING)
+    assert (finding.found, finding.state) == ("seccomp says no", FindingState.MISSING)
 
 
 @pytest.mark.parametrize(
     ("version", "state", "found"),
-    [("2.13.0+cpu", State.OK, "2.13.0+cpu"), ("2.9.1", State.MISSING, "2.9.1, but ==2.13.0 is needed")],
+    [
+        ("2.13.0+cpu", FindingState.OK, "2.13.0+cpu"),
+        ("2.9.1", FindingState.MISSING, "2.9.1, but ==2.13.0 is needed"),
+    ],
 )
-def test_a_package_must_fit(monkeypatch: pytest.MonkeyPatch, version: str, state: State, found: str) -> None:
+def test_a_package_must_fit(
+    monkeypatch: pytest.MonkeyPatch, version: str, state: FindingState, found: str
+) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["torch==2.13.0; extra == 'cpu'"])
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     (finding,) = doctor.packages()
@@ -51,20 +56,20 @@ def test_a_package_must_fit(monkeypatch: pytest.MonkeyPatch, version: str, state
 def test_a_package_that_is_not_installed_comes_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["no-such-package>=1"])
     (finding,) = doctor.packages()
-    assert finding.state is State.MISSING
+    assert finding.state is FindingState.MISSING
     assert finding.advice == "pip install --editable '.[cpu]'"
 
 
 @pytest.mark.parametrize(
     ("engine", "python", "state", "found"),
     [
-        ("local", sys.executable, State.OK, f"{sys.executable} imports torch"),
-        ("sglang", sys.executable, State.MISSING, "ModuleNotFoundError: No module named 'sglang'"),
-        ("sglang", "no/such/python", State.MISSING, "No such file or directory: 'no/such/python'"),
+        ("local", sys.executable, FindingState.OK, f"{sys.executable} imports torch"),
+        ("sglang", sys.executable, FindingState.MISSING, "ModuleNotFoundError: No module named 'sglang'"),
+        ("sglang", "no/such/python", FindingState.MISSING, "No such file or directory: 'no/such/python'"),
     ],
 )
 def test_the_engine_is_looked_for_in_the_replicas_environment(
-    tmp_path: Path, engine: str, python: str, state: State, found: str
+    tmp_path: Path, engine: str, python: str, state: FindingState, found: str
 ) -> None:
     config = tmp_path / "run.toml"
     config.write_text(
@@ -82,13 +87,18 @@ rollout = {{ engine = "{engine}", python = "{python}" }}
 @pytest.mark.parametrize(
     ("tier", "state", "found", "advice"),
     [
-        ("landlock, seccomp, namespaces", State.OK, "landlock, seccomp, namespaces", ""),
-        ("landlock, seccomp", State.WARNING, "landlock, seccomp", "allow user namespaces"),
-        (SandboxError("fork got through"), State.WARNING, "fork got through", "only the graders code"),
+        ("landlock, seccomp, namespaces", FindingState.OK, "landlock, seccomp, namespaces", ""),
+        ("landlock, seccomp", FindingState.WARNING, "landlock, seccomp", "allow user namespaces"),
+        (
+            SandboxError("fork got through"),
+            FindingState.WARNING,
+            "fork got through",
+            "needed only by the graders code",
+        ),
     ],
 )
 async def test_the_sandbox_is_started(
-    monkeypatch: pytest.MonkeyPatch, tier: str | SandboxError, state: State, found: str, advice: str
+    monkeypatch: pytest.MonkeyPatch, tier: str | SandboxError, state: FindingState, found: str, advice: str
 ) -> None:
     @asynccontextmanager
     async def start(programs: int, namespaces: bool) -> AsyncIterator[SimpleNamespace]:

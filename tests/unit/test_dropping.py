@@ -68,15 +68,15 @@ class Log:
     def __init__(self) -> None:
         self.events: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
 
-    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
+    async def on_finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
 
-    async def retried(self, samples: Sequence[SampleId], reason: str) -> None:
+    async def on_retried(self, samples: Sequence[SampleId], reason: str) -> None:
         self.events.put_nowait((reason, samples[0].group.prompt))
 
-    async def completed(self, group: PendingGroup) -> None:
+    async def on_completed(self, group: PendingGroup) -> None:
         self.events.put_nowait(("completed", group.prompt.id.prompt))
 
-    async def dropped(self, group: PendingGroup, reason: str) -> None:
+    async def on_dropped(self, group: PendingGroup, reason: str) -> None:
         self.events.put_nowait(("dropped", group.prompt.id.prompt))
 
 

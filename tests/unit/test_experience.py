@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from atoll.coordinator.algorithm import experience
-from atoll.coordinator.algorithm.metrics import critic_metrics, mean_of, step_metrics
+from atoll.coordinator.algorithm.metrics import average_metrics, critic_metrics, step_metrics
 from atoll.coordinator.validation import set_metrics
 from atoll.wire.types import (
     BELOW_PROMPT,
@@ -229,7 +229,7 @@ def test_supervised_rows_weigh_responses_only() -> None:
         (np.array([1, 2], np.int32), np.array([3], np.int32)),
         (np.array([4], np.int32), np.array([5, 6], np.int32)),
     ]
-    segments, weights = experience.supervised(rows)
+    segments, weights = experience.lay_out_supervised(rows)
     np.testing.assert_array_equal(segments.token_ids, [1, 2, 3, 4, 5, 6])
     np.testing.assert_array_equal(segments.offsets, [0, 3, 6])
     np.testing.assert_array_equal(segments.parents, [-1, -1])
@@ -267,7 +267,7 @@ def test_step_metrics_by_hand() -> None:
 
 
 def test_mean_of_averages_what_each_minibatch_reports() -> None:
-    assert mean_of([{"a": 1.0, "b": 2.0}, {"a": 3.0}]) == {"a": 2.0, "b": 2.0}
+    assert average_metrics([{"a": 1.0, "b": 2.0}, {"a": 3.0}]) == {"a": 2.0, "b": 2.0}
 
 
 def test_validation_metrics_by_hand() -> None:

@@ -9,14 +9,14 @@ import pytest
 from atoll.external.base import ToolResult
 from atoll.external.protocols import connect
 from atoll.runtime.clients.base import ERROR_KEY
-from atoll.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
+from atoll.runtime.errors import OverloadedError, ProtocolError, ServiceUnavailableError, UserError
 from atoll.wire.types import (
     ExternalServer,
     Graded,
     GradingError,
 )
 from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
-from tests.sums import item
+from tests.score_items import item
 
 TOKEN = "s3cr3t-t0k3n"
 
@@ -119,18 +119,18 @@ async def test_verdicts_come_back_in_the_order_of_the_items(address: str) -> Non
 @pytest.mark.parametrize(
     ("response", "error", "problem"),
     [
-        ("silent", BadAnswerError, "got no verdict on run/0/7/3"),
-        ("twice", BadAnswerError, "two verdicts on one item"),
-        ("nan", BadAnswerError, "got value nan, expected a finite number"),
-        ("infinite part", BadAnswerError, "got part inf, expected a finite number"),
-        ("flood", BadAnswerError, "more than 2,000,000 bytes"),
-        ("stale", BadAnswerError, "stop the run"),  # not the class that it names
+        ("silent", ProtocolError, "got no verdict on run/0/7/3"),
+        ("twice", ProtocolError, "two verdicts on one item"),
+        ("nan", ProtocolError, "got value nan, expected a finite number"),
+        ("infinite part", ProtocolError, "got part inf, expected a finite number"),
+        ("flood", ProtocolError, "more than 2,000,000 bytes"),
+        ("stale", ProtocolError, "stop the run"),  # not the class that it names
         ("UNAUTHENTICATED", UserError, "the token of `auth`"),
         ("PERMISSION_DENIED", UserError, "the token of `auth`"),
         ("RESOURCE_EXHAUSTED", OverloadedError, "because"),
         ("UNAVAILABLE", ServiceUnavailableError, "because"),
-        ("INTERNAL", BadAnswerError, "because"),
-        ("UNIMPLEMENTED", BadAnswerError, "because"),
+        ("INTERNAL", ProtocolError, "because"),
+        ("UNIMPLEMENTED", ProtocolError, "because"),
     ],
 )
 async def test_what_is_no_answer_says_what_it_was(

@@ -11,7 +11,7 @@ import pytest
 from atoll.external import channel
 from atoll.external.base import RewardServer
 from atoll.external.protocols import connect
-from atoll.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
+from atoll.runtime.errors import OverloadedError, ProtocolError, ServiceUnavailableError, UserError
 from atoll.wire.types import (
     ExternalServer,
     Graded,
@@ -19,7 +19,7 @@ from atoll.wire.types import (
     ServerKind,
 )
 from tests.http_servers import Answer, Request, raw_http, reply
-from tests.sums import item
+from tests.score_items import item
 
 TOKEN = "s3cr3t-t0k3n"
 GOOD = {"verdicts": [{"value": 1.0}]}
@@ -106,7 +106,7 @@ async def test_an_item_that_fails_costs_its_own_verdict_alone() -> None:
     async with raw_http(answer) as raw:
         judge = client(raw.url, preset="slime")
         a, b, c = await judge.score([item(0, "a"), item(1, "b"), item(2, "c")])
-        with pytest.raises(BadAnswerError, match="expected a number, or one under reward or score"):
+        with pytest.raises(ProtocolError, match="expected a number, or one under reward or score"):
             await judge.score([item(0, "a")])
         await judge.close()
     assert isinstance(a, GradingError)
@@ -154,7 +154,7 @@ async def test_sglang_is_asked_at_classify_with_the_text_that_its_model_reads() 
 async def test_an_answer_of_another_shape_is_refused(preset: str, answer: object, problem: str) -> None:
     async with raw_http(always(reply(answer))) as raw:
         judge = client(raw.url, preset=preset)
-        with pytest.raises(BadAnswerError, match=problem):
+        with pytest.raises(ProtocolError, match=problem):
             await judge.score([item()])
         await judge.close()
 
@@ -163,40 +163,40 @@ VERDICT = '{"verdicts": [{"value": %s}]}'
 BAD_ANSWERS = {
     "a page": (
         reply(b"<html>ok</html>", content_type="text/html"),
-        BadAnswerError,
+        ProtocolError,
         "content type 'text/html'",
     ),
     "no content type": (
         b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n1",
-        BadAnswerError,
+        ProtocolError,
         "content type 'none'",
     ),
-    "not JSON": (reply(b"<html>ok</html>"), BadAnswerError, "Invalid JSON"),
-    "not UTF-8": (reply(b'{"verdicts": "\xff"}'), BadAnswerError, "Invalid JSON"),
-    "half of it": (reply(b'{"verdicts": [{"value": 1'), BadAnswerError, "Invalid JSON"),
-    "too deep": (reply(b"[" * 100_000), BadAnswerError, "Invalid JSON"),
-    "nan": (reply((VERDICT % "NaN").encode()), BadAnswerError, "finite number, got nan"),
-    "infinity": (reply((VERDICT % "-Infinity").encode()), BadAnswerError, "finite number, got -inf"),
-    "too large": (reply((VERDICT % "1e999").encode()), BadAnswerError, "finite number, got inf"),
-    "too long": (reply((VERDICT % ("9" * 400)).encode()), BadAnswerError, "number"),
-    "a truth": (reply((VERDICT % "true").encode()), BadAnswerError, "valid number, got True"),
-    "a text": (reply((VERDICT % '"1"').encode()), BadAnswerError, "valid number, got '1'"),
-    "null": (reply((VERDICT % "null").encode()), BadAnswerError, "valid number, got None"),
-    "no verdicts": (reply({}), BadAnswerError, "verdicts: Field required"),
-    "too few": (reply({"verdicts": []}), BadAnswerError, "got 0 verdicts for 1 items"),
-    "too many": (reply({"verdicts": [{"value": 1}] * 2}), BadAnswerError, "got 2 verdicts for 1 items"),
-    "both": (reply({"verdicts": [{"value": 1, "error": "x"}]}), BadAnswerError, "not permitted"),
+    "not JSON": (reply(b"<html>ok</html>"), ProtocolError, "Invalid JSON"),
+    "not UTF-8": (reply(b'{"verdicts": "\xff"}'), ProtocolError, "Invalid JSON"),
+    "half of it": (reply(b'{"verdicts": [{"value": 1'), ProtocolError, "Invalid JSON"),
+    "too deep": (reply(b"[" * 100_000), ProtocolError, "Invalid JSON"),
+    "nan": (reply((VERDICT % "NaN").encode()), ProtocolError, "finite number, got nan"),
+    "infinity": (reply((VERDICT % "-Infinity").encode()), ProtocolError, "finite number, got -inf"),
+    "too large": (reply((VERDICT % "1e999").encode()), ProtocolError, "finite number, got inf"),
+    "too long": (reply((VERDICT % ("9" * 400)).encode()), ProtocolError, "number"),
+    "a truth": (reply((VERDICT % "true").encode()), ProtocolError, "valid number, got True"),
+    "a text": (reply((VERDICT % '"1"').encode()), ProtocolError, "valid number, got '1'"),
+    "null": (reply((VERDICT % "null").encode()), ProtocolError, "valid number, got None"),
+    "no verdicts": (reply({}), ProtocolError, "verdicts: Field required"),
+    "too few": (reply({"verdicts": []}), ProtocolError, "got 0 verdicts for 1 items"),
+    "too many": (reply({"verdicts": [{"value": 1}] * 2}), ProtocolError, "got 2 verdicts for 1 items"),
+    "both": (reply({"verdicts": [{"value": 1, "error": "x"}]}), ProtocolError, "not permitted"),
     "packed": (
         reply(gzip.compress(json.dumps(GOOD).encode()), content_encoding="gzip"),
-        BadAnswerError,
+        ProtocolError,
         "packed with 'gzip'",
     ),
-    "400": (reply({"detail": "what?"}, "400 Bad"), BadAnswerError, "status 400 and .*what"),
-    "404": (reply({}, "404 Not Found"), BadAnswerError, "status 404"),
-    "401": (reply({}, "401 No"), UserError, "the token of `auth` is not the server's"),
-    "403": (reply({}, "403 No"), UserError, "the token of `auth` is not the server's"),
-    "429": (reply({}, "429 Busy", retry_after="7"), OverloadedError, "come back after '7'"),
-    "503 with a time": (reply({}, "503 Busy", retry_after="7"), OverloadedError, "come back after '7'"),
+    "400": (reply({"detail": "what?"}, "400 Bad"), ProtocolError, "status 400 and .*what"),
+    "404": (reply({}, "404 Not Found"), ProtocolError, "status 404"),
+    "401": (reply({}, "401 No"), UserError, "the server rejects the token of `auth`"),
+    "403": (reply({}, "403 No"), UserError, "the server rejects the token of `auth`"),
+    "429": (reply({}, "429 Busy", retry_after="7"), OverloadedError, "retry after '7'"),
+    "503 with a time": (reply({}, "503 Busy", retry_after="7"), OverloadedError, "retry after '7'"),
     "503": (reply({}, "503 Away"), ServiceUnavailableError, "status 503"),
     "500": (reply({}, "500 Oops"), ServiceUnavailableError, "status 500"),
     "less than announced": (
@@ -225,7 +225,7 @@ async def test_what_is_no_answer_says_what_it_was(case: str) -> None:
 async def test_without_a_token_the_error_says_how_to_give_one() -> None:
     async with raw_http(always(reply({}, "401 No"))) as raw:
         judge = client(raw.url, token=None)
-        with pytest.raises(UserError, match="it wants a token: give `auth`"):
+        with pytest.raises(UserError, match="the server requires a token: set `auth`"):
             await judge.score([item()])
         await judge.close()
     assert "authorization" not in raw.requests[0].headers
@@ -272,7 +272,7 @@ async def test_a_redirect_is_refused_and_the_token_stays_here(status: str) -> No
         raw_http(always(reply({}, status, location=f"{other.url}/steal"))) as raw,
     ):
         judge = client(raw.url)
-        with pytest.raises(BadAnswerError, match=f"redirect to '{other.url}/steal', which is not followed"):
+        with pytest.raises(ProtocolError, match=f"redirect to '{other.url}/steal', which is not followed"):
             await judge.score([item()])
         await judge.close()
     assert len(raw.requests) == 1
@@ -292,7 +292,7 @@ async def test_an_answer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch)
 
     async with raw_http(answer) as raw:
         judge = client(raw.url)
-        with pytest.raises(BadAnswerError, match="more than 1,000,000 bytes"):
+        with pytest.raises(ProtocolError, match="more than 1,000,000 bytes"):
             await judge.score([item()])
         await judge.close()
     assert sent < 10_000_000  # what the socket's buffers hold, and no more
@@ -344,8 +344,8 @@ async def test_no_more_calls_at_once_than_allowed_over_connections_that_are_kept
         ("reward", "http", "ftp://h/x", {}, "HOST"),
         ("reward", "http", "h:80", {}, "HOST"),
         ("reward", "http", "http://h:port", {}, "url"),
-        ("reward", "http", f"http://me:{TOKEN}@h/", {}, "belongs into `auth`"),
-        ("reward", "http", f"http://h/?key={TOKEN}", {}, "belongs into `auth`"),
+        ("reward", "http", f"http://me:{TOKEN}@h/", {}, "put a token into `auth`"),
+        ("reward", "http", f"http://h/?key={TOKEN}", {}, "put a token into `auth`"),
         ("reward", "grpc", f"http://me:{TOKEN}@h:1", {}, "HOST:PORT"),
         ("reward", "grpc", "h:1", {"preset": "plain"}, "preset: Extra inputs"),
         ("reward", "mcp", "http://h/mcp", {}, "tool: Field required"),
@@ -420,7 +420,7 @@ async def test_nemo_gym_whose_rows_have_more_fields_still_registers() -> None:
         await judge.close()
     async with raw_http(always(reply({}, "404 Not Found"))) as raw:
         judge = client(raw.url, "nemo_gym")
-        with pytest.raises(BadAnswerError, match="404"):
+        with pytest.raises(ProtocolError, match="404"):
             await judge.probe()
         await judge.close()
 
@@ -432,5 +432,5 @@ async def test_a_probe_says_what_the_server_made_of_it() -> None:
         await judge.close()
     async with raw_http(always(reply({"verdicts": [{"error": "unknown source"}]}))) as raw:
         judge = client(raw.url)
-        assert "could not grade the probe (unknown source)" in await judge.probe()
+        assert "returned a proper error for the probe (unknown source)" in await judge.probe()
         await judge.close()

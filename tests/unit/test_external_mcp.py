@@ -10,14 +10,14 @@ from mcp_types import CallToolResult, TextContent
 
 from atoll.external.base import ToolResult
 from atoll.external.protocols import connect
-from atoll.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
+from atoll.runtime.errors import OverloadedError, ProtocolError, ServiceUnavailableError, UserError
 from atoll.wire.types import (
     ExternalServer,
     Graded,
     GradingError,
 )
 from tests.http_servers import Request, raw_http, reply, served
-from tests.sums import item
+from tests.score_items import item
 
 TOKEN = "s3cr3t-t0k3n"
 
@@ -109,7 +109,7 @@ async def test_the_number_may_be_structured_or_told(seen: tuple[str, Seen]) -> N
     await judge.close()
     assert verdicts[:2] == [Graded(item(0).id, -2.5, {}), Graded(item(1).id, 7.0, {})]
     assert all(isinstance(verdict, GradingError) and not verdict.retryable for verdict in verdicts[2:])
-    assert "the answer was 'good'" in verdicts[2].cause
+    assert "the response was 'good'" in verdicts[2].cause
     assert "finite" in verdicts[3].cause
 
 
@@ -192,12 +192,12 @@ async def test_a_tool_that_is_not_there_is_named(seen: tuple[str, Seen]) -> None
     ("content", "error", "problem"),
     [
         (reply({}, "401 No"), UserError, "the token of `auth`"),
-        (reply({}, "429 Busy", retry_after="2"), OverloadedError, "come back"),
+        (reply({}, "429 Busy", retry_after="2"), OverloadedError, "asks to retry"),
         (reply({}, "500 Oops"), ServiceUnavailableError, "status 500"),
-        (reply({}, "307 Moved", location="http://other/mcp"), BadAnswerError, "not followed"),
-        (reply(b"<html>", content_type="text/html"), BadAnswerError, "text/html"),
-        (reply(b"{"), BadAnswerError, "parse"),
-        (reply({"jsonrpc": "2.0", "id": 1, "result": TOKEN}), BadAnswerError, "parse"),
+        (reply({}, "307 Moved", location="http://other/mcp"), ProtocolError, "not followed"),
+        (reply(b"<html>", content_type="text/html"), ProtocolError, "text/html"),
+        (reply(b"{"), ProtocolError, "parse"),
+        (reply({"jsonrpc": "2.0", "id": 1, "result": TOKEN}), ProtocolError, "parse"),
         (b"", ServiceUnavailableError, "connection failed"),
     ],
 )

@@ -12,21 +12,21 @@ import pytest
 from atoll.external import openenv
 from atoll.external.base import Observation
 from atoll.external.protocols import connect
-from atoll.runtime.errors import BadAnswerError, OverloadedError, ServiceUnavailableError, UserError
+from atoll.runtime.errors import OverloadedError, ProtocolError, ServiceUnavailableError, UserError
 from atoll.wire.types import (
     ExternalServer,
     Graded,
     GradingError,
     ScoreItem,
 )
-from tests import sums
+from tests import score_items
 from tests.openenv_server import Theirs, openenv_server
 
 TOKEN = "s3cr3t-t0k3n"
 
 
 def item(index: int, response: str) -> ScoreItem:
-    return sums.item(index, response, a="b")
+    return score_items.item(index, response, a="b")
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ async def test_error_frames_say_whose_fault_it_is_and_the_episode_goes_on(theirs
         await episode.reset({})
         with pytest.raises(UserError, match=r"VALIDATION_ERROR.*schema"):
             await episode.step({"answer": "a", "thought": "b"})
-        with pytest.raises(BadAnswerError, match="EXECUTION_ERROR: 'boom ") as caught:
+        with pytest.raises(ProtocolError, match="EXECUTION_ERROR: 'boom ") as caught:
             await episode.step({"answer": "raise"})
         assert TOKEN not in str(caught.value)
         with pytest.raises(ServiceUnavailableError, match="SESSION_ERROR"):
@@ -88,7 +88,7 @@ async def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(theirs: t
         client._channel.server = replace(client.server, timeout_s=0.2)  # from here on: a reset is in time
         with pytest.raises(ServiceUnavailableError, match=r"no answer within 0\.2 s"):
             await episode.step({"answer": "hang"})
-        with pytest.raises(ServiceUnavailableError, match="not answered"):
+        with pytest.raises(ServiceUnavailableError, match="unanswered call"):
             await episode.step({"answer": "yes"})
     await client.close()
 
@@ -111,7 +111,7 @@ async def test_a_frame_of_another_form_is_refused(
     client = env(theirs[0])
     async with client.episode() as episode:
         await episode.reset({})
-        with pytest.raises(BadAnswerError, match=problem):
+        with pytest.raises(ProtocolError, match=problem):
             await episode.step({"answer": json.dumps(frame)})
     await client.close()
 
@@ -121,7 +121,7 @@ async def test_a_frame_without_end_is_cut_off(theirs: tuple[str, Theirs], monkey
     client = env(theirs[0])
     async with client.episode() as episode:
         await episode.reset({})
-        with pytest.raises(BadAnswerError, match="more than 100,000 bytes"):
+        with pytest.raises(ProtocolError, match="more than 100,000 bytes"):
             await episode.step({"answer": "flood"})
     await client.close()
 
@@ -148,10 +148,10 @@ async def test_concurrency_counts_episodes_and_a_full_server_says_so(theirs: tup
     ("status", "error", "problem"),
     [
         (HTTPStatus.UNAUTHORIZED, UserError, "the token of `auth`"),
-        (HTTPStatus.SERVICE_UNAVAILABLE, OverloadedError, "come back after '3'"),
+        (HTTPStatus.SERVICE_UNAVAILABLE, OverloadedError, "retry after '3'"),
         (HTTPStatus.INTERNAL_SERVER_ERROR, ServiceUnavailableError, "status 500"),
-        (HTTPStatus.TEMPORARY_REDIRECT, BadAnswerError, "redirect to 'ws://other/ws', which is not followed"),
-        (HTTPStatus.NOT_FOUND, BadAnswerError, "status 404, expected a WebSocket"),
+        (HTTPStatus.TEMPORARY_REDIRECT, ProtocolError, "redirect to 'ws://other/ws', which is not followed"),
+        (HTTPStatus.NOT_FOUND, ProtocolError, "status 404, expected a WebSocket"),
     ],
 )
 async def test_a_connection_that_is_refused_says_why(

@@ -9,7 +9,17 @@ import pytest
 
 from atoll.config import functions
 from atoll.config.errors import ConfigError
-from atoll.config.functions import ADVANTAGE, FILTER, GRADER, LOSS, REWEIGHT, Kind, built_in, check, load
+from atoll.config.functions import (
+    ADVANTAGE,
+    FILTER,
+    GRADER,
+    LOSS,
+    REWEIGHT,
+    FunctionKind,
+    built_in,
+    check,
+    load,
+)
 from atoll.config.schema import AdvantageConfig, GraderConfig
 
 KINDS = [ADVANTAGE, LOSS, FILTER, REWEIGHT, GRADER]
@@ -45,7 +55,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.table)
-def test_the_source_says_what_the_imported_dict_holds(kind: Kind) -> None:
+def test_the_source_says_what_the_imported_dict_holds(kind: FunctionKind) -> None:
     script = (
         f"from {kind.file.removesuffix('.py').replace('/', '.')} import {kind.table} as table\n"
         "import inspect\n"
@@ -65,7 +75,7 @@ def test_the_source_says_what_the_imported_dict_holds(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.table)
-def test_traits_are_of_functions_that_there_are(kind: Kind) -> None:
+def test_traits_are_of_functions_that_there_are(kind: FunctionKind) -> None:
     table = functions.traits(kind)
     assert table.keys() <= built_in(kind).keys()
     assert {trait for traits in table.values() for trait in traits} == set(kind.traits)
@@ -98,7 +108,7 @@ def test_reading_imports_no_torch() -> None:
         (GRADER, "overlong", {"max_tokens": 8, "buffer": 2}),
     ],
 )
-def test_what_fits_passes(kind: Kind, name: str, parameters: dict[str, object]) -> None:
+def test_what_fits_passes(kind: FunctionKind, name: str, parameters: dict[str, object]) -> None:
     check(kind, name, parameters)
 
 
@@ -123,7 +133,7 @@ def test_what_fits_passes(kind: Kind, name: str, parameters: dict[str, object]) 
     ],
 )
 def test_a_built_in_function_that_does_not_fit(
-    kind: Kind, name: str, parameters: dict[str, object], message: str
+    kind: FunctionKind, name: str, parameters: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check(kind, name, parameters)
@@ -152,7 +162,7 @@ def test_a_users_function_that_fits(mine: Path, function: str, parameters: dict[
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
-        ("{}/absent.py:f", {}, r"absent\.py: No such file .*; a path is relative to the folder in which"),
+        ("{}/absent.py:f", {}, r"absent\.py: No such file .*; paths are relative to the current folder"),
         ("{}/broken.py:f", {}, r"broken\.py is not valid Python: .*line 2"),
         ("{}/null.py:f", {}, r"null\.py is not valid Python"),
         ("{}/mine.py:absent", {}, r"no function 'absent'; it defines plain, tuned, anything, two, none"),

@@ -176,7 +176,7 @@ async def test_memory_is_bounded(engine, generator, monkeypatch):
 
 
 async def test_work_that_nobody_waits_for_ends(engine, generator, monkeypatch):
-    monkeypatch.setattr(generate, "ORPHANED_S", 0.0)
+    monkeypatch.setattr(generate, "ORPHAN_TIMEOUT_S", 0.0)
     first = asyncio.create_task(listen(generator, request(0, 1)))
     await settle()
     second = asyncio.create_task(listen(generator, request(1)))

@@ -10,8 +10,8 @@ import pytest
 
 from atoll.config.schema import FilterConfig
 from atoll.coordinator.algorithm.filters import Counters, DynamicSampling
+from atoll.coordinator.rollouts.group_sources import GenerateSource
 from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.coordinator.rollouts.source import GenerateSource
 from atoll.runtime.errors import AtollError
 from atoll.wire.types import Graded, Prompt, SampleId
 from tests.builders import SAMPLING, V0, node, prompt, sample
@@ -84,21 +84,21 @@ def graded(group: PendingGroup, *scores: float) -> PendingGroup:
 
 async def test_the_share_of_dropped_groups_is_judged_over_restarts() -> None:
     first, generation, _ = source()
-    await first.published(V0)
+    await first.on_published(V0)
     for group in generation.groups[:3]:
-        await first.dropped(group, "reward service: away")
+        await first.on_dropped(group, "reward service: away")
     carried = first.counters
     assert carried == Counters(issued=7, failed=3)
     second, generation, _ = source()
     second.restore([], V0, carried)
-    await second.published(V0)
+    await second.on_published(V0)
     for group in generation.groups[:3]:
-        await second.dropped(group, "reward service: away")
+        await second.on_dropped(group, "reward service: away")
     assert second.counters == Counters(issued=14, failed=6)
-    await second.dropped(generation.groups[3], "reward service: away")  # 7 of 14 are allowed
+    await second.on_dropped(generation.groups[3], "reward service: away")  # 7 of 14 are allowed
     waiting = asyncio.create_task(second.take(1, 4, V0))
     await asyncio.sleep(0)
-    await second.dropped(generation.groups[4], "reward service: away")
+    await second.on_dropped(generation.groups[4], "reward service: away")
     with pytest.raises(AtollError, match=r"8 of 15 groups were dropped, .*max_dropped_share = 0.5"):
         await waiting
     assert second.counters == Counters()  # a resume, after the cause was fixed, is judged anew
@@ -106,14 +106,16 @@ async def test_the_share_of_dropped_groups_is_judged_over_restarts() -> None:
 
 async def test_a_step_judges_each_group_once_as_it_becomes_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[PendingGroup] = []
-    stale = PendingGroup.stale
-    monkeypatch.setattr(PendingGroup, "stale", lambda self, *args: judged.append(self) or stale(self, *args))
+    stale = PendingGroup.stale_indices
+    monkeypatch.setattr(
+        PendingGroup, "stale_indices", lambda self, *args: judged.append(self) or stale(self, *args)
+    )
     flow, generation, _ = source(prompts_per_step=64)
-    await flow.published(V0)
+    await flow.on_published(V0)
     taking = asyncio.create_task(flow.take(1, 64, V0))
     for group in list(generation.groups):
         await asyncio.sleep(0)  # `take` wakes up for every one
-        await flow.completed(graded(group, 0.0, 1.0))
+        await flow.on_completed(graded(group, 0.0, 1.0))
     groups = await taking
     assert [group.prompt.id for group in groups] == [group.prompt.id for group in generation.groups]
     assert judged == generation.groups
@@ -121,12 +123,12 @@ async def test_a_step_judges_each_group_once_as_it_becomes_ready(monkeypatch: py
 
 async def test_what_a_trainer_refused_counts_as_dropped() -> None:
     flow, generation, journal = source()
-    await flow.published(V0)
+    await flow.on_published(V0)
     for group in list(generation.groups):
-        await flow.completed(graded(group, 0.0, 1.0))
+        await flow.on_completed(graded(group, 0.0, 1.0))
     taken = await flow.take(1, 4, V0)
     ids = [id for group in taken[:2] for id in group.ids()]
-    await flow.refused(1, ids, "refused by the trainer: actor: NaN")
+    await flow.on_refused(1, ids, "refused by the trainer: actor: NaN")
     assert journal.dropped == [(id, "refused by the trainer: actor: NaN", 1) for id in ids]
     assert flow.counters == Counters(issued=4, failed=2)
 
@@ -136,15 +138,15 @@ async def test_the_bound_on_refill_is_judged_over_restarts() -> None:
         return DynamicSampling(FilterConfig(name="scores_differ", max_refill=1), 4)
 
     first, generation, _ = source(dynamic_sampling=sampling())
-    await first.published(V0)
+    await first.on_published(V0)
     for group in list(generation.groups[:3]):
-        await first.completed(graded(group, 1.0, 1.0))
+        await first.on_completed(graded(group, 1.0, 1.0))
     assert first.counters == Counters(issued=7, filtered=3)
     second, generation, _ = source(dynamic_sampling=sampling())
     second.restore([], V0, first.counters)
-    await second.published(V0)
+    await second.on_published(V0)
     for group in list(generation.groups[:2]):
-        await second.completed(graded(group, 1.0, 1.0))
+        await second.on_completed(graded(group, 1.0, 1.0))
     with pytest.raises(AtollError, match="'scores_differ' left out 5 of the 5 groups"):
         await second.take(1, 4, V0)
     assert second.counters == Counters()
@@ -166,8 +168,8 @@ async def test_a_filter_that_takes_its_time_holds_up_nothing_else(tmp_path: Path
         os.mkfifo(tmp_path / pipe)
     config = FilterConfig(name=f"{tmp_path / 'filters.py'}:slow", folder=str(tmp_path))
     flow, generation, _ = source(dynamic_sampling=DynamicSampling(config, 4))
-    await flow.published(V0)
-    judging = asyncio.create_task(flow.completed(graded(generation.groups[0], 0.0, 1.0)))
+    await flow.on_published(V0)
+    judging = asyncio.create_task(flow.on_completed(graded(generation.groups[0], 0.0, 1.0)))
     await asyncio.to_thread((tmp_path / "begun").read_text)
     await flow.admit()
     assert len(generation.groups) == 4  # a group that is being judged takes its room

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from atoll.coordinator.rewards.rewards import Rewards
-from atoll.coordinator.rewards.score_parts import ServerGrader
+from atoll.coordinator.rewards.verdict_sources import ServerGrader
 from atoll.coordinator.rollouts.grading import Grading
 from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.coordinator.rollouts.producer import GroupsInFlight, Sink
+from atoll.coordinator.rollouts.producer import GroupsInFlight, GroupSink
 from atoll.runtime.errors import StoreError
 from atoll.wire.types import GradingError, SampleId, Trajectory
 from tests.builders import SAMPLING, group_id, node, prompt, sample, sample_id
@@ -35,18 +35,18 @@ class Recorder:
         self.grading.submit(samples)
         return group
 
-    async def _drop(self, group: PendingGroup, sink: Sink, reason: str) -> None:
+    async def _drop(self, group: PendingGroup, sink: GroupSink, reason: str) -> None:
         self.groups.remove(group.prompt.id)
         self.dropped_for[group.prompt.id.prompt] = reason
 
-    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
+    async def on_finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
 
-    async def retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
+    async def on_retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
 
-    async def completed(self, group: PendingGroup) -> None:
+    async def on_completed(self, group: PendingGroup) -> None:
         self.completed_at[group.prompt.id.prompt] = now()
 
-    async def dropped(self, group: PendingGroup, reason: str) -> None: ...
+    async def on_dropped(self, group: PendingGroup, reason: str) -> None: ...
 
 
 @asynccontextmanager
@@ -125,7 +125,7 @@ async def test_a_verdict_on_an_earlier_attempt_is_no_reward_of_its_successor() -
         again = recorder.submit(0)
         recorder.submit(1)
         await asyncio.sleep(5)
-        again.again([1])
+        again.begin_next_attempt([1])
         second = sample(sample_id(0, 1), node([5]), attempt=1)
         again.accept(second)
         successor = recorder.submit(1)
@@ -156,7 +156,7 @@ async def test_an_error_of_whoever_takes_groups_ends_grading() -> None:
     async def refuse(group: PendingGroup) -> None:
         raise StoreError("the store is away")
 
-    recorder.completed = refuse  # type: ignore[method-assign]
+    recorder.on_completed = refuse  # type: ignore[method-assign]
     recorder.submit(0)
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.TaskGroup() as tasks:

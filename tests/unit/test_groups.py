@@ -55,8 +55,8 @@ def test_pending_group_first_attempt_wins_and_a_retry_starts_over() -> None:
     assert pending.complete
     assert [s.score for s in pending.group().samples] == [0.5, 1.0]
     assert pending.group().baseline is None
-    assert pending.stale(Version("l", 5), max_staleness=0) == [0]
-    pending.again([0])
+    assert pending.stale_indices(Version("l", 5), max_staleness=0) == [0]
+    pending.begin_next_attempt([0])
     assert (pending.missing, pending.attempts, pending.complete) == ((0,), [1, 0], False)
     pending.grade(Graded(first.id, 0.5, {}))  # a verdict that comes late for the replaced sample
     assert not pending.complete
@@ -75,7 +75,7 @@ def test_a_baseline_is_asked_for_greedily_and_kept_apart() -> None:
     assert group.baseline is not None
     assert (group.baseline.id, group.baseline.score) == (sample_id(7, 2), 0.25)
     assert [id.index for id in pending.ids()] == [0, 1, 2]
-    pending.again([2])
+    pending.begin_next_attempt([2])
     (again,) = pending.requests()
     assert (drawn(again), again.sampling) == ([(2, 1)], GREEDY)
 
@@ -122,12 +122,12 @@ def test_an_unknown_component_is_refused_with_those_there_are() -> None:
 def test_refill_is_bounded_and_counted_per_batch() -> None:
     sampling = DynamicSampling(FilterConfig(name="scores_differ", max_refill=2), prompts_per_step=3)
     for _ in range(6):
-        sampling.count(sampling.keeps(scored((1, 0), (1, 0))))
-    sampling.count(sampling.keeps(scored((1, 0), (0, 0))))
+        sampling.count(sampling.accepts(scored((1, 0), (1, 0))))
+    sampling.count(sampling.accepts(scored((1, 0), (0, 0))))
     sampling.check()  # 6 is 2 batches of 3
     sampling.count(False)
     with pytest.raises(
-        AtollError, match=r"'scores_differ' left out 7 of the 8 groups .*max_refill = 2 batches of 3; take"
+        AtollError, match=r"'scores_differ' left out 7 of the 8 groups .*max_refill = 2 batches of 3; use"
     ):
         sampling.check()
     assert sampling.take_metrics() == {
@@ -143,7 +143,7 @@ def test_refill_is_bounded_and_counted_per_batch() -> None:
 
 def test_a_filters_parameters_come_from_the_config() -> None:
     config = FilterConfig.model_validate({"name": "scores_differ", "component": "gsm8k"})
-    assert not DynamicSampling(config, 1).keeps(scored((1, 0), (1, -0.5)))
+    assert not DynamicSampling(config, 1).accepts(scored((1, 0), (1, -0.5)))
 
 
 @pytest.mark.parametrize(
@@ -158,4 +158,4 @@ def test_a_users_filter_that_fails_is_an_error_with_its_name(tmp_path: Path, bod
     file.write_text(f"def mine(group):\n    {body}\n")
     sampling = DynamicSampling(FilterConfig(name=f"{file}:mine"), 1)
     with pytest.raises(AtollError, match=f"filters.py:mine' failed on group toy/0/7: {cause}; fix"):
-        sampling.keeps(scored((1, 0)))
+        sampling.accepts(scored((1, 0)))

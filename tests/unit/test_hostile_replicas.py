@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.coordinator.fleet.replicas import State
+from atoll.coordinator.fleet.replicas import ReplicaState
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.errors import (
     AtollError,
-    BadAnswerError,
+    ProtocolError,
     ServiceUnavailableError,
     StaleFenceError,
     StoreError,
@@ -82,17 +82,17 @@ class Kept:
         self.done = asyncio.Event()
         self._expected = expected
 
-    async def finished(self, samples: Sequence[Trajectory], payload: bytes) -> None:
+    async def on_finished(self, samples: Sequence[Trajectory], payload: bytes) -> None:
         self.samples += samples
         self.payloads.append(payload)
 
-    async def retried(self, samples: Sequence[SampleId], reason: str) -> None:
+    async def on_retried(self, samples: Sequence[SampleId], reason: str) -> None:
         self.retries.append(reason)
 
-    async def completed(self, group: PendingGroup) -> None:
+    async def on_completed(self, group: PendingGroup) -> None:
         self._one_less()
 
-    async def dropped(self, group: PendingGroup, reason: str) -> None:
+    async def on_dropped(self, group: PendingGroup, reason: str) -> None:
         self.dropped_for.append(reason)
         self._one_less()
 
@@ -217,8 +217,8 @@ def test_what_a_replica_must_not_send_is_its_own_fault_and_is_not_kept(answer: A
         (reason,) = kept.retries
         assert reason.startswith("lost with rollout-0: ")
         assert re.search(words, reason), reason
-        assert [member.state for member in run.members] == [State.UNWELL, State.ROUTED]
-        assert run.members[0].out_until == 10.0  # nobody asks it before
+        assert [member.state for member in run.members] == [ReplicaState.UNHEALTHY, ReplicaState.ROUTED]
+        assert run.members[0].excluded_until == 10.0  # nobody asks it before
         assert run.generation.take_metrics()["rollout/num_violations"] == 1
 
     virtual_clock.run(scene())
@@ -234,7 +234,7 @@ def test_no_error_that_a_replica_answers_ends_the_run(error: AtollError) -> None
         run = Run(Peer(raises(error)), Peer())
         kept = await run.generate()
         assert [s.attempt for s in kept.samples] == [1, 1]
-        assert run.members[0].state is State.UNWELL
+        assert run.members[0].state is ReplicaState.UNHEALTHY
 
     virtual_clock.run(scene())
 
@@ -253,7 +253,7 @@ def test_one_prompt_that_no_replica_takes_costs_its_group_alone() -> None:
         assert kept.dropped_for == [
             "3 attempts failed, the last: rollout-0 refused it: the prompt is too long"
         ]
-        assert run.members[0].state is State.ROUTED
+        assert run.members[0].state is ReplicaState.ROUTED
 
     virtual_clock.run(scene())
 
@@ -264,7 +264,7 @@ def test_a_replica_that_refuses_everything_is_out() -> None:
         kept = await run.generate(num_groups=8)
         assert len(kept.samples) == 16
         assert not kept.dropped_for
-        assert [member.state for member in run.members] == [State.UNWELL, State.ROUTED]
+        assert [member.state for member in run.members] == [ReplicaState.UNHEALTHY, ReplicaState.ROUTED]
 
     virtual_clock.run(scene())
 
@@ -274,7 +274,7 @@ def test_a_replica_is_out_for_twice_as_long_each_time() -> None:
         run = Run(Peer())
         for expected in (10, 20, 40, 80, 160, 300, 300):
             run.replicas.blame(run.members[0], "test")
-            assert run.members[0].out_until == expected
+            assert run.members[0].excluded_until == expected
 
     virtual_clock.run(scene())
 
@@ -305,7 +305,7 @@ def test_a_lost_stream_of_a_healthy_replica_is_joined_again() -> None:
         ]
         assert [s.attempt for s in kept.samples] == [0, 0, 0, 0]
         assert not kept.retries
-        assert run.members[0].state is State.ROUTED
+        assert run.members[0].state is ReplicaState.ROUTED
 
     virtual_clock.run(scene())
 
@@ -315,7 +315,7 @@ def test_a_replica_whose_stream_is_lost_twice_with_nothing_between_is_unwell() -
         run = Run(Peer(raises(ServiceUnavailableError("connection refused"))), Peer())
         kept = await run.generate()
         assert len(kept.retries) == 1
-        assert [member.state for member in run.members] == [State.UNWELL, State.ROUTED]
+        assert [member.state for member in run.members] == [ReplicaState.UNHEALTHY, ReplicaState.ROUTED]
         assert run.members[0].violations == 0
 
     virtual_clock.run(scene())
@@ -331,7 +331,7 @@ def test_whatever_bytes_arrive_are_samples_or_a_bad_answer(data: st.DataObject) 
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     try:
         arrived = Arrival.parse(bytes(content))
-    except BadAnswerError:
+    except ProtocolError:
         return
     for s in arrived.samples:
         assert isinstance(s.finish_reason, FinishReason)

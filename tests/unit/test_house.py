@@ -164,3 +164,14 @@ def test_names_for_users_are_typed(installed: Path, tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as raised:
         run_beside(installed, *mypy, str(tmp_path / "bad.py"))
     assert re.findall(r"\[([a-z-]+)\]", raised.value.stdout) == ["attr-defined", "arg-type"]
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """Nested and private classes count, too: one name, one thing."""
+    places: dict[str, list[str]] = {}
+    for module, file in modules().items():
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{module}:{node.lineno}")
+    assert len(places) > 300
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

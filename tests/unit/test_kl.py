@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from atoll.coordinator.algorithm.kl import adapted, kl_penalty
+from atoll.coordinator.algorithm.kl import adapt_kl_coef, kl_penalty
 
 # x = logprob - reference logprob = 0.5, -1, 0, and two far beyond the clamps: e^1000 would overflow
 LOGPROBS = np.array([-1.0, -3.0, -0.25, 0.0, -1000.0], np.float32)
@@ -34,7 +34,7 @@ def test_a_plus_changes_the_gradient_and_not_the_value(estimator: str) -> None:
 
 
 def test_estimators_that_a_reward_cannot_have() -> None:
-    with pytest.raises(ValueError, match='"full" sums over the vocabulary'):
+    with pytest.raises(ValueError, match='"full" needs the logits of both models'):
         kl_penalty(LOGPROBS, REFERENCE, "full")
     with pytest.raises(ValueError, match='"k4" is unknown'):
         kl_penalty(LOGPROBS, REFERENCE, "k4")
@@ -50,4 +50,6 @@ def test_estimators_that_a_reward_cannot_have() -> None:
     ],
 )
 def test_adaptive_coefficient_by_hand(kl: float, want: float) -> None:
-    assert adapted(0.1, kl, target=0.05, horizon=1000, num_samples=100) == pytest.approx(want, rel=1e-12)
+    assert adapt_kl_coef(0.1, kl, target=0.05, horizon=1000, num_samples=100) == pytest.approx(
+        want, rel=1e-12
+    )

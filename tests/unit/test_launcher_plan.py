@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cli import running
+from atoll.cli import active_runs
 from atoll.cli.launcher import (
     ADDRESS_FILE,
-    address_file,
     check_interpreter,
     claim_folder,
-    coordinator_of,
+    coordinator_group,
     launch,
-    services_of,
+    publish_address,
+    service_groups,
 )
 from atoll.cli.tokens import Tokens
 from atoll.config.errors import ConfigError
@@ -24,7 +24,7 @@ from atoll.config.load import write_resolved
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import UserError
-from atoll.runtime.ports import reserved_port
+from atoll.runtime.ports import reserve_port
 from tests.builders import run_config
 
 TOKENS = Tokens(run="for-services", operators="for-people")
@@ -41,12 +41,12 @@ TOKENS = Tokens(run="for-services", operators="for-people")
 def test_a_run_whose_graders_are_all_servers_has_no_reward_service(
     reward: dict[str, object], expected: bool
 ) -> None:
-    groups = services_of(run_config(reward=reward), "127.0.0.1:9")
+    groups = service_groups(run_config(reward=reward), "127.0.0.1:9")
     assert (("reward-0",) in [group.names for group in groups]) is expected
 
 
 def test_a_training_run_has_every_rank_and_replica() -> None:
-    groups = services_of(
+    groups = service_groups(
         run_config(
             trainer={"parallel": {"tensor": 2, "data": 2}, "threads": 3, "max_restarts": 2},
             rollout={"replicas": 2, "threads": 5, "max_restarts": 7},
@@ -84,7 +84,7 @@ def test_a_training_run_has_every_rank_and_replica() -> None:
 
 def test_replicas_run_in_their_own_environment(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    groups = services_of(run_config(rollout={"python": python}), "127.0.0.1:9")
+    groups = service_groups(run_config(rollout={"python": python}), "127.0.0.1:9")
     used = {service.name: service.command[0] for group in groups for service in group.services}
     assert used == {"reward-0": sys.executable, "actor-0": sys.executable, "rollout-0": str(python)}
     check_interpreter(None)
@@ -102,13 +102,13 @@ def test_replicas_run_in_their_own_environment(tmp_path: Path) -> None:
     ],
 )
 def test_a_mode_leaves_out_what_it_does_not_need(sections: dict[str, object], names: list[str]) -> None:
-    assert [group.names for group in services_of(run_config(**sections), "127.0.0.1:9")] == [
+    assert [group.names for group in service_groups(run_config(**sections), "127.0.0.1:9")] == [
         (name,) for name in names
     ]
 
 
 def test_reward_services_share_the_load_and_are_started_again() -> None:
-    groups = services_of(run_config(reward={"services": 2, "max_restarts": 1}), "127.0.0.1:9")
+    groups = service_groups(run_config(reward={"services": 2, "max_restarts": 1}), "127.0.0.1:9")
     assert [(group.names, group.max_restarts) for group in groups[:2]] == [
         (("reward-0",), 1),
         (("reward-1",), 1),
@@ -118,9 +118,12 @@ def test_reward_services_share_the_load_and_are_started_again() -> None:
 
 
 def test_resume_reaches_the_coordinator() -> None:
-    fresh = coordinator_of(run_config(), "unix:///s", resume=False).services[0].command
+    fresh = coordinator_group(run_config(), "unix:///s", resume=False).services[0].command
     assert fresh[-2:] == ("--store", "unix:///s")
-    assert coordinator_of(run_config(), "unix:///s", resume=True).services[0].command == (*fresh, "--resume")
+    assert coordinator_group(run_config(), "unix:///s", resume=True).services[0].command == (
+        *fresh,
+        "--resume",
+    )
 
 
 def test_a_folder_is_taken_once_a_step_is_recorded(tmp_path: Path) -> None:
@@ -137,7 +140,7 @@ def test_a_folder_is_taken_once_a_step_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_reserved_port_goes_to_the_server_that_asks_for_it_and_to_nobody_else() -> None:
-    with reserved_port() as port, socket.socket() as stranger, socket.socket() as server:
+    with reserve_port() as port, socket.socket() as stranger, socket.socket() as server:
         with pytest.raises(OSError, match="Address already in use"):
             stranger.bind(("127.0.0.1", port))
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as PyTorch's store does
@@ -146,36 +149,38 @@ def test_a_reserved_port_goes_to_the_server_that_asks_for_it_and_to_nobody_else(
 
 
 def test_a_launcher_leaves_the_address_of_the_one_that_took_its_run_over(tmp_path: Path) -> None:
-    with address_file(tmp_path, "127.0.0.1:2", TOKENS):
-        with address_file(tmp_path, "127.0.0.1:1", TOKENS):  # the earlier one ends first
+    with publish_address(tmp_path, "127.0.0.1:2", TOKENS):
+        with publish_address(tmp_path, "127.0.0.1:1", TOKENS):  # the earlier one ends first
             (tmp_path / ADDRESS_FILE).write_text("127.0.0.1:2")
         assert (tmp_path / ADDRESS_FILE).read_text() == "127.0.0.1:2"
-        assert running.of(tmp_path) == running.Run("127.0.0.1:2", Caller(token="for-people"))
+        assert active_runs.run_in(tmp_path) == active_runs.RunAddress(
+            "127.0.0.1:2", Caller(token="for-people")
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_commands_find_the_operators_token_and_if_they_call_services_the_runs_own(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not running \(there is no .*/operator\.token\)"):
-        running.of(tmp_path)
-    with address_file(tmp_path, "127.0.0.1:2", TOKENS):
-        assert running.of(tmp_path).caller == Caller(token="for-people")
-        assert running.of(tmp_path, in_full=True).caller == Caller(token="for-services")
+        active_runs.run_in(tmp_path)
+    with publish_address(tmp_path, "127.0.0.1:2", TOKENS):
+        assert active_runs.run_in(tmp_path).caller == Caller(token="for-people")
+        assert active_runs.run_in(tmp_path, in_full=True).caller == Caller(token="for-services")
 
 
 def test_a_coordinator_elsewhere_is_called_with_the_token_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ATOLL_TOKEN", "for-services")
-    assert running.at("there:1").caller == Caller(token="for-services")
+    assert active_runs.run_at("there:1").caller == Caller(token="for-services")
     monkeypatch.setenv("ATOLL_OPERATOR_TOKEN", "for-people")
-    assert running.at("there:1").caller == Caller(token="for-people")
-    assert running.at("there:1", in_full=True).caller == Caller(token="for-services")
+    assert active_runs.run_at("there:1").caller == Caller(token="for-people")
+    assert active_runs.run_at("there:1", in_full=True).caller == Caller(token="for-services")
 
 
 def test_only_its_owner_can_read_a_runs_tokens_address_and_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch(0o644)  # of a start that an earlier version made
     write_resolved(run_config(), tmp_path / "config.json")
-    with address_file(tmp_path, "127.0.0.1:2", TOKENS):
+    with publish_address(tmp_path, "127.0.0.1:2", TOKENS):
         modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
     names = "config.json", "coordinator.address", "coordinator.token", "operator.token"
     assert modes == dict.fromkeys(names, 0o600)
@@ -189,7 +194,7 @@ def test_another_users_run_is_called_with_the_token_that_its_owner_hands_out(
 
     monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(UserError, match=r"operator\.token belongs to another user: ask them for"):
-        running.of(tmp_path)
+        active_runs.run_in(tmp_path)
 
 
 def test_each_run_has_random_tokens_unless_the_environment_names_them(

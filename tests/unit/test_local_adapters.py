@@ -13,7 +13,7 @@ from atoll.config.schema import LoraConfig, LoraTarget
 from atoll.rollout.engines import local_model
 from atoll.rollout.engines.local_adapters import AdapterLayout
 from atoll.rollout.engines.local_model import KVCache, LocalModel
-from atoll.rollout.engines.local_weights import Layout
+from atoll.rollout.engines.local_weights import BufferLayout
 from atoll.runtime.model_spec import read_spec
 from atoll.wire.types import LoraSpec
 
@@ -33,12 +33,12 @@ def test_adapters_add_what_those_of_peft_add(
     logits = theirs(IDS).logits
 
     spec = read_spec(tiny_qwen2)
-    base = Layout(spec)
+    base = BufferLayout(spec)
     weights = base.bind(base.read(tiny_qwen2, torch.float32))
     layout = AdapterLayout(base, weights, LoraSpec(rank=3, alpha=5, targets=targets))
     adapter = load_file(tmp_path / "adapter_model.safetensors")
-    assert set(layout.catalog.tensors) == adapter.keys()
-    buffer = torch.cat([adapter[name].flatten() for name in layout.catalog.tensors])
+    assert set(layout.shard_layout.tensors) == adapter.keys()
+    buffer = torch.cat([adapter[name].flatten() for name in layout.shard_layout.tensors])
 
     ours = LocalModel(spec, layout.bind(layout.zeros()), max_length=32)
     plain = LocalModel(spec, weights, max_length=32)

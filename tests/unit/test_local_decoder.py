@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from atoll.rollout.engines.local_decoder import Decoder
 from atoll.rollout.engines.local_model import LocalModel
-from atoll.rollout.engines.local_weights import Layout
+from atoll.rollout.engines.local_weights import BufferLayout
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import read_spec
 from atoll.wire.types import Sampling, TurnId, TurnRequest, Version
@@ -21,7 +21,7 @@ class CountingModel(LocalModel):
 
     def __init__(self, folder: Path) -> None:
         spec = read_spec(folder)
-        layout = Layout(spec)
+        layout = BufferLayout(spec)
         super().__init__(spec, layout.bind(layout.read(folder, torch.float32)), 512)
         self.prefills: list[int] = []
         self.decodes: list[int] = []
@@ -105,7 +105,7 @@ def test_who_counts_what_waits_need_not_stop_the_queue(tiny_qwen2):
 def test_folders_that_hold_no_such_model(tiny_qwen2, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    layout = Layout(read_spec(tiny_qwen2))
+    layout = BufferLayout(read_spec(tiny_qwen2))
     with pytest.raises(UserError, match=r"holds no \*.safetensors"):
         layout.read(tmp_path, torch.float32)
     tensors = load_file(tiny_qwen2 / "model.safetensors")

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from atoll.rollout.engines.base import Completion
 from atoll.rollout.engines.local_decoder import Decoder
 from atoll.rollout.engines.local_model import LocalModel
-from atoll.rollout.engines.local_weights import Layout
+from atoll.rollout.engines.local_weights import BufferLayout
 from atoll.runtime.model_spec import read_spec
 from atoll.wire.types import Sampling, TurnRequest, Version
 from tests.builders import group_id, turn_request
@@ -26,7 +26,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 def started(folder: Path, *, slots: int = 4, max_length: int = 64) -> Decoder[str]:
     spec = read_spec(folder)
-    layout = Layout(spec)
+    layout = BufferLayout(spec)
     model = LocalModel(spec, layout.bind(layout.read(folder, torch.float32)), max_length)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return Decoder(model, tokenizer, slots, max_length, Version("", 0))

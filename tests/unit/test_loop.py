@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from atoll.coordinator.assembly import rows_before
-from atoll.coordinator.control import State
+from atoll.coordinator.control import RunState
 from atoll.coordinator.data.datasets import SupervisedSource
-from atoll.coordinator.journal.checkpoints import Best
+from atoll.coordinator.journal.checkpoints import BestValidation
 from atoll.coordinator.journal.dump import dumps, last_dump, read_dump, write_dump
-from atoll.coordinator.rollouts.source import ReplaySource
+from atoll.coordinator.rollouts.group_sources import ReplaySource
 from atoll.coordinator.supervised import HeldOutSet, SupervisedSteps
 from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from atoll.runtime.telemetry import MetricsFile
@@ -77,7 +77,7 @@ async def test_the_summary_says_where_a_run_began_and_ended(tmp_path: Path) -> N
         "checkpoint": str(run.checkpoints.path(2)),
     }
     assert [row["step"] for row in run.rows()] == [0, 1, 2]
-    assert run.control.progress.state is State.FINISHED
+    assert run.control.progress.state is RunState.FINISHED
 
 
 async def test_a_guard_that_stops_leaves_the_diverged_weights_unpublished_and_unsaved(
@@ -101,7 +101,7 @@ async def test_a_guard_that_stops_leaves_the_diverged_weights_unpublished_and_un
 async def paused(run: FakeRun) -> None:
     """Waits until the run stands still."""
     progress = run.control.progress
-    while progress.state is not State.PAUSED:
+    while progress.state is not RunState.PAUSED:
         progress = await run.control.follow(progress.revision, 30)
 
 
@@ -144,7 +144,7 @@ async def test_a_paused_run_saves_at_once_when_it_is_asked_to(tmp_path: Path) ->
     await paused(run)
     for _ in range(2):  # the second one finds it there
         assert await run.control.request_checkpoint() == str(run.checkpoints.path(1))
-    assert run.control.progress.state is State.PAUSED
+    assert run.control.progress.state is RunState.PAUSED
     await run.control.stop()
     await running
 
@@ -249,7 +249,7 @@ async def test_generation_that_fails_beside_an_update_ends_the_run_after_it_and_
         updating.set()
         return ACTOR_METRICS
 
-    run.beside, run.trainers["actor"].metrics = fails, update
+    run.background, run.trainers["actor"].metrics = fails, update
     with pytest.raises(Exception, match=str(error.args[0])) as raised:
         await run.run()
     assert not isinstance(raised.value, ServiceUnavailableError)  # which is taken for a lost trainer
@@ -383,7 +383,7 @@ async def test_the_window_of_the_target_includes_the_steps_before_a_resume(
 
 async def test_a_resumed_run_neither_warms_up_nor_validates_at_its_start(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, {"validation": SUMS}, source=ListSource([batch(3)], first=3), validations=[0.5])
-    await run.run(step=2, best=Best(1, 0.75))
+    await run.run(step=2, best=BestValidation(1, 0.75))
     assert run.events == [("push", 2), ("update", "actor", 3), ("push", 3), ("validate", 3)]
     assert run.summary()["best"] == {"step": 1, "value": 0.75}
 

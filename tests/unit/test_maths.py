@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from atoll.config.errors import ConfigError
 from atoll.config.functions import GRADER, check
 from atoll.reward.verifiers.gsm8k import extract_answer, gsm8k
-from atoll.reward.verifiers.maths import Place, maths, quick
+from atoll.reward.verifiers.maths import Place, grade_quickly, maths
 from atoll.reward.verifiers.maths_latex import canonical
 from atoll.reward.verifiers.maths_numbers import TooLargeError, rational
 from atoll.wire.types import FinishReason, GroupId, SampleId, ScoreItem
@@ -40,7 +40,7 @@ def test_pairs_without_a_false_positive() -> None:
         assert pair["right"] or grade.value == 0.0, pair
         if pair["right"] and grade.value == 0.0:
             missed.append(pair)
-        assert quick(item(pair["response"], pair["gold"])) in (None, grade)
+        assert grade_quickly(item(pair["response"], pair["gold"])) in (None, grade)
     assert len(missed) <= MAX_MISSES * sum(pair["right"] for pair in pairs), missed
 
 
@@ -58,7 +58,7 @@ def test_every_gsm8k_solution_and_the_next_ones() -> None:
         assert gsm8k(item(solution, strict)) == 1.0
         assert gsm8k(item(other, strict)) == float(strict == extract_answer(other)) <= equal
         for place in ("any", "hash"):
-            right, wrong = (quick(item(text, truths[i]), answer=place) for text in (solution, other))
+            right, wrong = (grade_quickly(item(text, truths[i]), answer=place) for text in (solution, other))
             assert right is not None
             assert right.value == 1.0
             assert wrong is not None
@@ -184,7 +184,7 @@ def test_bombs_cost_little(answer: str) -> None:
 def test_long_responses_take_linear_time(unit: str) -> None:
     response = unit * (200_000 // len(unit))
     begun = time.process_time()
-    quick(item(response, "6"))
+    grade_quickly(item(response, "6"))
     assert time.process_time() - begun < 5.0  # 0.1 at most when idle
 
 

@@ -1,6 +1,6 @@
 """Shares of reasons, counted by hand."""
 
-from atoll.coordinator.algorithm.metrics import MAX_KINDS, Reasons
+from atoll.coordinator.algorithm.metrics import MAX_KINDS, ReasonShares
 from atoll.wire.types import Group, TurnReward
 from tests import builders
 from tests.builders import node, sample, sample_id
@@ -14,16 +14,16 @@ def group(*reasons: dict[str, str]) -> Group:
 
 
 def test_shares_are_of_all_samples_of_the_step_by_kind() -> None:
-    reasons = Reasons()
+    reasons = ReasonShares()
     first = group({"code": "timeout: case 3"}, {"code": "timeout: case 1", "maths": "no box"}, {}, {})
     second = group({"code": "wrong: case 1"}, {"code": "right"}, {"code": "right"}, {})
-    assert reasons.shares([first, second]) == {
+    assert reasons.measure([first, second]) == {
         "reward/code/timeout": 2 / 8,
         "reward/code/right": 2 / 8,
         "reward/code/wrong": 1 / 8,
         "reward/maths/no box": 1 / 8,
     }
-    assert reasons.shares([group({"code": "right"}, {"code": "right"})]) == {
+    assert reasons.measure([group({"code": "right"}, {"code": "right"})]) == {
         "reward/code/timeout": 0.0,
         "reward/code/right": 1.0,
         "reward/code/wrong": 0.0,
@@ -32,12 +32,12 @@ def test_shares_are_of_all_samples_of_the_step_by_kind() -> None:
 
 
 def test_a_grader_that_says_something_else_each_time_makes_no_metric_of_each() -> None:
-    reasons = Reasons()
+    reasons = ReasonShares()
     talk = [{"chatty": f"thought {index}"} for index in range(30)]
-    shares = reasons.shares([group(*talk, {"chatty": "right"}, {"chatty": "right"})])
+    shares = reasons.measure([group(*talk, {"chatty": "right"}, {"chatty": "right"})])
     assert len(shares) == MAX_KINDS + 1
     assert shares["reward/chatty/right"] == 2 / 32  # the most frequent kinds come first
     assert shares["reward/chatty/other"] == (30 - (MAX_KINDS - 1)) / 32
-    later = reasons.shares([group({"chatty": "something new"}, {"chatty": "x" * 1000})])
+    later = reasons.measure([group({"chatty": "something new"}, {"chatty": "x" * 1000})])
     assert later.keys() == shares.keys()
     assert later["reward/chatty/other"] == 1.0

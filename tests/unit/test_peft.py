@@ -12,7 +12,7 @@ from atoll.config.schema import LoraConfig
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import Experts, ModelSpec, read_spec
 from atoll.trainer.megatron.lora import check_targets
-from atoll.trainer.megatron.model import Model
+from atoll.trainer.megatron.model import MegatronModel
 from atoll.trainer.megatron.peft import load_adapter
 
 LORA = LoraConfig(rank=4, alpha=8, targets=("q_proj", "v_proj"))
@@ -39,11 +39,11 @@ def test_an_adapter_that_is_not_the_runs_is_refused(
 ) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG | change))
     with pytest.raises(UserError, match=message):
-        load_adapter(Model((), read_spec(tiny_qwen2), tiny_qwen2, LORA), tmp_path)
+        load_adapter(MegatronModel((), read_spec(tiny_qwen2), tiny_qwen2, LORA), tmp_path)
 
 
 def test_an_adapter_of_another_model_is_refused(tiny_qwen2: Path, tmp_path: Path) -> None:
-    model = Model((), read_spec(tiny_qwen2), tiny_qwen2, LORA)
+    model = MegatronModel((), read_spec(tiny_qwen2), tiny_qwen2, LORA)
     with pytest.raises(UserError, match=r"holds no adapter of peft: adapter_config\.json cannot be read"):
         load_adapter(model, tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))

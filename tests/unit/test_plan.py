@@ -119,4 +119,4 @@ def test_the_table_names_every_role(run_file: Path, capsys: pytest.CaptureFixtur
 def test_a_folder_without_config_is_said(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_file.parent / "config.json").unlink()
     assert main(["plan", "--memory", str(run_file)]) == 2
-    assert "is no model folder" in capsys.readouterr().err
+    assert "is not a model folder" in capsys.readouterr().err

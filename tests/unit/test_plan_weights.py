@@ -8,11 +8,11 @@ import pytest
 from megatron.core.parallel_state import RankGenerator
 
 from atoll.cli.main import main
-from atoll.cli.plan_weights import CASES, LINKS, replica_catalogs, row, trainer_catalogs
+from atoll.cli.plan_weights import CASES, LINKS, estimate_push, replica_shard_layouts, trainer_shard_layouts
 from atoll.config.schema import ParallelConfig, TrainerSection
 from atoll.runtime.memory import rank_memory
 from atoll.runtime.model_spec import Experts
-from atoll.wire.types import Catalog
+from atoll.wire.types import ShardLayout
 from tests.builders import model_spec
 
 SPEC = model_spec(
@@ -25,13 +25,13 @@ SPEC = model_spec(
 LAYOUT = ParallelConfig(tensor=2, sequence=True, pipeline=2, expert=4, data=4)  # 16 ranks
 
 
-def sizes(catalog: Catalog) -> int:
-    return int((catalog.boxes["rows"] * catalog.boxes["columns"]).sum())
+def sizes(shard_layout: ShardLayout) -> int:
+    return int((shard_layout.boxes["rows"] * shard_layout.boxes["columns"]).sum())
 
 
 def test_ranks_are_numbered_as_megatron_does() -> None:
     """Its groups along an axis are the ranks that differ in what lies along that axis alone."""
-    ranks = trainer_catalogs(SPEC, LAYOUT)
+    ranks = trainer_shard_layouts(SPEC, LAYOUT)
     dense = RankGenerator(tp=2, ep=1, dp=4, pp=2, cp=1, order="tp-cp-ep-dp-pp")
     experts = RankGenerator(tp=1, ep=4, dp=2, pp=2, cp=1, order="tp-cp-ep-dp-pp")
 
@@ -45,8 +45,8 @@ def test_ranks_are_numbered_as_megatron_does() -> None:
         assert len({frozenset(held(group[0], of_experts)) for group in copies}) == len(copies)
         for group in copies:
             assert all(held(rank, of_experts) == held(group[0], of_experts) for rank in group)
-    for rank, catalog in enumerate(ranks):
-        assert sizes(catalog) * 2 == rank_memory(SPEC, section(LAYOUT), rank // 8, "update").parameters
+    for rank, shard_layout in enumerate(ranks):
+        assert sizes(shard_layout) * 2 == rank_memory(SPEC, section(LAYOUT), rank // 8, "update").parameters
 
 
 def section(parallel: ParallelConfig) -> TrainerSection:
@@ -55,7 +55,7 @@ def section(parallel: ParallelConfig) -> TrainerSection:
 
 def test_virtual_stages_take_turns() -> None:
     """Two stages of two pieces each, of one layer: stage 0 has layers 0 and 2."""
-    first, second = trainer_catalogs(SPEC, ParallelConfig(pipeline=2, virtual_pipeline=2))
+    first, second = trainer_shard_layouts(SPEC, ParallelConfig(pipeline=2, virtual_pipeline=2))
     assert {name.split(".")[2] for name in first.tensors if ".layers." in name} == {"0", "2"}
     assert {name.split(".")[2] for name in second.tensors if ".layers." in name} == {"1", "3"}
     assert "model.embed_tokens.weight" in first.tensors
@@ -64,9 +64,9 @@ def test_virtual_stages_take_turns() -> None:
 
 def test_a_replica_keeps_a_tied_embedding_once() -> None:
     tied = replace(SPEC, tied=True)
-    whole = sizes(trainer_catalogs(tied, ParallelConfig())[0])
-    assert whole == sizes(trainer_catalogs(SPEC, ParallelConfig())[0]) - 256 * 16
-    assert sizes(replica_catalogs(tied, 1)[0]) == whole
+    whole = sizes(trainer_shard_layouts(tied, ParallelConfig())[0])
+    assert whole == sizes(trainer_shard_layouts(SPEC, ParallelConfig())[0]) - 256 * 16
+    assert sizes(replica_shard_layouts(tied, 1)[0]) == whole
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_replica_keeps_a_tied_embedding_once() -> None:
 def test_a_replica_gets_its_own_part_once(number: int, parameters: int) -> None:
     """Parameters as the model cards count them, two bytes each; one rank hears one link, and each round
     takes a millisecond of calls."""
-    found = row(CASES[number])
+    found = estimate_push(CASES[number])
     assert found.received == 2 * parameters
     assert found.seconds["100G"] == pytest.approx(2 * parameters / 10e9 + found.rounds * 1e-3, rel=0.01)
     assert found.seconds.keys() == LINKS.keys()

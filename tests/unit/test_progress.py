@@ -36,12 +36,12 @@ def test_a_run_that_has_not_begun_has_no_metrics() -> None:
 
 def test_servers_are_shown_with_their_health() -> None:
     well = ServerHealth(ExternalServer("tool", "search", "http://a", "mcp"), True)
-    unwell = ServerHealth(ExternalServer("reward", "judge", "http://b", "http"), False, "no answer")
-    status = RunStatus("toy", "training", 3, 10, 4, "", (), {}, 7, (well, unwell))
-    assert line(status) == "step 3/10  training  unwell: reward judge at http://b"
+    unhealthy = ServerHealth(ExternalServer("reward", "judge", "http://b", "http"), False, "no answer")
+    status = RunStatus("toy", "training", 3, 10, 4, "", (), {}, 7, (well, unhealthy))
+    assert line(status) == "step 3/10  training  unhealthy: reward judge at http://b"
     assert [text.split() for text in describe(status).splitlines()[1:]] == [
         ["tool", "search", "http://a", "well"],
-        ["reward", "judge", "http://b", "unwell:", "no", "answer"],
+        ["reward", "judge", "http://b", "unhealthy:", "no", "answer"],
     ]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.cli.launcher import services_of
+from atoll.cli.launcher import service_groups
 from atoll.cli.main import main
 from atoll.config import functions
 from atoll.config.load import load, validate
@@ -125,13 +125,13 @@ def test_a_recipe_names_its_parts(name: str) -> None:
 
 @each_recipe
 def test_a_recipe_starts_the_services_that_it_needs(name: str) -> None:
-    names = {name for group in services_of(read(name), "127.0.0.1:9") for name in group.names}
+    names = {name for group in service_groups(read(name), "127.0.0.1:9") for name in group.names}
     models = {f"{role}-0" for role in ("actor", *RECIPES[name].after_actor)}
     assert names == {"reward-0", "rollout-0", *models}
 
 
 def test_the_supervised_recipe_starts_the_trainer_alone() -> None:
-    assert [group.names for group in services_of(read("sft"), "127.0.0.1:9")] == [("actor-0",)]
+    assert [group.names for group in service_groups(read("sft"), "127.0.0.1:9")] == [("actor-0",)]
 
 
 @each_recipe
@@ -226,7 +226,7 @@ def test_what_a_recipes_filter_keeps(name: str, scores: tuple[float, float], kee
     config = read(name).algorithm.filter
     assert config is not None
     samples = [sample(sample_id(0, i), node([3]), score=score) for i, score in enumerate(scores)]
-    assert DynamicSampling(config, prompts_per_step=1).keeps(group(*samples)) is keeps
+    assert DynamicSampling(config, prompts_per_step=1).accepts(group(*samples)) is keeps
 
 
 def test_the_examples_own_loss() -> None:

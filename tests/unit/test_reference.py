@@ -15,7 +15,9 @@ def test_a_setting_that_names_a_function_lists_them() -> None:
     (advantage,) = [line for line in lines if line.startswith("| `advantage` |")]
     assert advantage.startswith('| `advantage` | `"grpo"` | `gae` `vapo` `grpo` `dr_grpo` `rloo` ')
     assert "`name` is one of `scores_differ`, or `file.py:function`." in lines
-    assert "| `max_refill` | `10` |  | groups left out in a row, in batches, before the run ends |" in lines
+    assert (
+        "| `max_refill` | `10` |  | batches of consecutively filtered groups before the run fails |" in lines
+    )
 
 
 def test_a_setting_has_its_default_its_values_and_its_comment() -> None:

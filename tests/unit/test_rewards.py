@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from atoll.coordinator.rewards.rewards import Rewards, merged
-from atoll.coordinator.rewards.score_parts import OwnServices, ServerGrader
+from atoll.coordinator.rewards.rewards import Rewards, merge_verdicts
+from atoll.coordinator.rewards.verdict_sources import RewardServices, ServerGrader
 from atoll.runtime.clients.base import MAX_MESSAGE_BYTES
 from atoll.runtime.errors import (
     AtollError,
-    BadAnswerError,
     OverloadedError,
+    ProtocolError,
     ServiceUnavailableError,
     StaleFenceError,
     UserError,
@@ -72,7 +72,7 @@ def test_reasons_of_the_server_itself_are_those_of_its_grader() -> None:
 
 
 def test_without_any_grader_the_score_is_0() -> None:
-    assert merged(item(0).id, []) == Graded(item(0).id, 0.0, {})
+    assert merge_verdicts(item(0).id, []) == Graded(item(0).id, 0.0, {})
 
 
 @timed
@@ -128,7 +128,7 @@ async def test_a_service_that_fails_each_time_is_blamed_in_the_end() -> None:
         AWAY,
         AtollError("Score at host:1: INTERNAL: KeyError"),
         UserError("Score at host:1: the id of item 3 is of another form"),
-        BadAnswerError("Score at host:1: got more bytes of verdicts than a message holds"),
+        ProtocolError("Score at host:1: got more bytes of verdicts than a message holds"),
     ],
 )
 def test_a_service_that_fails_gets_no_calls_for_a_while_and_another_takes_them(error: AtollError) -> None:
@@ -209,7 +209,7 @@ async def test_a_service_that_dies_after_a_long_call_is_waited_for_as_well() -> 
 
 @timed
 async def test_patience_without_a_service_ends_for_all_that_wait_at_the_same_time() -> None:
-    asked = rewards_of(retries=2, patience_s=20.0)
+    asked = rewards_of(retries=2, wait_timeout_s=20.0)
     begun = now()
     verdicts = await scored(asked, [item(i) for i in range(1000)])
     assert now() - begun == pytest.approx(20.0 + 0.5 + 1.0)
@@ -232,7 +232,7 @@ async def test_what_waited_for_a_service_fits_one_that_takes_little() -> None:
 async def test_patience_is_with_silence_not_with_a_long_line() -> None:
     """Each response takes 15 s, one at a time; the last has waited for 15 minutes."""
     own = FakeService(seconds=dict.fromkeys(range(60), 15.0), max_queued=1)
-    asked = rewards_of(own, patience_s=20.0)
+    asked = rewards_of(own, wait_timeout_s=20.0)
     assert await scored(asked, [item(i) for i in range(60)]) == [graded(item(i)) for i in range(60)]
 
 
@@ -358,7 +358,7 @@ async def test_where_all_have_too_much_to_do_the_call_waits_and_that_is_no_failu
 
 @timed
 async def test_patience_with_those_who_have_too_much_to_do_ends() -> None:
-    asked = rewards_of(FakeService(*[BUSY] * 100), patience_s=20.0)
+    asked = rewards_of(FakeService(*[BUSY] * 100), wait_timeout_s=20.0)
     begun = now()
     (verdict,) = await scored(asked, [item(0)])
     assert isinstance(verdict, GradingError)
@@ -388,10 +388,10 @@ async def test_no_call_is_larger_than_a_message_may_be() -> None:
     world = World(a=Fake())
     items = [item(number)._replace(ground_truth="\N{EURO SIGN}" * ((1 << 20) - 1000)) for number in range(30)]
     async with watched(world, reward_server("a", 1)):
-        for part in (OwnServices(600.0), ServerGrader(world.servers, "judge", 1.0)):
+        for part in (RewardServices(600.0), ServerGrader(world.servers, "judge", 1.0)):
             calls = part.split(items)
             assert [one.id for call in calls for one in call] == [one.id for one in items]
             assert [len(call) for call in calls] == [8, 8, 8, 6]
             sizes = [sum(encode_score_item(one).ByteSize() for one in call) for call in calls]
             assert max(sizes) < MAX_MESSAGE_BYTES
-    assert [len(call) for call in OwnServices(600.0).split([item(number) for number in range(5)])] == [5]
+    assert [len(call) for call in RewardServices(600.0).split([item(number) for number in range(5)])] == [5]

@@ -10,7 +10,7 @@ import pytest
 from atoll.config.errors import ConfigError
 from atoll.config.functions import load
 from atoll.config.schema import GraderConfig
-from atoll.reward.graders import Panel
+from atoll.reward.graders import GraderPanel
 from atoll.reward.score import (
     GRADERS,
     ISOLATED,
@@ -19,7 +19,7 @@ from atoll.reward.score import (
     Failure,
     Grader,
     Outcome,
-    checked,
+    check_grade,
     combine,
     failure,
     judge,
@@ -125,7 +125,7 @@ def test_no_answer_is_none() -> None:
 
 
 async def score(item: ScoreItem, *configs: GraderConfig) -> Verdict:
-    panel = await Panel.start(configs, sandbox=None, programs=0)
+    panel = await GraderPanel.start(configs, sandbox=None, programs=0)
     ((verdict,),) = [verdicts async for verdicts in panel.verdicts([item])]
     return verdict
 
@@ -291,7 +291,7 @@ def test_graders_that_cannot_be_imported_are_refused_at_start(tmp_path: Path) ->
 
 def test_a_reason_that_quotes_a_response_fits_a_message_and_a_line() -> None:
     assert (
-        checked(Grade(0.0, "exception: \ud800 \x1b[2J\n\u00e9")).reason
+        check_grade(Grade(0.0, "exception: \ud800 \x1b[2J\n\u00e9")).reason
         == r"exception: \ud800 \x1b[2J\n" + "\u00e9"
     )
     assert failure(ValueError("a\ud800\nb")).cause == r"ValueError: a\ud800\nb"

@@ -9,17 +9,17 @@ import pytest
 
 from atoll.config.schema import ServerConfig
 from atoll.coordinator.rewards.rewards import Rewards
-from atoll.coordinator.rewards.score_parts import ServerGrader
 from atoll.coordinator.rewards.servers import LEASE_S
+from atoll.coordinator.rewards.verdict_sources import ServerGrader
 from atoll.external.protocols import connect
 from atoll.runtime.errors import (
     AtollError,
-    BadAnswerError,
     OverloadedError,
+    ProtocolError,
     ServiceUnavailableError,
     UserError,
 )
-from atoll.wire.codec.fleet import decode_kept_server, encode_server
+from atoll.wire.codec.fleet import decode_stored_server, encode_server
 from atoll.wire.types import ExternalServer, Graded, GradingError, ServerHealth, Verdict
 from tests import virtual_clock
 from tests.fake_rewards import scored
@@ -27,9 +27,9 @@ from tests.fake_servers import ADDRESS, Fake, World, item, now, reward_server, w
 from tests.virtual_clock import timed
 
 AWAY = ServiceUnavailableError("connection refused")
-NONSENSE = BadAnswerError('got "lots", expected a number')
+NONSENSE = ProtocolError('got "lots", expected a number')
 SILENT = "it does not answer, or not in time"  # what others than the log say of a registered server
-WRONG = "it does not answer as its protocol says"
+WRONG = "it violates its protocol"
 BUSY = OverloadedError("the queue is full")
 
 
@@ -79,21 +79,21 @@ def test_a_dead_server_loses_its_calls_to_the_other_and_comes_back(caplog: pytes
             assert all(isinstance(verdict, Graded) for some in verdicts for verdict in some)
             assert len(b.calls) == 30
             assert 3 <= len(a.calls) <= 4  # three in a row, and what was under way with the third
-            assert world.unwell() == {"a": SILENT}
+            assert world.unhealthy() == {"a": SILENT}
             before = len(a.calls)
             await score(world, 30)
             assert len(a.calls) == before
             a.fails = a.probe_fails = None
             await asyncio.sleep(31)  # the longest pause between two probes, and a probe
-            assert world.unwell() == {}
+            assert world.unhealthy() == {}
             await score(world, 30)
             assert len(a.calls) == before + 15
 
     virtual_clock.run(run())
-    assert [record.message for record in caplog.records if "unwell" in record.message] == [
-        "reward server judge at a is unwell and gets no calls: connection refused"
+    assert [record.message for record in caplog.records if "unhealthy" in record.message] == [
+        "reward server judge at a is unhealthy and gets no calls: connection refused"
     ]
-    assert "reward server judge at a is well again" in caplog.messages
+    assert "reward server judge at a is healthy again" in caplog.messages
 
 
 @timed
@@ -104,7 +104,7 @@ async def test_a_call_that_got_no_answer_is_forgotten_after_one_that_did() -> No
             for fails in (AWAY, AWAY, None):
                 world.fakes["a"].fails = fails
                 await asyncio.gather(world.servers.score("judge", [item(0)]), return_exceptions=True)
-    assert world.unwell() == {}
+    assert world.unhealthy() == {}
 
 
 @timed
@@ -118,7 +118,7 @@ async def test_a_server_that_answers_probes_and_calls_with_nonsense_is_asked_les
     assert (verdict.grader, verdict.cause) == ("server:judge", f"reward server judge at a: {WRONG}")
     times = [time - begun for time in world.fakes["a"].calls]
     gaps = [after - before for before, after in pairwise(times)]
-    # unwell for 1, 2, 4, ... s, 30 at most, and the time of a probe
+    # unhealthy for 1, 2, 4, ... s, 30 at most, and the time of a probe
     assert gaps == pytest.approx([1.01, 2.01, 4.01, 8.01, 16.01, 30.01, 30.01, 30.01])
 
 
@@ -132,7 +132,7 @@ async def test_an_idle_server_is_probed_and_one_that_answers_calls_is_not() -> N
         assert len(world.fakes["idle"].probes) == 10
         world.fakes["idle"].probe_fails = AWAY
         await asyncio.sleep(11 + 1 + 1)  # three probes
-        assert world.unwell() == {"idle": SILENT}
+        assert world.unhealthy() == {"idle": SILENT}
 
 
 @timed
@@ -142,7 +142,7 @@ async def test_a_client_that_stumbles_over_an_answer_costs_its_server_and_not_th
         world.fakes["a"].fails = RecursionError("too deep")
         world.fakes["a"].probe_fails = AWAY
         await score(world, 10)
-        assert world.unwell() == {"a": WRONG}
+        assert world.unhealthy() == {"a": WRONG}
         assert len(world.fakes["b"].calls) == 10
         world.fakes["b"].fails = TimeoutError()
         with pytest.raises(ServiceUnavailableError, match=f"^reward server judge at b: {SILENT}$"):
@@ -158,7 +158,7 @@ async def test_a_registered_server_leaves_once_it_was_unwell_for_the_lease() -> 
         for fake in world.fakes.values():
             fake.probe_fails = NONSENSE
         await asyncio.sleep(10 + LEASE_S - 5)
-        assert set(world.unwell()) == {"a", "b"}
+        assert set(world.unhealthy()) == {"a", "b"}
         await asyncio.sleep(5 + 30 + 1)
         assert [health.server.url for health in world.servers.health()] == ["b"]  # of the config
         assert world.store.servers == {}
@@ -183,10 +183,10 @@ async def test_a_server_that_is_sometimes_unwell_stays() -> None:
         for _ in range(5):
             world.fakes["a"].probe_fails = NONSENSE
             await asyncio.sleep(LEASE_S / 2)
-            assert world.unwell() != {}
+            assert world.unhealthy() != {}
             world.fakes["a"].probe_fails = None
             await asyncio.sleep(60)
-            assert world.unwell() == {}
+            assert world.unhealthy() == {}
     assert len(world.servers.health()) == 1
 
 
@@ -213,7 +213,7 @@ async def test_calls_do_not_wait_for_ever() -> None:
         await asyncio.gather(world.servers.score("judge", [item(0)]), return_exceptions=True)
         begun = now()
         with pytest.raises(
-            ServiceUnavailableError, match=rf"waited 100 s: no reward server judge is well.*{WRONG}"
+            ServiceUnavailableError, match=rf"waited 100 s: no reward server judge is healthy.*{WRONG}"
         ):
             await score(world)
         assert now() - begun == pytest.approx(100)
@@ -288,7 +288,7 @@ async def test_a_restarted_coordinator_finds_who_was_registered() -> None:
     later = World(**world.fakes)
     later.store = later.servers._store = world.store  # type: ignore[assignment]
     await later.servers.restore(resume=True)
-    assert set(later.unwell()) == {"a"}
+    assert set(later.unhealthy()) == {"a"}
     assert later.servers.missing() == ["judge", "style"]
     async with watched(later):
         await asyncio.sleep(1)
@@ -323,7 +323,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
         await refused(world, replace(judge, auth="sesame-4711"), "auth", "environment variable")
         unknown = [replace(judge, auth=f"env:{name}") for name in ("JUDGE_NO_SUCH", "HOME")]
         for server in unknown:  # one that may be named and is not set, one that is set and may not be named
-            await refused(world, server, f"{server.auth}: the variable has to be listed", "and set")
+            await refused(world, server, f"{server.auth}: the variable must be listed", "and set")
         assert world.fakes["a"].probes == []
         world.fakes["a"].probe_fails = NONSENSE
         await refused(world, judge, f"judge at a: {WRONG}; the coordinator's log")
@@ -349,7 +349,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
 @timed
 async def test_what_a_registered_server_answers_is_shown_to_nobody() -> None:
     world = World(a=Fake(), b=Fake())
-    secret_page = BadAnswerError("got status 200 and 'AKIA-4711'")
+    secret_page = ProtocolError("got status 200 and 'AKIA-4711'")
     async with watched(world, reward_server("a")):
         for fails in (secret_page, UserError("the server has AKIA-4711"), OverloadedError("after AKIA-4711")):
             world.fakes["a"].fails = world.fakes["b"].probe_fails = fails
@@ -367,7 +367,7 @@ async def test_a_restarted_coordinator_asks_its_file_again_who_may_be_called() -
     world = World(a=Fake(), b=Fake(), c=Fake())
     await world.servers.add(reward_server("a", address="169.254.169.254"))  # which is not theirs to say
     await world.servers.add(reward_server("b", name="style"))
-    kept = {key: decode_kept_server(content) for key, content in world.store.servers.items()}
+    kept = {key: decode_stored_server(content) for key, content in world.store.servers.items()}
     assert [server.address for server in kept.values()] == [ADDRESS, ADDRESS]
     moved = {"a": "10.0.0.1", "b": ""}  # no longer listed; of an earlier version
     world.store.servers = {
@@ -421,9 +421,9 @@ async def test_a_busy_external_server_stays_well_and_another_gets_the_call() -> 
     world = World(a=Fake(fails=BUSY), b=Fake())
     async with watched(world, reward_server("a"), reward_server("b")):
         await score(world, 10)
-        assert world.unwell() == {}
+        assert world.unhealthy() == {}
         world.fakes["b"].fails = BUSY
         with pytest.raises(OverloadedError):
             await score(world)
-        assert world.unwell() == {}
+        assert world.unhealthy() == {}
     assert len(world.fakes["b"].calls) == 11

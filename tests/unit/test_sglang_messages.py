@@ -133,7 +133,7 @@ def test_every_key_becomes_an_argument_and_the_users_wins() -> None:
 
 @pytest.mark.parametrize("key", ["port", "disable_overlap_schedule"])
 def test_what_the_engine_decides_is_refused(key: str) -> None:
-    with pytest.raises(UserError, match=rf"rollout\.sglang\.{key} is not yours to set"):
+    with pytest.raises(UserError, match=rf"rollout\.sglang\.{key} cannot be set"):
         arguments_of({key: 1}, {}, "cpu", 1)
 
 

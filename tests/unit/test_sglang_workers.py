@@ -20,7 +20,15 @@ from atoll.runtime.server import Server
 from atoll.trainer.publish import Publisher
 from atoll.weights.plan import plan
 from atoll.weights.transport import shm
-from atoll.wire.types import LoraSpec, Membership, Published, PublishRequest, PushPart, ReceiverSetup, Version
+from atoll.wire.types import (
+    LoraSpec,
+    Membership,
+    PublishedPart,
+    PublishRequest,
+    PushPart,
+    ReceiverSetup,
+    Version,
+)
 from tests.unit.sglang_shards import State, random_state, shard, whole
 
 V0, V1, V2 = (Version("a3f0", number) for number in range(3))
@@ -61,12 +69,12 @@ class Replica:
                     worker.commit_prepared()
         return {}
 
-    def publish(self, version: Version) -> list[Published]:
+    def publish(self, version: Version) -> list[PublishedPart]:
         if self._publisher is None:
-            self.plan = plan([whole(self.state)], self.workers.catalogs(), part_elements=1 << 12)
+            self.plan = plan([whole(self.state)], self.workers.shard_layouts(), part_elements=1 << 12)
             buffers = [tensor.view(-1) for tensor in self.state.values()]
-            self._publisher = Publisher(0, buffers, shm.Sender, stays_readable=True)
-        parts: list[Published] = []
+            self._publisher = Publisher(0, buffers, shm.ShmSender, stays_readable=True)
+        parts: list[PublishedPart] = []
         while not parts or not parts[-1].last:
             parts.append(
                 self._publisher.publish(
@@ -75,7 +83,7 @@ class Replica:
             )
         return parts
 
-    async def receive(self, version: Version, parts: list[Published]) -> int:
+    async def receive(self, version: Version, parts: list[PublishedPart]) -> int:
         return sum(
             [await self.workers.receive(PushPart(version, part.streams, self.plan, ALONE)) for part in parts]
         )
@@ -85,7 +93,7 @@ class Replica:
         await self.commit(version)
 
     async def commit(self, version: Version) -> None:
-        async with self.workers.prepared(version):
+        async with self.workers.prepare(version):
             await self.workers.commit(version, self.post)
 
     def train(self) -> None:
@@ -217,7 +225,7 @@ async def test_a_commit_that_fails_says_why(attached: Replica, monkeypatch: Any)
 def test_the_loader_never_raises(caplog: pytest.LogCaptureFixture) -> None:
     """Outside of SGLang it can only fail."""
     refit(torch.nn.Module(), [])
-    assert "the receiver of weights does not work" in caplog.text
+    assert "weight receiver failed" in caplog.text
 
 
 async def test_copies_that_differ_are_found(attached: Replica) -> None:
@@ -231,8 +239,8 @@ async def test_adapters_alone_are_merged_into_the_folders_weights(replica: Repli
     base, targets = replica.state, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
     replica.workers._setup = ReceiverSetup("shm", 10.0, LoraSpec(3, 5.0, targets))
     await replica.workers.attach(replica.post)
-    catalog = replica.workers.catalogs()[0]
-    shapes = dict(zip(catalog.tensors, catalog.boxes[["rows", "columns"]].tolist(), strict=True))
+    shard_layout = replica.workers.shard_layouts()[0]
+    shapes = dict(zip(shard_layout.tensors, shard_layout.boxes[["rows", "columns"]].tolist(), strict=True))
     replica.state = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for version in (V1, V2):
         replica.train()

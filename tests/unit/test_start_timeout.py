@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from atoll.coordinator.fleet.membership import Membership
+from atoll.coordinator.fleet.directory import ServiceDirectory
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.runtime.errors import ServiceUnavailableError
@@ -27,7 +27,7 @@ def test_a_service_may_load_its_model_for_as_long_as_the_config_says() -> None:
 
     async def run() -> None:
         replicas = Replicas(CALLER, section.request_timeout_s)
-        membership = Membership(
+        membership = ServiceDirectory(
             NoRegistry(),  # type: ignore[arg-type]
             replicas,
             Rewards(retries=0),

@@ -53,12 +53,12 @@ async def stopping(coordinator: FakeCoordinator) -> bool:
 
 
 def test_the_end_is_waited_for_as_long_as_it_takes_and_shown(caplog: pytest.LogCaptureFixture) -> None:
-    coordinator = FakeCoordinator(("training", 3), ("training", 3), ("writing its last checkpoint", 4))
+    coordinator = FakeCoordinator(("training", 3), ("training", 3), ("writing the last checkpoint", 4))
     assert not virtual_clock.run(stopping(coordinator))
     assert coordinator.stops == 1
     assert caplog.messages == [
         f"stopping: waits for the run, which is {what} of 9; interrupt again to stop at once"
-        for what in ("training after step 3", "writing its last checkpoint after step 4")
+        for what in ("training after step 3", "writing the last checkpoint after step 4")
     ]
 
 

@@ -8,8 +8,8 @@ from atoll.trainer.megatron import attention
 from atoll.trainer.megatron.attention import backend, plan_rows
 from atoll.trainer.megatron.context import ContextSplit
 from atoll.wire.types import Segments
-from tests import flash
-from tests.forests import CASES, check_dense, forest
+from tests import flash_attn_stand_in
+from tests.tree_layouts import CASES, check_dense, forest
 
 CPU = torch.device("cpu")
 WHOLE = ContextSplit()
@@ -17,7 +17,7 @@ WHOLE = ContextSplit()
 
 @pytest.fixture
 def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    flash.stand_in(monkeypatch)
+    flash_attn_stand_in.stand_in(monkeypatch)
 
 
 LIMITS = {"default": (64, 1 << 24), "small": (8, 200), "tiny": (1, 1)}
@@ -62,8 +62,8 @@ def test_chunks_are_dealt_from_both_ends() -> None:
     """Twelve tokens over three ranks: chunks of two, 0 and 5, 1 and 4, 2 and 3, these side by side."""
     splits = [ContextSplit(rank, 3) for rank in range(3)]
     assert [split.spans(12) for split in splits] == [[(0, 2), (10, 12)], [(2, 4), (8, 10)], [(4, 8)]]
-    assert splits[1].places(12).tolist() == [-1, -1, 0, 1, -1, -1, -1, -1, 2, 3, -1, -1]
-    assert splits[0].gathered(12).tolist() == [0, 1, 4, 5, 8, 9, 10, 11, 6, 7, 2, 3]
+    assert splits[1].local_index(12).tolist() == [-1, -1, 0, 1, -1, -1, -1, -1, 2, 3, -1, -1]
+    assert splits[0].gathered_index(12).tolist() == [0, 1, 4, 5, 8, 9, 10, 11, 6, 7, 2, 3]
 
 
 def test_every_rank_can_split_its_tokens_again() -> None:

@@ -11,7 +11,7 @@ from atoll.trainer.batch import (
     check_segments,
     flatten_trees,
     karmarkar_karp,
-    padded,
+    pad,
     plan_microbatches,
     select,
     take,
@@ -117,16 +117,16 @@ def test_trees_without_an_asked_token_are_left_out() -> None:
 
 
 def test_padding_is_a_root_behind_the_others() -> None:
-    assert padded(TREE, 1) is TREE
-    assert padded(TREE, 11) is TREE
-    longer = padded(TREE, 4)  # 11 tokens, and one more
+    assert pad(TREE, 1) is TREE
+    assert pad(TREE, 11) is TREE
+    longer = pad(TREE, 4)  # 11 tokens, and one more
     assert longer.offsets.tolist() == [*TREE.offsets.tolist(), 12]
     assert longer.parents.tolist() == [*TREE.parents.tolist(), -1]
     assert longer.token_ids[:11].tolist() == TREE.token_ids.tolist()
     assert longer.positions.tolist() == [*TREE.positions.tolist(), 0]
-    assert len(padded(TREE, 4, at_least=17).token_ids) == 20
+    assert len(pad(TREE, 4, at_least=17).token_ids) == 20
     nothing = select(TREE, np.zeros(0, np.int64)).segments
-    alone = padded(nothing, 3)
+    alone = pad(nothing, 3)
     assert (alone.offsets.tolist(), alone.parents.tolist()) == ([0, 3], [-1])
     check_segments(alone, vocab_size=1, max_length=3)
     check_segments(longer, vocab_size=64, max_length=6)

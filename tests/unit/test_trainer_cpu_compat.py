@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher as megatron_dispatcher
 
 from atoll.trainer.megatron import cpu_compat
-from tests.ranks import run_ranks
+from tests.torch_ranks import run_ranks
 
 
 @pytest.mark.parametrize("name", cpu_compat.TORCH_CUDA)

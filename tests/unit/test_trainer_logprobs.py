@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 
 from atoll.trainer.losses.kl import full_kl
 from atoll.trainer.losses.logprobs import token_logprobs
-from tests.ranks import run_ranks
+from tests.torch_ranks import run_ranks
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 from safetensors import safe_open
 
 from atoll.runtime.model_spec import Experts, ModelSpec, read_spec, with_value_head
-from atoll.trainer.megatron.names import Flavour, pieces, shapes, whole_model
-from atoll.weights.pieces import Piece
+from atoll.trainer.megatron.names import Flavour, shapes, tensor_slices, whole_model
+from atoll.weights.tensor_slices import TensorSlice
 from tests.builders import model_spec
 
 SPEC = model_spec(
@@ -55,7 +55,7 @@ def test_a_value_head_takes_the_place_of_the_output_layer() -> None:
 def test_ranks_cover_every_element_once(spec: ModelSpec, size: int) -> None:
     count = {name: np.zeros(shape, int).reshape(shape[0], -1) for name, shape in shapes(spec).items()}
     for rank in range(size):
-        for held in pieces(spec, replace(whole_model(spec), rank=rank, size=size)).values():
+        for held in tensor_slices(spec, replace(whole_model(spec), rank=rank, size=size)).values():
             for piece in held:
                 rows = slice(piece.row, piece.row + piece.rows)
                 columns = slice(piece.column, piece.column + piece.columns)
@@ -70,47 +70,47 @@ def test_ranks_cover_every_element_once(spec: ModelSpec, size: int) -> None:
 def test_qkv_is_interleaved_by_group() -> None:
     """8 query heads of size 2 share 4 key-value heads: a group is 4 query rows, 2 key rows, 2 value rows."""
     attention = "model.layers.1.self_attn"
-    assert pieces(SPEC, replace(whole_model(SPEC), rank=1, size=2))[
+    assert tensor_slices(SPEC, replace(whole_model(SPEC), rank=1, size=2))[
         "decoder.layers.1.self_attention.linear_qkv.weight"
     ] == [
-        Piece(f"{attention}.q_proj.weight", row=8, rows=4, column=0, columns=6),
-        Piece(f"{attention}.k_proj.weight", row=4, rows=2, column=0, columns=6),
-        Piece(f"{attention}.v_proj.weight", row=4, rows=2, column=0, columns=6),
-        Piece(f"{attention}.q_proj.weight", row=12, rows=4, column=0, columns=6),
-        Piece(f"{attention}.k_proj.weight", row=6, rows=2, column=0, columns=6),
-        Piece(f"{attention}.v_proj.weight", row=6, rows=2, column=0, columns=6),
+        TensorSlice(f"{attention}.q_proj.weight", row=8, rows=4, column=0, columns=6),
+        TensorSlice(f"{attention}.k_proj.weight", row=4, rows=2, column=0, columns=6),
+        TensorSlice(f"{attention}.v_proj.weight", row=4, rows=2, column=0, columns=6),
+        TensorSlice(f"{attention}.q_proj.weight", row=12, rows=4, column=0, columns=6),
+        TensorSlice(f"{attention}.k_proj.weight", row=6, rows=2, column=0, columns=6),
+        TensorSlice(f"{attention}.v_proj.weight", row=6, rows=2, column=0, columns=6),
     ]
 
 
 def test_each_rank_joins_its_gate_and_up_rows() -> None:
     mlp = "model.layers.0.mlp"
-    held = pieces(SPEC, replace(whole_model(SPEC), rank=1, size=2))
+    held = tensor_slices(SPEC, replace(whole_model(SPEC), rank=1, size=2))
     assert held["decoder.layers.0.mlp.linear_fc1.weight"] == [
-        Piece(f"{mlp}.gate_proj.weight", row=4, rows=4, column=0, columns=6),
-        Piece(f"{mlp}.up_proj.weight", row=4, rows=4, column=0, columns=6),
+        TensorSlice(f"{mlp}.gate_proj.weight", row=4, rows=4, column=0, columns=6),
+        TensorSlice(f"{mlp}.up_proj.weight", row=4, rows=4, column=0, columns=6),
     ]
     assert held["decoder.layers.0.mlp.linear_fc2.weight"] == [
-        Piece(f"{mlp}.down_proj.weight", row=0, rows=6, column=4, columns=4)
+        TensorSlice(f"{mlp}.down_proj.weight", row=0, rows=6, column=4, columns=4)
     ]
 
 
 def test_an_expert_rank_holds_its_experts_whole() -> None:
     """The second of two ranks has experts 2 and 3, and calls them 0 and 1."""
-    held = pieces(MOE, replace(whole_model(MOE), experts=range(2, 4)))
+    held = tensor_slices(MOE, replace(whole_model(MOE), experts=range(2, 4)))
     mlp = "model.layers.1.mlp"
     ours = "decoder.layers.1.mlp.experts.local_experts"
     assert {name: parts for name, parts in held.items() if "decoder.layers.1.mlp" in name} == {
-        "decoder.layers.1.mlp.router.weight": [Piece(f"{mlp}.gate.weight", 0, 4, 0, 6)],
+        "decoder.layers.1.mlp.router.weight": [TensorSlice(f"{mlp}.gate.weight", 0, 4, 0, 6)],
         f"{ours}.0.linear_fc1.weight": [
-            Piece(f"{mlp}.experts.2.gate_proj.weight", 0, 5, 0, 6),
-            Piece(f"{mlp}.experts.2.up_proj.weight", 0, 5, 0, 6),
+            TensorSlice(f"{mlp}.experts.2.gate_proj.weight", 0, 5, 0, 6),
+            TensorSlice(f"{mlp}.experts.2.up_proj.weight", 0, 5, 0, 6),
         ],
-        f"{ours}.0.linear_fc2.weight": [Piece(f"{mlp}.experts.2.down_proj.weight", 0, 6, 0, 5)],
+        f"{ours}.0.linear_fc2.weight": [TensorSlice(f"{mlp}.experts.2.down_proj.weight", 0, 6, 0, 5)],
         f"{ours}.1.linear_fc1.weight": [
-            Piece(f"{mlp}.experts.3.gate_proj.weight", 0, 5, 0, 6),
-            Piece(f"{mlp}.experts.3.up_proj.weight", 0, 5, 0, 6),
+            TensorSlice(f"{mlp}.experts.3.gate_proj.weight", 0, 5, 0, 6),
+            TensorSlice(f"{mlp}.experts.3.up_proj.weight", 0, 5, 0, 6),
         ],
-        f"{ours}.1.linear_fc2.weight": [Piece(f"{mlp}.experts.3.down_proj.weight", 0, 6, 0, 5)],
+        f"{ours}.1.linear_fc2.weight": [TensorSlice(f"{mlp}.experts.3.down_proj.weight", 0, 6, 0, 5)],
     }
 
 
@@ -118,16 +118,16 @@ def test_transformer_engine_keeps_a_norm_in_the_layer_behind_it() -> None:
     """But for the one in front of experts, which no single layer follows."""
     layer, theirs = "decoder.layers.2", "model.layers.2"
     for spec in (SPEC, MOE):
-        local, engine = (pieces(spec, whole_model(spec), flavour) for flavour in FLAVOURS)
+        local, engine = (tensor_slices(spec, whole_model(spec), flavour) for flavour in FLAVOURS)
         assert len(local) == len(engine)
         assert [part for parts in local.values() for part in parts] == [
             part for parts in engine.values() for part in parts
         ]
         attention_norm = engine[f"{layer}.self_attention.linear_qkv.layer_norm_weight"]
-        assert attention_norm == [Piece(f"{theirs}.input_layernorm.weight", 0, 6, 0, 1)]
+        assert attention_norm == [TensorSlice(f"{theirs}.input_layernorm.weight", 0, 6, 0, 1)]
         mlp_norm = "mlp.linear_fc1.layer_norm_weight" if spec is SPEC else "pre_mlp_layernorm.weight"
         assert engine[f"{layer}.{mlp_norm}"] == [
-            Piece(f"{theirs}.post_attention_layernorm.weight", 0, 6, 0, 1)
+            TensorSlice(f"{theirs}.post_attention_layernorm.weight", 0, 6, 0, 1)
         ]
         assert (f"{layer}.pre_mlp_layernorm.weight" in engine) == (spec is MOE)
         assert f"{layer}.input_layernorm.weight" not in engine

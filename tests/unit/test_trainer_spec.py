@@ -82,7 +82,7 @@ def test_stretches_slow_turns_alone() -> None:
     2.5 (half way) the mean: (1 + 1/8) / 2 = 0.5625."""
     turns = np.array([6.0, 4.0, 2.5, 1.0, 0.5])
     frequencies = 2 * np.pi * turns / 64
-    stretched = RopeScaling(8.0, 1.0, 4.0, 64).stretch(frequencies)
+    stretched = RopeScaling(8.0, 1.0, 4.0, 64).apply(frequencies)
     np.testing.assert_allclose(stretched / frequencies, [1, 1, 0.5625, 0.125, 0.125])
 
 
@@ -135,7 +135,7 @@ def test_a_reward_model_is_no_policy(tiny_qwen3: Path) -> None:
 
 
 def test_refuses_a_folder_without_config(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is no model folder: no config\.json"):
+    with pytest.raises(UserError, match=r"is not a model folder: no config\.json"):
         read_spec(tmp_path)
 
 

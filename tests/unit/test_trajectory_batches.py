@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from atoll.coordinator.algorithm.algorithm import Algorithm, Prepared
+from atoll.coordinator.algorithm.algorithm import Algorithm, PreparedStep
 from atoll.coordinator.algorithm.experience import lay_out
 from atoll.runtime.telemetry import StepTimer
 from atoll.wire.types import Float32, Group, Node, PolicyBatch, Segments, ValueBatch
@@ -41,7 +41,7 @@ def sequences(segments: Segments) -> list[Tokens]:
     return seen
 
 
-def prepare(groups: Sequence[Group], advantage: Any, aggregation: str = "token_mean") -> Prepared:
+def prepare(groups: Sequence[Group], advantage: Any, aggregation: str = "token_mean") -> PreparedStep:
     name = advantage["name"] if isinstance(advantage, dict) else advantage
     critic = {"critic": Model()} if name in ("gae", "vapo") else {}
     config = run_config(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.coordinator.rollouts.producer import Sink
+from atoll.coordinator.rollouts.producer import GroupSink
 from atoll.coordinator.validation import ValidationSet, evaluate
 from atoll.runtime.errors import AtollError
 from atoll.wire.types import Graded
@@ -22,17 +22,17 @@ class Generation:
         self._broken = broken
         self._tasks: list[asyncio.Task[None]] = []
 
-    def submit(self, groups: Sequence[PendingGroup], sink: Sink) -> None:
+    def submit(self, groups: Sequence[PendingGroup], sink: GroupSink) -> None:
         self._tasks += [asyncio.create_task(self._generate(group, sink)) for group in groups]
 
-    async def _generate(self, group: PendingGroup, sink: Sink) -> None:
+    async def _generate(self, group: PendingGroup, sink: GroupSink) -> None:
         if group.prompt.id.prompt in self._broken:
-            await sink.dropped(group, "reward mine.py:broken: ZeroDivisionError")
+            await sink.on_dropped(group, "reward mine.py:broken: ZeroDivisionError")
             return
         for id in group.ids():
             group.accept(sample(id, node([3, 4])))
             group.grade(Graded(id, float(id.index * id.group.prompt), {}))
-        await sink.completed(group)
+        await sink.on_completed(group)
 
 
 async def test_a_group_that_cannot_be_graded_is_left_out_and_counted() -> None:

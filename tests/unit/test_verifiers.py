@@ -17,7 +17,7 @@ from atoll.config.errors import ConfigError
 from atoll.config.functions import load
 from atoll.config.schema import GraderConfig
 from atoll.reward.score import GRADERS, SANDBOXED
-from atoll.reward.verifiers.answers import right_answers, stated_answer, tagged
+from atoll.reward.verifiers.answers import accepted_answers, extract_answer_text, extract_tagged
 from atoll.reward.verifiers.exact_match import exact_match
 from atoll.reward.verifiers.formats import regex, think_format
 from atoll.reward.verifiers.json_schema import json_schema, last_json
@@ -25,7 +25,7 @@ from atoll.reward.verifiers.length import length_target
 from atoll.reward.verifiers.repetition import repetition
 from atoll.reward.verifiers.text_match import (
     edit_similarity,
-    normalized,
+    normalize,
     normalized_match,
     search_r1,
     token_f1,
@@ -48,14 +48,14 @@ CAPITAL = '{"target": ["Paris", "the City of Light"]}'
     ],
 )
 def test_tags(response: str, contents: list[str]) -> None:
-    assert tagged(response, "answer") == contents
+    assert extract_tagged(response, "answer") == contents
 
 
 @given(
     st.lists(st.sampled_from(["<answer>", "</answer>", "<think>", "a", "\n", "<", "answer>"])).map("".join)
 )
 def test_tags_are_those_that_the_fields_regular_expression_finds(response: str) -> None:
-    assert tagged(response, "answer") == re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
+    assert extract_tagged(response, "answer") == re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
 
 
 @settings(deadline=None, max_examples=30)
@@ -82,7 +82,7 @@ def test_the_last_json_of_prose_is_what_was_written(value: Any) -> None:
     ],
 )
 def test_the_line_that_states_the_answer(response: str, answer: str | None) -> None:
-    assert stated_answer(response, "line") == answer
+    assert extract_answer_text(response, "line") == answer
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_line_that_states_the_answer(response: str, answer: str | None) -> N
     ],
 )
 def test_right_answers(truth: str, answers: list[str]) -> None:
-    assert right_answers(item("", truth)) == answers
+    assert accepted_answers(item("", truth)) == answers
 
 
 @pytest.mark.parametrize("target", ["[1879]", "1879", "[]", "null"])
@@ -133,7 +133,7 @@ def test_exact_match_takes_the_place_of_the_answer() -> None:
     ],
 )
 def test_normal_form(text: str, normal: str) -> None:
-    assert normalized(text) == normal
+    assert normalize(text) == normal
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from atoll.config.schema import WarmupSection
 from atoll.coordinator.data.datasets import SupervisedSource
-from atoll.coordinator.loop import WARM
+from atoll.coordinator.loop import WARMUP_EXPORT
 from atoll.coordinator.warmup import SupervisedWarmUp
 from atoll.wire.types import Version
 from tests.fakes import FakeRun
@@ -105,7 +105,7 @@ async def test_models_without_a_folder_of_their_own_begin_with_the_warm_policy(t
         "algorithm": {"advantage": "gae", "kl": {"where": "loss"}},
     }
     run = FakeRun(tmp_path, sections, models=("actor", "critic", "reference"))
-    warm_up(run, export=run.config.folder / WARM)
+    warm_up(run, export=run.config.folder / WARMUP_EXPORT)
     await run.run()
     exported = run.events.index(("export", "actor"))
     assert {event for event in run.events[exported:] if event[0] == "load"} == {

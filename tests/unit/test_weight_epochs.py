@@ -11,11 +11,11 @@ import torch
 
 from atoll.rollout.refit import Refit
 from atoll.runtime.errors import WeightPushError
-from atoll.trainer.publish import DTYPES, Publisher, merged
+from atoll.trainer.publish import DTYPES, Publisher, merge_published
 from atoll.weights.plan import plan
 from atoll.weights.transport.base import open_receiver, open_sender
-from atoll.wire.types import Membership, Published, PublishRequest, PushPart, Version
-from tests.unit.weight_layouts import Shard, catalogs, random_model, shards
+from atoll.wire.types import Membership, PublishedPart, PublishRequest, PushPart, Version
+from tests.unit.weight_layouts import Shard, random_model, shard_layouts, shards
 
 V0, V1, V2, V3 = (Version("a3f0", number) for number in range(4))
 DEADLINE_S = 20.0
@@ -37,7 +37,7 @@ class Replica:
     def commit(self, version: Version) -> Model:
         model = {name: torch.full_like(tensor, torch.nan) for name, tensor in random_model(0).items()}
         for refit, shard in zip(self.ranks, self._targets, strict=True):
-            Shard(shard.catalog, refit.commit(version)).read_into(model)
+            Shard(shard.shard_layout, refit.commit(version)).read_into(model)
         return model
 
 
@@ -48,7 +48,7 @@ class Fleet:
         self, sources: list[Shard], targets: list[Shard], dtype: str, *, delta: bool = False
     ) -> None:
         self.sources, self.dtype = sources, dtype
-        self.plan = plan(catalogs(sources), catalogs(targets), part_elements=256)
+        self.plan = plan(shard_layouts(sources), shard_layouts(targets), part_elements=256)
         self.publishers = [
             Publisher(r, s.buffers, OPEN, delta=delta, stays_readable=False) for r, s in enumerate(sources)
         ]
@@ -66,9 +66,9 @@ class Fleet:
             shard.fill(model)
         return {name: tensor.to(DTYPES[self.dtype]).float() for name, tensor in model.items()}
 
-    def publish(self, version: Version, epoch: int, part: int, num_members: int) -> Published:
+    def publish(self, version: Version, epoch: int, part: int, num_members: int) -> PublishedPart:
         members = {self.plan.id: Membership(epoch, num_members)}
-        return merged(
+        return merge_published(
             [
                 p.publish(PublishRequest(version, self.dtype, members, [self.plan], part))
                 for p in self.publishers
@@ -76,7 +76,7 @@ class Fleet:
         )
 
     def receive(
-        self, version: Version, epoch: int, published: Published, replicas: Sequence[Replica]
+        self, version: Version, epoch: int, published: PublishedPart, replicas: Sequence[Replica]
     ) -> None:
         calls = [
             self._threads.submit(
@@ -133,7 +133,7 @@ def assert_equal(got: Model, expected: Model) -> None:
 
 
 def model_bytes(dtype: str, num_targets: int = 1) -> int:
-    """Of what the ranks of one replica keep: each all of "norm", and a share of what is cut."""
+    """Of what the ranks per replica keep: each all of "norm", and a share of what is cut."""
     model = random_model(0)
     num_elements = sum(t.numel() for t in model.values()) + (num_targets - 1) * model["norm"].numel()
     return DTYPES[dtype].itemsize * num_elements
@@ -184,7 +184,7 @@ def test_the_first_of_its_class_does_not_get_other_weights_under_a_versions_name
     fleet.push(V1, 1, [fleet.join()])
     for publisher in fleet.publishers:
         publisher.train_on()
-    other = plan(catalogs(fleet.sources), catalogs(shards(2)), part_elements=256)
+    other = plan(shard_layouts(fleet.sources), shard_layouts(shards(2)), part_elements=256)
     with pytest.raises(WeightPushError, match="a3f0:1 was never packed for these replicas, and the weights"):
         fleet.publishers[0].publish(PublishRequest(V1, "float32", {other.id: Membership(2, 1)}, [other], 0))
     fleet.publishers[0].publish(PublishRequest(V2, "float32", {other.id: Membership(2, 1)}, [], 0))

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from atoll.runtime.errors import WeightPushError
-from atoll.weights.transport.collective import Receiver, Sender
+from atoll.weights.transport.collective import BroadcastReceiver, BroadcastSender
 from atoll.wire.types import Membership, StreamManifest
 
 
@@ -93,12 +93,17 @@ def allocate(num_bytes: int) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
-def ends(nccl: ModuleType, deadline_s: float, num_members: int) -> tuple[Sender, list[Receiver]]:
-    sender = Sender(partial(nccl._found, 0, deadline_s), allocate, [8, 8, 8])
-    return sender, [Receiver(partial(nccl._join, 0, deadline_s), allocate) for _ in range(num_members)]
+def ends(
+    nccl: ModuleType, deadline_s: float, num_members: int
+) -> tuple[BroadcastSender, list[BroadcastReceiver]]:
+    sender = BroadcastSender(partial(nccl._create_communicator, 0, deadline_s), allocate, [8, 8, 8])
+    return sender, [
+        BroadcastReceiver(partial(nccl._join_communicator, 0, deadline_s), allocate)
+        for _ in range(num_members)
+    ]
 
 
-def send(sender: Sender, part: int) -> StreamManifest:
+def send(sender: BroadcastSender, part: int) -> StreamManifest:
     sender.room(part).fill_(part + 1)
     return StreamManifest(0, *sender.send(part, 0, 8), 8, "plan", 0, np.zeros(0, np.uint64))
 
@@ -146,7 +151,7 @@ def test_a_new_epoch_ends_the_old_one_at_once(nccl):
 
 
 def test_an_abort_ends_a_broadcast_that_has_just_begun(nccl, monkeypatch):
-    communicator = nccl._found(0, 20.0, Membership(1, 2))
+    communicator = nccl._create_communicator(0, 20.0, Membership(1, 2))
 
     def queue() -> SimpleQueue:
         communicator.abort()
@@ -159,7 +164,7 @@ def test_an_abort_ends_a_broadcast_that_has_just_begun(nccl, monkeypatch):
 
 def test_one_thread_at_a_time_frees_a_communicator(nccl, monkeypatch):
     """An abort finds the broadcast's own threads at it, too, and CuPy would free it for each of them."""
-    communicator = nccl._found(0, 20.0, Membership(1, 0))
+    communicator = nccl._create_communicator(0, 20.0, Membership(1, 0))
     freeing, most, polled = 0, 0, threading.Event()
 
     def abort(inner: NcclCommunicator) -> None:

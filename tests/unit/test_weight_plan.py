@@ -13,7 +13,7 @@ from atoll.trainer.megatron.names import Chunk
 from atoll.weights.estimate import estimate
 from atoll.weights.plan import plan as weight_plan
 from atoll.weights.rounds import rounds
-from atoll.wire.types import BOX, Catalog, Plan
+from atoll.wire.types import BOX, Plan, ShardLayout
 from tests.unit.test_trainer_names import MOE, SPEC
 
 Shapes = Sequence[tuple[int, int]]
@@ -22,9 +22,9 @@ plan = partial(weight_plan, part_elements=1 << 20)
 
 def sharded(
     shapes: Shapes, ranks: int, axes: Sequence[int | None], names: Sequence[str] = ()
-) -> list[Catalog]:
+) -> list[ShardLayout]:
     """Tensor t cut in `ranks` along axes[t] (None: on every rank whole), one dense buffer per rank."""
-    catalogs = []
+    shard_layouts = []
     for rank in range(ranks):
         boxes, offset = [], 0
         for t, (rows, columns) in enumerate(shapes):
@@ -35,8 +35,10 @@ def sharded(
                 column, columns = np.diff([columns * r // ranks for r in (0, rank, rank + 1)]).tolist()
             boxes.append((t, row, rows, column, columns, 0, offset, columns))
             offset += rows * columns
-        catalogs.append(Catalog(tuple(names or (f"t{t}" for t in range(len(shapes)))), np.array(boxes, BOX)))
-    return catalogs
+        shard_layouts.append(
+            ShardLayout(tuple(names or (f"t{t}" for t in range(len(shapes)))), np.array(boxes, BOX))
+        )
+    return shard_layouts
 
 
 def columns_of(transfers: np.ndarray, *names: str) -> Iterator[tuple[int, ...]]:
@@ -44,7 +46,7 @@ def columns_of(transfers: np.ndarray, *names: str) -> Iterator[tuple[int, ...]]:
 
 
 def check_every_element(
-    shapes: Shapes, sources: Sequence[Catalog], targets: Sequence[Catalog], result: Plan
+    shapes: Shapes, sources: Sequence[ShardLayout], targets: Sequence[ShardLayout], result: Plan
 ) -> None:
     """Numbers each element, moves the numbers by the plan, and looks where they arrive."""
     numbers = [np.arange(r * c).reshape(r, c) + 1_000_000 * (t + 1) for t, (r, c) in enumerate(shapes)]
@@ -52,16 +54,16 @@ def check_every_element(
     def places(offset: int, rows: int, stride: int, columns: int) -> np.ndarray:
         return offset + np.arange(rows)[:, None] * stride + np.arange(columns)
 
-    def memory(catalog: Catalog, fill: bool) -> np.ndarray:
+    def memory(shard_layout: ShardLayout, fill: bool) -> np.ndarray:
         buffer = np.full(10_000, -1)
-        for t, row, rows, column, columns, _, offset, stride in catalog.boxes.tolist():
-            whole = numbers[int(catalog.tensors[t].removeprefix("t"))]
+        for t, row, rows, column, columns, _, offset, stride in shard_layout.boxes.tolist():
+            whole = numbers[int(shard_layout.tensors[t].removeprefix("t"))]
             box = whole[row : row + rows, column : column + columns]
             buffer[places(offset, rows, stride, columns)] = box if fill else 0
         return buffer
 
-    source_memory = [memory(catalog, True) for catalog in sources]
-    target_memory = [memory(catalog, False) for catalog in targets]
+    source_memory = [memory(shard_layout, True) for shard_layout in sources]
+    target_memory = [memory(shard_layout, False) for shard_layout in targets]
     next_in_stream = [0] * len(sources)
     ends = [f"{side}{what}" for side in ("source", "target") for what in ("", "_offset", "_stride")]
     for t, row, rows, column, columns, stream, *both in columns_of(
@@ -76,8 +78,8 @@ def check_every_element(
         target_memory[target][place] = moved
         whole = numbers[int(result.tensors[t][1:])]
         assert (moved == whole[row : row + rows, column : column + columns]).all()
-    for catalog, arrived in zip(targets, target_memory, strict=True):
-        np.testing.assert_array_equal(arrived, memory(catalog, True))
+    for shard_layout, arrived in zip(targets, target_memory, strict=True):
+        np.testing.assert_array_equal(arrived, memory(shard_layout, True))
 
 
 def sent(result: Plan, num_sources: int) -> np.ndarray:
@@ -85,19 +87,21 @@ def sent(result: Plan, num_sources: int) -> np.ndarray:
     return np.bincount(t["source"], t["rows"] * t["columns"], minlength=num_sources)
 
 
-def held_by(spec: ModelSpec, chunks: Sequence[Chunk]) -> list[Catalog]:
-    """One catalog per rank, each parameter after the other in one buffer; the model's tensor i is t{i}."""
+def held_by(spec: ModelSpec, chunks: Sequence[Chunk]) -> list[ShardLayout]:
+    """One shard layout per rank, each parameter after the other in one buffer; the model's tensor i is
+    t{i}.
+    """
     number = {name: i for i, name in enumerate(names.shapes(spec))}
-    catalogs = []
+    shard_layouts = []
     for chunk in chunks:
         tensors, boxes, offset = [], [], 0
-        for piece in (piece for held in names.pieces(spec, chunk).values() for piece in held):
+        for piece in (piece for held in names.tensor_slices(spec, chunk).values() for piece in held):
             place = (piece.row, piece.rows, piece.column, piece.columns)
             boxes.append((len(boxes), *place, 0, offset, piece.columns))
             tensors.append(f"t{number[piece.tensor]}")
             offset += piece.rows * piece.columns
-        catalogs.append(Catalog(tuple(tensors), np.array(boxes, BOX)))
-    return catalogs
+        shard_layouts.append(ShardLayout(tuple(tensors), np.array(boxes, BOX)))
+    return shard_layouts
 
 
 TIED = replace(SPEC, tied=True)
@@ -128,9 +132,9 @@ def test_stages_and_experts_send_each_element_once(trainer: str) -> None:
     check_every_element(shapes, sources, targets, result)
 
     holders: dict[tuple[object, ...], set[int]] = {}
-    for rank, catalog in enumerate(sources):
-        for tensor, *place in catalog.boxes.tolist():
-            holders.setdefault((catalog.tensors[tensor], *place[:4]), set()).add(rank)
+    for rank, shard_layout in enumerate(sources):
+        for tensor, *place in shard_layout.boxes.tolist():
+            holders.setdefault((shard_layout.tensors[tensor], *place[:4]), set()).add(rank)
     fair = np.zeros(len(sources))
     for (_, _, rows, _, columns), ranks in holders.items():
         fair[list(ranks)] += rows * columns / len(ranks)
@@ -178,15 +182,17 @@ def test_copies_serve_different_targets():
     assert served(plan(sources, targets)) == [(rank, rank) for rank in range(8)]
     # each class of replicas has the next two of four copies, to which one sender per target is enough
     sources, targets = sharded(shapes, 1, [None]) * 4, sharded(shapes, 2, [0])
-    by_turn = [served(plan(sources, targets, max_senders=1, turn=turn)) for turn in range(3)]
-    assert by_turn == [[(0, 0), (1, 1)], [(2, 0), (3, 1)], [(0, 0), (1, 1)]]
+    by_tie_break = [
+        served(plan(sources, targets, max_senders=1, tie_break=tie_break)) for tie_break in range(3)
+    ]
+    assert by_tie_break == [[(0, 0), (1, 1)], [(2, 0), (3, 1)], [(0, 0), (1, 1)]]
 
 
 def test_the_cap_leaves_copies_out():
     """TP2 x PP4 x DP4, a matrix and a norm per stage: a target needs one rank of each stage, so under a cap
     of 8 it hears two copies of each; a norm, which both tensor-parallel ranks hold, comes from these, too."""
     stages = [sharded([(16, 8), (8, 1)], 2, [0, None], [f"w{p}", f"norm{p}"]) for p in range(4)]
-    sources = [catalog for stage in stages for catalog in stage] * 4
+    sources = [shard_layout for stage in stages for shard_layout in stage] * 4
     targets = sharded(
         [(16, 8), (8, 1)] * 4, 2, [0, None] * 4, [f"{n}{p}" for p in range(4) for n in ("w", "norm")]
     )
@@ -214,7 +220,7 @@ def test_many_small_tensors_are_shared_too():
 
 def test_interleaved_and_strided_places():
     """A fused qkv as Megatron keeps it (per group: two q heads, k, v; head size 1) to separate tensors."""
-    source = Catalog(
+    source = ShardLayout(
         ("t0", "t1", "t2"),
         np.array(
             [(t, row, rows, 0, 3, 0, 3 * at, 3) for t, row, rows, at in
@@ -224,7 +230,7 @@ def test_interleaved_and_strided_places():
     )  # fmt: skip
     shapes = [(4, 3), (2, 3), (2, 3)]
     targets = [
-        Catalog(("t2", "t0", "t1"), np.array([(0, 0, 2, 0, 3, 0, 100, 7), (1, 0, 4, 0, 3, 0, 200, 3),
+        ShardLayout(("t2", "t0", "t1"), np.array([(0, 0, 2, 0, 3, 0, 100, 7), (1, 0, 4, 0, 3, 0, 200, 3),
                                               (2, 0, 2, 0, 3, 0, 300, 3)], BOX))
     ]  # fmt: skip
     check_every_element(shapes, [source], targets, plan([source], targets))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.weights.plan import plan
-from atoll.wire.types import BOX, Catalog, Plan
+from atoll.wire.types import BOX, Plan, ShardLayout
 from tests.unit.test_weight_plan import Shapes, check_every_element, columns_of
 
 T = TypeVar("T")
@@ -30,12 +30,12 @@ class Layout:
     sizes: tuple[int, int, int, int]
     target_tp: int
 
-    def sources(self) -> list[Catalog]:
+    def sources(self) -> list[ShardLayout]:
         pipeline, expert, tensor, data = self.sizes
         stages = {t: {stage, pipeline - 1} if self.held[t] == "tied" else {stage}
                   for t, stage in enumerate(self.stages)}  # fmt: skip
-        catalogs = [
-            self._catalog(
+        shard_layouts = [
+            self._shard_layout(
                 [t for t in stages if p in stages[t] and (self.held[t] != "expert" or e == self.experts[t])],
                 ["rows" if held == "tied" else held for held in self.held],
                 rank,
@@ -45,15 +45,18 @@ class Layout:
             for e in range(expert)
             for rank in range(tensor)
         ]
-        return [catalog for catalog in catalogs if len(catalog.boxes)] * data
+        return [shard_layout for shard_layout in shard_layouts if len(shard_layout.boxes)] * data
 
-    def targets(self) -> list[Catalog]:
+    def targets(self) -> list[ShardLayout]:
         everything = range(len(self.shapes))
         return [
-            self._catalog(everything, self.wanted, rank, self.target_tp) for rank in range(self.target_tp)
+            self._shard_layout(everything, self.wanted, rank, self.target_tp)
+            for rank in range(self.target_tp)
         ]
 
-    def _catalog(self, tensors: Sequence[int], kept: Sequence[str], rank: int, ranks: int) -> Catalog:
+    def _shard_layout(
+        self, tensors: Sequence[int], kept: Sequence[str], rank: int, ranks: int
+    ) -> ShardLayout:
         boxes, offset = [], 0
         for number, t in enumerate(tensors):
             (rows, columns), row, column = self.shapes[t], 0, 0
@@ -63,7 +66,7 @@ class Layout:
                 column, columns = np.diff([columns * r // ranks for r in (0, rank, rank + 1)]).tolist()
             boxes.append((number, row, rows, column, columns, 0, offset, columns + self.gaps[t]))
             offset += (rows + 1) * (columns + self.gaps[t])
-        return Catalog(tuple(f"t{t}" for t in tensors), np.array(boxes, BOX))
+        return ShardLayout(tuple(f"t{t}" for t in tensors), np.array(boxes, BOX))
 
 
 @st.composite
@@ -88,17 +91,17 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-def holders(sources: Sequence[Catalog]) -> dict[tuple[object, ...], Ranks]:
+def holders(sources: Sequence[ShardLayout]) -> dict[tuple[object, ...], Ranks]:
     """The ranks that hold each box: tensor, row, rows, column, columns."""
     found: dict[tuple[object, ...], set[int]] = {}
-    for rank, catalog in enumerate(sources):
-        for tensor, *place in catalog.boxes.tolist():
+    for rank, shard_layout in enumerate(sources):
+        for tensor, *place in shard_layout.boxes.tolist():
             if place[1] and place[3]:
-                found.setdefault((catalog.tensors[tensor], *place[:4]), set()).add(rank)
+                found.setdefault((shard_layout.tensors[tensor], *place[:4]), set()).add(rank)
     return {box: frozenset(ranks) for box, ranks in found.items()}
 
 
-def sets_of(result: Plan, sources: Sequence[Catalog]) -> list[Ranks]:
+def sets_of(result: Plan, sources: Sequence[ShardLayout]) -> list[Ranks]:
     """For each transfer, the ranks that could have made it."""
     boxes = holders(sources)
     return [
@@ -113,23 +116,25 @@ def sets_of(result: Plan, sources: Sequence[Catalog]) -> list[Ranks]:
     ]
 
 
-def needed(sets: Collection[Ranks], sources: Sequence[Catalog]) -> int:
-    """How many catalogs have to send where each of these sets sends something: those that alone hold
+def needed(sets: Collection[Ranks], sources: Sequence[ShardLayout]) -> int:
+    """How many shard layouts have to send where each of these sets sends something: those that alone hold
     something, and one for each set that has none of these."""
-    content = [(catalog.tensors, catalog.boxes.tobytes()) for catalog in sources]
-    catalogs = {frozenset(content[rank] for rank in ranks) for ranks in sets}
-    alone = frozenset().union(*(some for some in catalogs if len(some) == 1))
-    return len(alone) + sum(not some & alone for some in catalogs)
+    content = [(shard_layout.tensors, shard_layout.boxes.tobytes()) for shard_layout in sources]
+    shard_layouts = {frozenset(content[rank] for rank in ranks) for ranks in sets}
+    alone = frozenset().union(*(some for some in shard_layouts if len(some) == 1))
+    return len(alone) + sum(not some & alone for some in shard_layouts)
 
 
 @settings(max_examples=80, deadline=None)
 @given(layouts(), st.integers(1, 60), st.integers(1, 9), st.integers(0, 3))
-def test_what_holds_of_every_plan(layout: Layout, part_elements: int, cap: int, turn: int) -> None:
+def test_what_holds_of_every_plan(layout: Layout, part_elements: int, cap: int, tie_break: int) -> None:
     sources, targets = layout.sources(), layout.targets()
-    result = plan(sources, targets, part_elements=part_elements, max_senders=cap, turn=turn)
+    result = plan(sources, targets, part_elements=part_elements, max_senders=cap, tie_break=tie_break)
     check_every_element(layout.shapes, sources, targets, result)
     t = result.transfers
-    again = plan(layout.sources(), layout.targets(), part_elements=part_elements, max_senders=cap, turn=turn)
+    again = plan(
+        layout.sources(), layout.targets(), part_elements=part_elements, max_senders=cap, tie_break=tie_break
+    )
     assert (again.id, again.transfers.tobytes()) == (result.id, t.tobytes())
 
     # parts fit, no rank is in two parts of a round, and a rank that has a part in every round needs them all

@@ -17,30 +17,30 @@ from atoll.trainer.publish import Publisher
 from atoll.weights.boxes import tensor_checksums
 from atoll.weights.plan import plan
 from atoll.weights.transport import shm
-from atoll.wire.types import Membership, Published, PublishRequest, PushPart, StreamManifest, Version
-from tests.unit.weight_layouts import Shard, catalogs, random_model, shards
+from atoll.wire.types import Membership, PublishedPart, PublishRequest, PushPart, StreamManifest, Version
+from tests.unit.weight_layouts import Shard, random_model, shard_layouts, shards
 
 V0, V1, V2, V3 = (Version("a3f0", number) for number in range(4))
 ALONE = Membership(0, 1)
 
 
 class Fleet:
-    """Trainer ranks and the target ranks of one replica class."""
+    """Trainer ranks and the target ranks per replica class."""
 
     def __init__(
         self, sources: list[Shard], targets: list[Shard], dtype: str = "float32", part_elements: int = 4096
     ) -> None:
         self.sources, self.targets, self.dtype = sources, targets, dtype
-        self.plan = plan(catalogs(sources), catalogs(targets), part_elements=part_elements)
+        self.plan = plan(shard_layouts(sources), shard_layouts(targets), part_elements=part_elements)
         self.publishers = [
-            Publisher(rank, shard.buffers, shm.Sender, stays_readable=True)
+            Publisher(rank, shard.buffers, shm.ShmSender, stays_readable=True)
             for rank, shard in enumerate(sources)
         ]
         self.replica = self.join()
 
     def join(self) -> list[Refit]:
         buffers = [[torch.zeros_like(b) for b in shard.buffers] for shard in self.targets]
-        return [Refit(flat, V0, shm.Receiver(), rank) for rank, flat in enumerate(buffers)]
+        return [Refit(flat, V0, shm.ShmReceiver(), rank) for rank, flat in enumerate(buffers)]
 
     def train(self, seed: int) -> dict[str, torch.Tensor]:
         model = random_model(seed)
@@ -48,24 +48,24 @@ class Fleet:
             shard.fill(model)
         return model
 
-    def publish(self, version: Version) -> list[Published]:
-        parts: list[Published] = []
+    def publish(self, version: Version) -> list[PublishedPart]:
+        parts: list[PublishedPart] = []
         while not parts or not parts[-1].last:
             each = [
                 p.publish(PublishRequest(version, self.dtype, {self.plan.id: ALONE}, [self.plan], len(parts)))
                 for p in self.publishers
             ]
-            parts.append(publish.merged(each))
+            parts.append(publish.merge_published(each))
         return parts
 
-    def receive(self, version: Version, parts: list[Published], replica: list[Refit]) -> int:
+    def receive(self, version: Version, parts: list[PublishedPart], replica: list[Refit]) -> int:
         return sum(
             refit.receive(PushPart(version, part.streams, self.plan, ALONE))
             for part in parts
             for refit in replica
         )
 
-    def push(self, version: Version) -> list[Published]:
+    def push(self, version: Version) -> list[PublishedPart]:
         parts = self.publish(version)
         self.receive(version, parts, self.replica)
         for refit in self.replica:
@@ -75,11 +75,11 @@ class Fleet:
     def live(self, replica: list[Refit]) -> dict[str, torch.Tensor]:
         model = {name: torch.full_like(tensor, torch.nan) for name, tensor in random_model(0).items()}
         for refit, shard in zip(replica, self.targets, strict=True):
-            Shard(shard.catalog, refit.commit(refit.version)).read_into(model)
+            Shard(shard.shard_layout, refit.commit(refit.version)).read_into(model)
         return model
 
 
-def streams_of(parts: list[Published]) -> list[StreamManifest]:
+def streams_of(parts: list[PublishedPart]) -> list[StreamManifest]:
     """By trainer rank."""
     return sorted((stream for part in parts for stream in part.streams), key=lambda stream: stream.source)
 
@@ -136,7 +136,7 @@ def test_buffers_may_be_views():
     ]
     for view, buffer in zip(views, fleet.sources[0].buffers, strict=True):
         view.copy_(buffer)
-    fleet.publishers = [Publisher(0, views, shm.Sender, stays_readable=True)]
+    fleet.publishers = [Publisher(0, views, shm.ShmSender, stays_readable=True)]
     fleet.push(V1)
     assert_equal(fleet.live(fleet.replica), model)
 
@@ -271,12 +271,12 @@ def test_unknown_plan_is_refused_by_the_trainer():
 def test_parts_are_asked_for_in_order():
     fleet = Fleet(shards(1), shards(1), part_elements=128)
     fleet.train(1)
-    with pytest.raises(WeightPushError, match="part 1 of a3f0:1 is asked for after part -1 of None"):
+    with pytest.raises(WeightPushError, match="part 1 of a3f0:1 is requested after part -1 of None"):
         fleet.publishers[0].publish(PublishRequest(V1, "float32", {fleet.plan.id: ALONE}, [fleet.plan], 1))
     fleet.push(V1)
     fleet.train(2)
     fleet.publishers[0].publish(PublishRequest(V2, "float32", {fleet.plan.id: ALONE}, [], 0))
-    with pytest.raises(WeightPushError, match="part 2 of a3f0:2 is asked for after part 0 of a3f0:2"):
+    with pytest.raises(WeightPushError, match="part 2 of a3f0:2 is requested after part 0 of a3f0:2"):
         fleet.publishers[0].publish(PublishRequest(V2, "float32", {fleet.plan.id: ALONE}, [], 2))
 
 
@@ -317,4 +317,4 @@ def test_tensor_checksums():
     whole = shards(1, gap=2)[0]
     whole.fill(model)
     expected = {n: xxhash.xxh3_64_intdigest(t.bfloat16().view(torch.int16).numpy()) for n, t in model.items()}
-    assert tensor_checksums(whole.catalog, whole.buffers, torch.bfloat16) == expected
+    assert tensor_checksums(whole.shard_layout, whole.buffers, torch.bfloat16) == expected

@@ -28,7 +28,7 @@ from atoll.wire.types import (
     Float32,
     Int32,
     Membership,
-    Published,
+    PublishedPart,
     PublishRequest,
     PushPart,
     Segments,
@@ -36,7 +36,7 @@ from atoll.wire.types import (
     StreamManifest,
     Version,
 )
-from tests.unit.weight_layouts import Shard, catalogs, random_model, shards
+from tests.unit.weight_layouts import Shard, random_model, shard_layouts, shards
 
 V1, V2, V3, V4 = (Version("a3f0", number) for number in range(1, 5))
 DEADLINE_S = 60.0  # of a part: no test but one waits for it
@@ -72,9 +72,9 @@ class Trainer:
         return self.model
 
     async def info(self) -> TrainerInfo:
-        return TrainerInfo("", 2, 2, 1, 1, 1, 1, 0, 0, "", tuple(catalogs(self.shards)), ("actor",))
+        return TrainerInfo("", 2, 2, 1, 1, 1, 1, 0, 0, "", tuple(shard_layouts(self.shards)), ("actor",))
 
-    async def publish_weights(self, request: PublishRequest) -> Published:
+    async def publish_weights(self, request: PublishRequest) -> PublishedPart:
         self.calls.append((request.version, request.part, len(request.new_plans)))
         self.epochs += request.members.values()
         if self.error:
@@ -82,7 +82,7 @@ class Trainer:
         # one after the other, as on a rank's compute thread: also after one that is given up
         return await asyncio.get_running_loop().run_in_executor(
             self._compute,
-            lambda: publish.merged([p.publish(request) for p in self.publishers]),
+            lambda: publish.merge_published([p.publish(request) for p in self.publishers]),
         )
 
     async def compute_logprobs(self, segments: Segments, temperature: float) -> Float32:
@@ -141,7 +141,7 @@ class Engine:
 
     def model(self) -> dict[str, torch.Tensor]:
         model = {name: torch.full_like(tensor, torch.nan) for name, tensor in random_model(0).items()}
-        Shard(self.shard.catalog, self.refit.commit(self.refit.version)).read_into(model)
+        Shard(self.shard.shard_layout, self.refit.commit(self.refit.version)).read_into(model)
         return model
 
 
@@ -183,7 +183,7 @@ class Run:
             await self.sync.use_trainer(AtOneAddress(self))
         engine = engine or Engine(transport=self.transport)
         version = engine.refit.version
-        info = RolloutInfo(name, name, version, 0, 512, 0, "float32", (engine.shard.catalog,), 0, 0, 0)
+        info = RolloutInfo(name, name, version, 0, 512, 0, "float32", (engine.shard.shard_layout,), 0, 0, 0)
         replica = Replica(ServiceEntry("rollout", name, f"{name}-1", ""), engine, info, version)
         await self.sync.catch_up(replica)
         return replica, engine
@@ -484,7 +484,7 @@ async def test_running_sequences_may_finish_first(finish_running):
 async def test_another_model_is_the_users_error():
     run = Run()
     engine = Engine()
-    engine.shard.catalog.boxes["rows"][0] += 1
+    engine.shard.shard_layout.boxes["rows"][0] += 1
     await run.join("one", engine)
     with pytest.raises(UserError, match=r"one and the trainer do not fit: 'embed' is \[40, 12\].*\[41, 12\]"):
         await run.sync.push(V1)
@@ -494,7 +494,7 @@ async def test_a_replica_with_another_model_stays_out_and_the_push_reaches_the_o
     run = Run()
     await run.join("one")
     stray = Engine()
-    stray.shard.catalog.boxes["rows"][0] += 1
+    stray.shard.shard_layout.boxes["rows"][0] += 1
     misfit, _ = await run.join("stray", stray)
     run.trainer.train(1)
     assert (await run.sync.push(V1)).num_replicas == 1
@@ -506,7 +506,7 @@ async def test_a_replica_with_another_model_stays_out_and_the_push_reaches_the_o
     assert (await run.sync.push(V2)).num_replicas == 1
 
 
-async def test_a_replicas_catalogs_are_hashed_once(monkeypatch):
+async def test_a_replicas_shard_layouts_are_hashed_once(monkeypatch):
     """For a large model that takes milliseconds, in which the coordinator stands still."""
     run, hashed = Run(), []
     monkeypatch.setattr(plans, "sha256", lambda: hashed.append(1) or hashlib.sha256())

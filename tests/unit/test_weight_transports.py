@@ -14,7 +14,7 @@ import torch
 
 from atoll.runtime.errors import WeightPushError
 from atoll.weights.transport import tcp
-from atoll.weights.transport.collective import Receiver, Sender
+from atoll.weights.transport.collective import BroadcastReceiver, BroadcastSender
 from atoll.wire.types import Membership, StreamManifest
 
 LONG_S, SHORT_S = 20.0, 0.2  # a deadline that no test waits for, and one that it does
@@ -29,7 +29,7 @@ def payload(seed: int, num_bytes: int) -> torch.Tensor:
     return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def send(sender: Sender, part: int, data: torch.Tensor, target: int = 0) -> StreamManifest:
+def send(sender: BroadcastSender, part: int, data: torch.Tensor, target: int = 0) -> StreamManifest:
     sender.room(part)[: len(data)] = data
     return manifest(sender.send(part, target, len(data)), len(data))
 
@@ -41,7 +41,11 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def take(
-    threads: ThreadPoolExecutor, receiver: Receiver, stream: StreamManifest, of: Membership, member: int
+    threads: ThreadPoolExecutor,
+    receiver: BroadcastReceiver,
+    stream: StreamManifest,
+    of: Membership,
+    member: int,
 ) -> Future[torch.Tensor]:
     return threads.submit(lambda: receiver.take(stream, replace(of, member=member)).clone())
 
@@ -89,15 +93,17 @@ def test_target_ranks_have_communicators_of_their_own(threads):
 
 def test_missing_member_is_named_at_the_deadline(threads):
     three = Membership(1, 3)
-    source = tcp.Source("127.0.0.1", SHORT_S, three)
-    there = tcp.Target(LONG_S, source.location, replace(three, member=1))  # before the deadline's time begins
+    source = tcp.TcpRoot("127.0.0.1", SHORT_S, three)
+    there = tcp.TcpMember(
+        LONG_S, source.location, replace(three, member=1)
+    )  # before the deadline's time begins
     got = threads.submit(there.broadcast, payload(1, 8))
     with pytest.raises(WeightPushError, match=r"member 0, 2 of 3 in epoch 1 did not connect within 0\.2 s"):
         source.broadcast(payload(0, 8))
     with pytest.raises(WeightPushError, match="8 of 8 bytes did not come"):
         got.result()  # though its own deadline is long: the communicator was closed
     with pytest.raises(WeightPushError, match="cannot reach 127"):
-        tcp.Target(LONG_S, source.location, three)
+        tcp.TcpMember(LONG_S, source.location, three)
 
 
 def connect(stream: StreamManifest, epoch: int, member: int, secret: bytes | None = None) -> socket.socket:
@@ -144,7 +150,7 @@ def test_dead_member_is_named_at_once(threads):
 @pytest.mark.parametrize("greeted", [True, False])  # the end of a connection, and its reset
 def test_a_sender_that_is_gone_ends_the_epoch(greeted):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        target = tcp.Target(LONG_S, f"127.0.0.1:{listener.getsockname()[1]}#{bytes(16).hex()}", PAIR)
+        target = tcp.TcpMember(LONG_S, f"127.0.0.1:{listener.getsockname()[1]}#{bytes(16).hex()}", PAIR)
         if greeted:
             connection, _ = listener.accept()
             with connection:

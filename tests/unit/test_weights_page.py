@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cli.plan_weights import CASES, LINKS, Case, cells, row
+from atoll.cli.plan_weights import CASES, LINKS, PushCase, estimate_push, format_row
 from atoll.config.schema import TrainerSection
 from atoll.runtime.memory import rank_memory
 
@@ -19,12 +19,12 @@ QUICK = [case for case in CASES if case.spec.experts is None]
 SLOW = [case for case in CASES if case.spec.experts is not None]  # tens of thousands of tensors
 
 
-def rows(cases: list[Case]) -> Iterator[str]:
+def rows(cases: list[PushCase]) -> Iterator[str]:
     for case in cases:
-        yield f"| {' | '.join(cells(row(case)))} |"
+        yield f"| {' | '.join(format_row(estimate_push(case)))} |"
 
 
-def check(cases: list[Case]) -> None:
+def check(cases: list[PushCase]) -> None:
     page = PAGE.read_text()
     assert f"| {' | '.join(LINKS)} |" in page
     for line in rows(cases):
@@ -41,7 +41,7 @@ def test_the_page_has_what_is_computed_of_mixtures() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}-{case.trainer.world_size}")
-def test_every_trainer_fits_its_devices(case: Case) -> None:
+def test_every_trainer_fits_its_devices(case: PushCase) -> None:
     section = TrainerSection.model_validate(
         {
             "parallel": case.trainer.model_dump(),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from atoll.wire.types import BOX, Catalog
+from atoll.wire.types import BOX, ShardLayout
 
 SHAPES = {"embed": (40, 12), "qkv": (24, 12), "out": (12, 8), "norm": (12, 1), "down": (12, 16)}
 AXES = {"embed": 0, "qkv": 0, "out": 1, "norm": None, "down": 1}  # cut by tensor parallelism
@@ -14,7 +14,7 @@ AXES = {"embed": 0, "qkv": 0, "out": 1, "norm": None, "down": 1}  # cut by tenso
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    catalog: Catalog
+    shard_layout: ShardLayout
     buffers: list[torch.Tensor]
 
     def fill(self, model: dict[str, torch.Tensor]) -> None:
@@ -30,12 +30,12 @@ class Shard:
                     model[name][box["row"] + i, box["column"] + j] = place[i, j]
 
     def _places(self):
-        for box in self.catalog.boxes:
+        for box in self.shard_layout.boxes:
             end = box["offset"] + box["rows"] * box["stride"]
             place = self.buffers[box["buffer"]][box["offset"] : end].view(
                 int(box["rows"]), int(box["stride"])
             )
-            yield self.catalog.tensors[box["tensor"]], box, place[:, : box["columns"]]
+            yield self.shard_layout.tensors[box["tensor"]], box, place[:, : box["columns"]]
 
 
 def random_model(seed: int) -> dict[str, torch.Tensor]:
@@ -62,9 +62,9 @@ def _shard(rank: int, ranks: int, dtype: torch.dtype, gap: int) -> Shard:
         boxes.append((t, row, rows, column, columns, buffer, sizes[buffer], stride))
         sizes[buffer] += rows * stride
     return Shard(
-        Catalog(tuple(SHAPES), np.array(boxes, BOX)), [torch.zeros(size, dtype=dtype) for size in sizes]
+        ShardLayout(tuple(SHAPES), np.array(boxes, BOX)), [torch.zeros(size, dtype=dtype) for size in sizes]
     )
 
 
-def catalogs(parts: Sequence[Shard]) -> list[Catalog]:
-    return [part.catalog for part in parts]
+def shard_layouts(parts: Sequence[Shard]) -> list[ShardLayout]:
+    return [part.shard_layout for part in parts]

@@ -2,9 +2,9 @@
 
 Letters in shapes: N samples, G groups, K graders, T loss-masked tokens of all samples, one sample after
 the other, each sample's in the order in which they were produced. Prompt, tool and template tokens are
-not among them, so what an estimator carries from token to token crosses them unchanged. B branches
-(branches.py): only answers drawn side by side from one context are alternatives, and nothing is carried
-from one to another. What comes before them gets what is carried from each, once.
+excluded, so what an estimator carries from token to token passes over them. B branches (branches.py): only
+answers drawn side by side from one context are alternatives, and nothing is carried from one to another. What
+comes before them gets what is carried from each, once.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,33 +23,33 @@ Floats = NDArray[np.floating[Any]]  # of any precision
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectories:
-    """A batch as estimators see it."""
+    """The batch seen by estimators."""
 
     group_N: Int64  # ascending from 0
     lengths_N: Int64  # tokens of each sample; 0 for an empty response
-    scores_N: Float64  # sum of a sample's rewards, a KL penalty in the reward included
-    rewards_T: Float64  # at the token that earned it; an empty response has none, though it has a score
-    components_NK: Float64  # what each grader gave, before its weight
+    scores_N: Float64  # sum of a sample's rewards, including a KL penalty in the reward
+    rewards_T: Float64  # at the token that earned it; an empty response has a score but no token
+    components_NK: Float64  # each grader's value, unweighted
     weights_K: Float64  # of the graders
-    values_T: Float64 | None = None  # the critic's, of the state before each token
+    values_T: Float64 | None = None  # the critic's value of the state before each token
     baselines_N: Float64 | None = None  # score of the greedy sample of the same prompt
     branches: Branches | None = None  # None: no sample has alternatives
 
     def spread(self, per_sample_N: Float64) -> Float64:
-        """[T] each sample's number on all of its tokens."""
+        """[T] each sample's value, repeated for all of its tokens."""
         return np.repeat(per_sample_N, self.lengths_N)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
     advantages_T: Float64
-    returns_T: Float64  # what a critic learns
+    returns_T: Float64  # targets of the critic
 
 
 Estimator = Callable[..., Estimate]  # (trajectories, *, parameters of its own)
 
 
-# Over time: every token has an advantage of its own.
+# Over time: every token has its own advantage.
 
 
 def gae(trajectories: Trajectories, *, gamma: float = 1.0, lam: float = 1.0) -> Estimate:
@@ -62,16 +62,16 @@ def gae(trajectories: Trajectories, *, gamma: float = 1.0, lam: float = 1.0) -> 
     values_T = _values(trajectories, "gae")
     errors_T = _temporal_differences(trajectories, values_T, gamma)
     advantages_T = discounted_sums(trajectories, errors_T, gamma * lam)
-    return Estimate(whitened(advantages_T), advantages_T + values_T)
+    return Estimate(whiten(advantages_T), advantages_T + values_T)
 
 
 def vapo(
     trajectories: Trajectories, *, gamma: float = 1.0, value_lam: float = 1.0, length_alpha: float = 0.05
 ) -> Estimate:
-    """Decoupled, length-adaptive GAE: one lambda for the policy, `value_lam` for what the critic learns.
+    """Decoupled, length-adaptive GAE: one lambda for the policy, `value_lam` for the critic's targets.
 
-    A sample of l tokens has the policy lambda 1 - 1 / (length_alpha l), at least 0: the longer it is, the
-    further an error is carried back. Whitened over the batch as in gae.
+    A sample of l tokens has the policy lambda 1 - 1 / (length_alpha l), at least 0: longer samples propagate
+    errors further back. Whitened over the batch as in gae.
 
     Source: VAPO, https://arxiv.org/abs/2504.05118. Raises ValueError without a critic's values.
     """
@@ -81,7 +81,7 @@ def vapo(
     policy_lam_N = np.clip(1 - 1 / (length_alpha * np.maximum(lengths_N, 1)), 0, 1)
     advantages_T = discounted_sums(trajectories, errors_T, gamma * policy_lam_N)
     targets_T = discounted_sums(trajectories, errors_T, gamma * value_lam) + values_T
-    return Estimate(whitened(advantages_T), targets_T)
+    return Estimate(whiten(advantages_T), targets_T)
 
 
 def reinforce_pp(trajectories: Trajectories, *, gamma: float = 1.0) -> Estimate:
@@ -90,7 +90,7 @@ def reinforce_pp(trajectories: Trajectories, *, gamma: float = 1.0) -> Estimate:
     Source: https://arxiv.org/abs/2501.03262.
     """
     returns_T = discounted_sums(trajectories, trajectories.rewards_T, gamma)
-    return Estimate(whitened(returns_T), returns_T)
+    return Estimate(whiten(returns_T), returns_T)
 
 
 def remax(trajectories: Trajectories) -> Estimate:
@@ -116,15 +116,16 @@ def grpo(trajectories: Trajectories) -> Estimate:
 
     Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3.
     """
-    return _on_all_tokens(trajectories, _standardised(trajectories.scores_N, trajectories.group_N))
+    return _broadcast_to_tokens(trajectories, _standardize(trajectories.scores_N, trajectories.group_N))
 
 
 def dr_grpo(trajectories: Trajectories) -> Estimate:
-    """GRPO without the division, which favours prompts that are nearly solved or nearly hopeless: s - mean_g.
+    """GRPO without dividing by std_g, which favours prompts that are almost always or almost never solved: s
+    - mean_g.
 
     Its loss goes with aggregation "seq_mean_token_sum_norm". Source: https://arxiv.org/abs/2503.20783.
     """
-    return _on_all_tokens(trajectories, _centred(trajectories.scores_N, trajectories.group_N))
+    return _broadcast_to_tokens(trajectories, _center(trajectories.scores_N, trajectories.group_N))
 
 
 def rloo(trajectories: Trajectories) -> Estimate:
@@ -134,7 +135,7 @@ def rloo(trajectories: Trajectories) -> Estimate:
     """
     count_N = np.bincount(trajectories.group_N)[trajectories.group_N]
     factor_N = np.where(count_N == 1, 1.0, count_N / np.maximum(count_N - 1, 1))
-    return _on_all_tokens(trajectories, factor_N * _centred(trajectories.scores_N, trajectories.group_N))
+    return _broadcast_to_tokens(trajectories, factor_N * _center(trajectories.scores_N, trajectories.group_N))
 
 
 def reinforce_pp_baseline(trajectories: Trajectories) -> Estimate:
@@ -142,21 +143,21 @@ def reinforce_pp_baseline(trajectories: Trajectories) -> Estimate:
 
     Source: https://arxiv.org/abs/2501.03262.
     """
-    centred_T = trajectories.spread(_centred(trajectories.scores_N, trajectories.group_N))
-    advantages_T = whitened(centred_T)
+    centred_T = trajectories.spread(_center(trajectories.scores_N, trajectories.group_N))
+    advantages_T = whiten(centred_T)
     return Estimate(advantages_T, advantages_T)
 
 
 def opo(trajectories: Trajectories) -> Estimate:
     """Optimal baseline: s minus the group's mean score weighted by length, sum(l s) / sum(l).
 
-    A group of empty responses only has no token, and no baseline. Source: https://arxiv.org/abs/2505.23585.
+    A group of only empty responses has no baseline. Source: https://arxiv.org/abs/2505.23585.
     """
     group_N, scores_N, lengths_N = trajectories.group_N, trajectories.scores_N, trajectories.lengths_N
     tokens_G = np.maximum(np.bincount(group_N, lengths_N), 1)
     baseline_G = np.bincount(group_N, lengths_N * scores_N) / tokens_G
     is_alone_N = np.bincount(group_N)[group_N] == 1
-    return _on_all_tokens(trajectories, scores_N - np.where(is_alone_N, 0.0, baseline_G[group_N]))
+    return _broadcast_to_tokens(trajectories, scores_N - np.where(is_alone_N, 0.0, baseline_G[group_N]))
 
 
 def gpg(trajectories: Trajectories) -> Estimate:
@@ -166,11 +167,11 @@ def gpg(trajectories: Trajectories) -> Estimate:
     """
     scores_N = trajectories.scores_N
     alpha = len(scores_N) / max(1, int((scores_N != 0).sum()))
-    return _on_all_tokens(trajectories, alpha * _centred(scores_N, trajectories.group_N))
+    return _broadcast_to_tokens(trajectories, alpha * _center(scores_N, trajectories.group_N))
 
 
 def pass_at_k(trajectories: Trajectories) -> Estimate:
-    """The group's best sample has (best - second best) / (std_g + 1e-6), all others 0; so have equal bests.
+    """The group's best sample gets (best - second best) / (std_g + 1e-6), all others 0; ties get 0.
 
     Source: https://arxiv.org/abs/2503.19595. Raises ValueError for a group of one sample.
     """
@@ -186,22 +187,22 @@ def pass_at_k(trajectories: Trajectories) -> Estimate:
     second_G = ascending_N[np.cumsum(count_G) - 2]
     advantages_N = np.zeros(len(scores_N))
     lead_G = scores_N[best_G] - scores_N[second_G]
-    advantages_N[best_G] = lead_G / (_deviations(scores_N, group_N)[best_G] + 1e-6)
-    return _on_all_tokens(trajectories, advantages_N)
+    advantages_N[best_G] = lead_G / (_standard_deviations(scores_N, group_N)[best_G] + 1e-6)
+    return _broadcast_to_tokens(trajectories, advantages_N)
 
 
 def gdpo(trajectories: Trajectories) -> Estimate:
     """Several rewards: weighted sum of each grader's GRPO advantages, whitened over the batch's tokens.
 
-    Reads the graders' components, so what else is in the score (a KL penalty, shaping) has no part.
+    Uses only the graders' components: anything else in the score (a KL penalty, shaping) is ignored.
 
     Source: https://arxiv.org/abs/2601.05242.
     """
     components_NK, weights_K = trajectories.components_NK, trajectories.weights_K
     advantages_N = np.zeros(len(components_NK))
     for k, weight in enumerate(weights_K):
-        advantages_N += weight * _standardised(components_NK[:, k], trajectories.group_N)
-    advantages_T = whitened(trajectories.spread(advantages_N))
+        advantages_N += weight * _standardize(components_NK[:, k], trajectories.group_N)
+    advantages_T = whiten(trajectories.spread(advantages_N))
     return Estimate(advantages_T, advantages_T)
 
 
@@ -265,11 +266,11 @@ def discounted_sums(trajectories: Trajectories, terms_T: Float64, discount: floa
     return sums_T
 
 
-def whitened(values_T: Float64) -> Float64:
+def whiten(values_T: Float64) -> Float64:
     """[T] (x - mean) / sqrt(var + 1e-8), var unbiased, over the batch's tokens.
 
-    A single token has nothing to be compared with and becomes 0; a batch without tokens stays empty. Both
-    happen (every response empty, every sample rejected) and a run should go on to its next batch.
+    A single token becomes 0; a batch without tokens stays empty. Both happen (all responses empty, all
+    samples rejected), and the run continues with its next batch.
     """
     if len(values_T) == 0:
         return values_T
@@ -300,26 +301,26 @@ def _branches(trajectories: Trajectories) -> Branches:
     return trajectories.branches or Branches.unbranched(trajectories.lengths_N)
 
 
-def _on_all_tokens(trajectories: Trajectories, advantages_N: Float64) -> Estimate:
+def _broadcast_to_tokens(trajectories: Trajectories, advantages_N: Float64) -> Estimate:
     advantages_T = trajectories.spread(advantages_N)
     return Estimate(advantages_T, advantages_T)
 
 
-def _centred(scores_N: Float64, group_N: Int64) -> Float64:
+def _center(scores_N: Float64, group_N: Int64) -> Float64:
     """[N] s - mean_g; the only sample of its group keeps s."""
     count_G = np.bincount(group_N)
     baseline_G = np.where(count_G == 1, 0.0, np.bincount(group_N, scores_N) / count_G)
     return scores_N - baseline_G[group_N]
 
 
-def _deviations(scores_N: Float64, group_N: Int64) -> Float64:
+def _standard_deviations(scores_N: Float64, group_N: Int64) -> Float64:
     """[N] unbiased standard deviation of the sample's group; meaningless for the only sample of its group."""
-    squares_G = np.bincount(group_N, _centred(scores_N, group_N) ** 2)
+    squares_G = np.bincount(group_N, _center(scores_N, group_N) ** 2)
     return np.sqrt(squares_G / np.maximum(np.bincount(group_N) - 1, 1))[group_N]
 
 
-def _standardised(scores_N: Float64, group_N: Int64) -> Float64:
+def _standardize(scores_N: Float64, group_N: Int64) -> Float64:
     """[N] (s - mean_g) / (std_g + 1e-6); the only sample of its group keeps s."""
-    centred_N = _centred(scores_N, group_N)
+    centred_N = _center(scores_N, group_N)
     is_alone_N = np.bincount(group_N)[group_N] == 1
-    return np.where(is_alone_N, scores_N, centred_N / (_deviations(scores_N, group_N) + 1e-6))
+    return np.where(is_alone_N, scores_N, centred_N / (_standard_deviations(scores_N, group_N) + 1e-6))

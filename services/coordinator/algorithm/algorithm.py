@@ -1,7 +1,8 @@
-"""The algorithm that the config composes: from a batch of scored groups to what each model trains on.
+"""The algorithm composed by the config: turns a batch of scored groups into minibatches for each trained
+model.
 
-As in HybridFlow (https://arxiv.org/abs/2409.19256) every model is asked about the whole batch, all of
-them at once; then advantages are estimated here, and each model that trains gets its minibatches.
+As in HybridFlow (https://arxiv.org/abs/2409.19256) all models compute logprobs and values of the whole batch
+concurrently; then advantages are estimated here, and each trained model gets its minibatches.
 
 Letters in shapes: N samples, K graders, T tokens of the batch, R its loss-masked tokens, which an
 estimator counts as its T (coordinator/experience.py).
@@ -17,40 +18,40 @@ import numpy as np
 from atoll.config.functions import load
 from atoll.config.schema import Role, RunConfig
 from atoll.coordinator.algorithm.advantage import ADVANTAGES, Estimate, Estimator, Float64, Trajectories
-from atoll.coordinator.algorithm.constraint import combined, updated
+from atoll.coordinator.algorithm.constraint import combine_advantages, update_multiplier
 from atoll.coordinator.algorithm.correction import correct
-from atoll.coordinator.algorithm.experience import Layout, lay_out, loss_weights, split
+from atoll.coordinator.algorithm.experience import BatchLayout, lay_out, loss_weights, split
 from atoll.coordinator.algorithm.filters import component_of
-from atoll.coordinator.algorithm.kl import adapted, kl_penalty
-from atoll.coordinator.algorithm.metrics import critic_metrics, extent
-from atoll.coordinator.algorithm.models import BatchRefusedError, Model, Models
+from atoll.coordinator.algorithm.kl import adapt_kl_coef, kl_penalty
+from atoll.coordinator.algorithm.metrics import critic_metrics, summarize
+from atoll.coordinator.algorithm.models import BatchRefusedError, ModelClient, Models
 from atoll.coordinator.algorithm.reweight import REWEIGHTS
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.telemetry import StepTimer
 from atoll.wire.types import Batch, Bool, Float32, Group, PolicyBatch, SampleId, Segments, ValueBatch
 
-Question = Callable[[Model], Awaitable[Float32]]
+Question = Callable[[ModelClient], Awaitable[Float32]]
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmState:
-    """What an algorithm carries from step to step; part of every checkpoint."""
+    """Algorithm state across steps; saved in every checkpoint."""
 
     kl_coef: float = 0.0  # of an adaptive penalty in the reward
     log_multiplier: float = 0.0  # of the constraint on the cost
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedStep:
     batches: Mapping[Role, Sequence[Batch]]  # one per minibatch, for each model that trains
     metrics: Mapping[str, float]
     samples: Sequence[Sequence[SampleId]] = ()  # of each minibatch
-    refusal: str = ""  # why there is no batch: a model did not take it
+    refusal: str = ""  # why there is no batch: a model refused it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Answers:
-    """What the models say of a batch, each [T]; None: the recipe does not ask."""
+class _ModelOutputs:
+    """Outputs of the models for a batch, each [T]; None if the recipe does not need them."""
 
     actor: Float32 | None
     reference: Float32 | None
@@ -61,8 +62,8 @@ class _Answers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Learned:
-    """What a critic learns from: the values that it gave, and the returns that they should have been."""
+class _CriticTargets:
+    """A critic's targets: its old values, and the returns that they should predict."""
 
     role: Role
     values_R: Float64
@@ -74,7 +75,7 @@ class Algorithm:
         algorithm = config.algorithm
         self._config = algorithm
         self._models = models
-        # what it does not train, it asks once a step
+        # models that it does not train are called once per step
         self._rests = {r for r, s in config.roles.items() if s.offload and r not in config.trained}
         self._graders = config.reward.graders
         self._reward_weight = config.reward_model.weight if config.reward_model else 0.0
@@ -88,8 +89,8 @@ class Algorithm:
             log_multiplier=math.log(algorithm.constraint.initial) if algorithm.constraint else 0.0,
         )
 
-    async def prepare(self, groups: Sequence[Group], timer: StepTimer) -> Prepared:
-        """Asks the models, then estimates; what is carried to the next step changes here, unless it fails.
+    async def prepare(self, groups: Sequence[Group], timer: StepTimer) -> PreparedStep:
+        """Calls the models, then estimates advantages; updates the state for the next step unless it fails.
 
         Raises BatchRefusedError if a model does not take the batch, AtollError if the estimator fails.
         """
@@ -100,27 +101,27 @@ class Algorithm:
             self.state = before
             raise
 
-    async def _prepare(self, groups: Sequence[Group], timer: StepTimer) -> Prepared:
+    async def _prepare(self, groups: Sequence[Group], timer: StepTimer) -> PreparedStep:
         layout = lay_out(groups)
         answers = await self._ask(layout.segments, timer)
         with timer.phase("adv"):
             metrics: dict[str, float] = {}
-            old_R = self._old(layout, answers)
+            old_R = self._old_logprobs(layout, answers)
             scores_N, rewards_R = self._scores(groups, layout, answers)
-            metrics |= extent("critic/score", scores_N)
+            metrics |= summarize("critic/score", scores_N)
             rewards = self._rewards(groups, layout, scores_N, rewards_R, old_R, answers, metrics)
             estimate = self._estimate(rewards)
             metrics |= critic_metrics("critic", rewards.values_T, estimate.returns_T)
-            advantages_R, learned = estimate.advantages_T, [_learned("critic", rewards, estimate)]
+            advantages_R, learned = estimate.advantages_T, [_critic_targets("critic", rewards, estimate)]
             if self._config.constraint:
                 costs = self._costs(groups, layout, answers, rewards)
                 cost_estimate = self._estimate(costs)
                 metrics |= critic_metrics("cost_critic", costs.values_T, cost_estimate.returns_T)
-                learned.append(_learned("cost_critic", costs, cost_estimate))
+                learned.append(_critic_targets("cost_critic", costs, cost_estimate))
                 multiplier = self._constrain(float(costs.scores_N.mean()), metrics)
-                advantages_R = combined(advantages_R, cost_estimate.advantages_T, multiplier)
-            metrics |= extent("critic/advantages", advantages_R)
-            advantages_R, mask_T = self._corrected(layout, advantages_R, old_R, metrics)
+                advantages_R = combine_advantages(advantages_R, cost_estimate.advantages_T, multiplier)
+            metrics |= summarize("critic/advantages", advantages_R)
+            advantages_R, mask_T = self._correct(layout, advantages_R, old_R, metrics)
             old_T = None if old_R is None else layout.place(old_R)
             weight_N = self._reweight(scores_N)
             in_loss = self._config.kl is not None and self._config.kl.where == "loss"
@@ -128,20 +129,20 @@ class Algorithm:
             batches = self._batches(
                 layout, mask_T, weight_N, layout.place(advantages_R), old_T, reference_T, learned
             )
-            return Prepared(batches, metrics, self._samples(groups, layout))
+            return PreparedStep(batches, metrics, self._samples(groups, layout))
 
-    async def _ask(self, segments: Segments, timer: StepTimer) -> _Answers:
+    async def _ask(self, segments: Segments, timer: StepTimer) -> _ModelOutputs:
         config, kl = self._config, self._config.kl
         needs_actor = config.old_logprobs == "trainer" and (
             config.num_minibatches * config.num_epochs > 1
             or config.correction is not None
             or (kl is not None and kl.where == "reward")
-        )  # else the update takes them from its own forward pass
+        )  # otherwise the update takes them from its own forward pass
 
-        def logprobs(model: Model) -> Awaitable[Float32]:
+        def logprobs(model: ModelClient) -> Awaitable[Float32]:
             return model.compute_logprobs(segments)
 
-        def values(model: Model) -> Awaitable[Float32]:
+        def values(model: ModelClient) -> Awaitable[Float32]:
             return model.compute_values(segments)
 
         async def ask(role: Role, phase: str, question: Question, needed: bool = True) -> Float32 | None:
@@ -156,7 +157,7 @@ class Algorithm:
                     await self._models[role].offload()
                 return answer
 
-        return _Answers(
+        return _ModelOutputs(
             *await asyncio.gather(
                 ask("actor", "old_log_prob", logprobs, needs_actor),
                 ask("reference", "ref", logprobs, kl is not None and kl.estimator != "full"),
@@ -167,31 +168,33 @@ class Algorithm:
             )
         )
 
-    def _old(self, layout: Layout, answers: _Answers) -> Float64 | None:
-        """[R] what ratios are taken to; None: the trainer detaches them from its own forward pass."""
+    def _old_logprobs(self, layout: BatchLayout, answers: _ModelOutputs) -> Float64 | None:
+        """[R] old logprobs of the ratios; None: the trainer detaches them from its own forward pass."""
         if self._config.old_logprobs == "rollout":
             return layout.pick(layout.rollout_logprobs_T)
         return None if answers.actor is None else layout.pick(answers.actor)
 
-    def _scores(self, groups: Sequence[Group], layout: Layout, answers: _Answers) -> tuple[Float64, Float64]:
+    def _scores(
+        self, groups: Sequence[Group], layout: BatchLayout, answers: _ModelOutputs
+    ) -> tuple[Float64, Float64]:
         """[N] and [R] the graders' rewards, and the reward model's at the last token."""
         scores_N = np.array([sample.score for group in groups for sample in group.samples])
         if answers.rewards is None:
             return scores_N, layout.rewards_R
-        model_N = self._reward_weight * _at_the_last(layout, answers.rewards, "reward_model")
+        model_N = self._reward_weight * _scores_at_last_token(layout, answers.rewards, "reward_model")
         return scores_N + model_N, layout.rewards_R + layout.at_the_end(model_N)
 
     def _rewards(
         self,
         groups: Sequence[Group],
-        layout: Layout,
+        layout: BatchLayout,
         scores_N: Float64,
         rewards_R: Float64,
         old_R: Float64 | None,
-        answers: _Answers,
+        answers: _ModelOutputs,
         metrics: dict[str, float],
     ) -> Trajectories:
-        """What the estimators see: rewards less the KL penalty, where the recipe puts it there."""
+        """The rewards seen by estimators: with the KL penalty subtracted if the recipe says so."""
         kl = self._config.kl
         if kl and kl.where == "reward":
             assert old_R is not None
@@ -203,24 +206,24 @@ class Algorithm:
             mean = float(kl_R.mean()) if len(kl_R) else 0.0
             metrics |= {"actor/reward_kl_penalty": mean, "actor/kl_coef": self.state.kl_coef}
             if kl.target is not None:
-                coef = adapted(self.state.kl_coef, mean, kl.target, kl.horizon, layout.num_samples)
+                coef = adapt_kl_coef(self.state.kl_coef, mean, kl.target, kl.horizon, layout.num_samples)
                 self.state = replace(self.state, kl_coef=coef)
-        metrics |= extent("critic/rewards", scores_N)
+        metrics |= summarize("critic/rewards", scores_N)
         names = [grader.name for grader in self._graders]
         return Trajectories(
             group_N=layout.group_N,
             lengths_N=layout.lengths,
             scores_N=scores_N,
             rewards_T=rewards_R,
-            components_NK=np.array([_component(groups, name) for name in names]).T,
+            components_NK=np.array([_component_of(groups, name) for name in names]).T,
             weights_K=np.array([grader.weight for grader in self._graders]),
-            values_T=_before(layout, answers.values),
+            values_T=_values_before(layout, answers.values),
             baselines_N=_baselines(groups),
             branches=layout.branches,
         )
 
     def _estimate(self, trajectories: Trajectories) -> Estimate:
-        """Raises AtollError where the estimator fails: the user's own may do anything."""
+        """Raises AtollError if the estimator fails: user code may raise anything."""
         expected = trajectories.rewards_T.shape
         try:
             estimate = self._advantage(trajectories)
@@ -230,36 +233,38 @@ class Algorithm:
         except Exception as error:
             raise AtollError(
                 f"algorithm.advantage = {self._config.advantage.name!r} failed: {type(error).__name__}: "
-                f"{error}; mend it, then continue with --resume"
+                f"{error}; fix it, then continue with --resume"
             ) from error
         return estimate
 
     def _costs(
-        self, groups: Sequence[Group], layout: Layout, answers: _Answers, rewards: Trajectories
+        self, groups: Sequence[Group], layout: BatchLayout, answers: _ModelOutputs, rewards: Trajectories
     ) -> Trajectories:
-        """The same samples seen by their cost, which a grader or the cost model gave at the last token."""
+        """The same samples with their cost as reward, given at the last token by a grader or the cost
+        model.
+        """
         constraint = self._config.constraint
         assert constraint is not None
         if constraint.cost is not None:
-            costs_N = _component(groups, constraint.cost)
+            costs_N = _component_of(groups, constraint.cost)
         else:
             assert answers.costs is not None
-            costs_N = _at_the_last(layout, answers.costs, "cost_model")
+            costs_N = _scores_at_last_token(layout, answers.costs, "cost_model")
         return replace(
             rewards,
             scores_N=costs_N,
             rewards_T=layout.at_the_end(costs_N),
             components_NK=costs_N[:, None],
             weights_K=np.ones(1),
-            values_T=_before(layout, answers.cost_values),
+            values_T=_values_before(layout, answers.cost_values),
         )
 
     def _constrain(self, mean_cost: float, metrics: dict[str, float]) -> float:
-        """This step's multiplier; the next one's is moved by this step's cost."""
+        """This step's multiplier; this step's cost updates the next one's."""
         constraint, log_multiplier = self._config.constraint, self.state.log_multiplier
         assert constraint is not None
         metrics |= {"cost/mean": mean_cost, "cost/multiplier": math.exp(log_multiplier)}
-        moved = updated(
+        moved = update_multiplier(
             log_multiplier,
             mean_cost,
             limit=constraint.limit,
@@ -269,10 +274,10 @@ class Algorithm:
         self.state = replace(self.state, log_multiplier=moved)
         return math.exp(log_multiplier)
 
-    def _corrected(
-        self, layout: Layout, advantages_R: Float64, old_R: Float64 | None, metrics: dict[str, float]
+    def _correct(
+        self, layout: BatchLayout, advantages_R: Float64, old_R: Float64 | None, metrics: dict[str, float]
     ) -> tuple[Float64, Bool]:
-        """Advantages times importance weights, and the loss mask [T] without what is rejected.
+        """Advantages times importance weights, and the loss mask [T] without rejected tokens.
 
         Every policy loss grows in proportion to the advantage, so a weight there weighs the loss.
         """
@@ -294,8 +299,8 @@ class Algorithm:
         kept_T[layout.trained_R] = corrected.keep_T
         return advantages_R * corrected.weights_T, kept_T
 
-    def _samples(self, groups: Sequence[Group], layout: Layout) -> list[list[SampleId]]:
-        """Of each minibatch, which is of whole groups."""
+    def _samples(self, groups: Sequence[Group], layout: BatchLayout) -> list[list[SampleId]]:
+        """The samples of each minibatch, which consists of whole groups."""
         return [
             [id for number in np.unique(layout.group_N[part.samples]) for id in groups[number].ids()]
             for part in split(layout, self._config.num_minibatches)
@@ -303,13 +308,13 @@ class Algorithm:
 
     def _batches(
         self,
-        layout: Layout,
+        layout: BatchLayout,
         mask_T: Bool,
         weight_N: Float64,
         advantages_T: Float32,
         old_T: Float32 | None,
         reference_T: Float32 | None,
-        learned: Sequence[_Learned | None],
+        learned: Sequence[_CriticTargets | None],
     ) -> dict[Role, list[Batch]]:
         critics = [
             (critic.role, layout.place(critic.values_R), layout.place(critic.returns_R))
@@ -342,19 +347,21 @@ class Algorithm:
         return batches
 
 
-def _learned(role: Role, trajectories: Trajectories, estimate: Estimate) -> _Learned | None:
+def _critic_targets(role: Role, trajectories: Trajectories, estimate: Estimate) -> _CriticTargets | None:
     values_R = trajectories.values_T
-    return None if values_R is None else _Learned(role, values_R, estimate.returns_T)
+    return None if values_R is None else _CriticTargets(role, values_R, estimate.returns_T)
 
 
-def _before(layout: Layout, values_T: Float32 | None) -> Float64 | None:
-    """[R] a critic's value of the state before each loss-masked token; a model answers after each token."""
+def _values_before(layout: BatchLayout, values_T: Float32 | None) -> Float64 | None:
+    """[R] a critic's value of the state before each loss-masked token; models return values after each
+    token.
+    """
     if values_T is None:
         return None
     return values_T[layout.segments.predecessors[layout.trained_R]].astype(np.float64)
 
 
-def _at_the_last(layout: Layout, values_T: Float32, role: str) -> Float64:
+def _scores_at_last_token(layout: BatchLayout, values_T: Float32, role: str) -> Float64:
     """[N] a model's verdict on each sample, 0 without tokens. Raises AtollError if one is not finite."""
     verdicts_N = np.where(layout.last_N >= 0, values_T[layout.last_N], 0.0).astype(np.float64)
     if not np.isfinite(verdicts_N).all():
@@ -365,13 +372,13 @@ def _at_the_last(layout: Layout, values_T: Float32, role: str) -> Float64:
     return verdicts_N
 
 
-def _component(groups: Sequence[Group], grader: str) -> Float64:
-    """[N] what a grader gave, before its weight."""
+def _component_of(groups: Sequence[Group], grader: str) -> Float64:
+    """[N] a grader's value, unweighted."""
     return np.array([component_of(sample, grader) for group in groups for sample in group.samples])
 
 
 def _baselines(groups: Sequence[Group]) -> Float64 | None:
-    """[N] the score of the greedy sample of the same prompt, where the run has one."""
+    """[N] the score of the greedy sample of the same prompt; None without greedy samples."""
     scores = [group.baseline.score for group in groups if group.baseline]
     if len(scores) < len(groups):
         return None

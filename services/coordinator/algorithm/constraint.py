@@ -7,21 +7,23 @@ import math
 
 from atoll.coordinator.algorithm.advantage import Float64
 
-MIN_LOG_MULTIPLIER = math.log(1e-8)  # no part in an advantage; below, e^x would in the end be exactly 0
+MIN_LOG_MULTIPLIER = math.log(1e-8)  # negligible in an advantage; below, e^x would underflow to 0
 
 
-def updated(
+def update_multiplier(
     log_multiplier: float, mean_cost: float, *, limit: float, learning_rate: float, maximum: float
 ) -> float:
     """The logarithm of the next multiplier lambda, by one step of gradient ascent on it.
 
     log lambda += learning_rate (mean_cost - limit) lambda, and lambda <= maximum. `mean_cost` is the mean
-    over the batch's samples. It is the logarithm that moves, so lambda stays above 0.
+    over the batch's samples. Updating the logarithm keeps lambda above 0.
     """
     step = learning_rate * (mean_cost - limit) * math.exp(log_multiplier)
     return min(max(log_multiplier + step, MIN_LOG_MULTIPLIER), math.log(maximum))
 
 
-def combined(reward_advantages_T: Float64, cost_advantages_T: Float64, multiplier: float) -> Float64:
+def combine_advantages(
+    reward_advantages_T: Float64, cost_advantages_T: Float64, multiplier: float
+) -> Float64:
     """[T] (A_r - lambda A_c) / (1 + lambda): the larger lambda, the more a low cost counts."""
     return (reward_advantages_T - multiplier * cost_advantages_T) / (1 + multiplier)

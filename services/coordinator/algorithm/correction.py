@@ -28,14 +28,14 @@ def correct(
     """Weights w = exp(clamp(d, +-20)) that turn the rollout's distribution into the trainer's.
 
     d is a token's old (trainer's) minus rollout logprob at level "token", its sum over the sample's tokens at
-    "sequence", its mean at "geometric". What becomes of a weight, by `method`:
+    "sequence", its mean at "geometric". `method` decides what happens to a weight:
     - "truncate": min(w, high). TIS, https://fengyao.notion.site/off-policy-rl
     - "mask": w in [low, high], else 0: the token counts in the loss's denominator without adding to its sum.
       IcePop at level "token", https://arxiv.org/abs/2510.18855; MIS at "sequence" and "geometric",
       https://richardli.xyz/rl-collapse
     - "reject": 1 in [low, high]; outside, the token, or at the other levels the whole sample, is not kept.
 
-    Metrics describe the weights before any of this, over units that have tokens; masked_fraction is the share
+    Metrics describe the raw weights, over units that have tokens; masked_fraction is the share
     of tokens that are masked or rejected. A batch without tokens has no metrics.
 
     Raises ValueError for an unknown level or method.

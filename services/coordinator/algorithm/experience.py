@@ -1,4 +1,4 @@
-"""Scored groups -> the flat arrays that estimators read and trainers consume. Pure numpy.
+"""Converts scored groups to the flat arrays that estimators and trainers consume. Pure numpy.
 
 Letters in shapes: N samples, T tokens of the batch, R its loss-masked tokens (an estimator's T): those are
 in the order of the samples, each sample's in the order in which they were produced. D nodes and prompts.
@@ -26,7 +26,7 @@ from atoll.wire.types import (
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class BatchLayout:
     """Groups laid out flat: each prompt once, then its samples' trees as segments below it."""
 
     segments: Segments
@@ -102,7 +102,7 @@ class _Nodes:
         return len(self.parents) - 1
 
 
-def lay_out(groups: Sequence[Group]) -> Layout:
+def lay_out(groups: Sequence[Group]) -> BatchLayout:
     """Two samples `46`, `47` of the prompt `12+34=` become segments [prompt, 46, 47], parents [-1, 0, 0].
 
     A node joins its parent's segment if the two are of one sample and the parent has no other child. Equal
@@ -154,7 +154,7 @@ def _flatten(
     ends: Sequence[int],
     rewards: Sequence[tuple[int, int, float]],
     branches: Mapping[int, Sequence[tuple[int, int]]],
-) -> Layout:
+) -> BatchLayout:
     parents_D, samples_D = np.array(nodes.parents), np.array(nodes.samples, np.int32)
     lengths_D = np.fromiter(map(len, nodes.tokens), np.int64, len(nodes.tokens))
     segments_D = _join(parents_D, samples_D)
@@ -173,7 +173,7 @@ def _flatten(
         node_T = np.repeat(np.arange(len(order_D)), lengths_D)
         flat_T = np.arange(len(node_T)) + (starts_D - (np.cumsum(lengths_D) - lengths_D))[node_T]
         trained_R = flat_T[loss_mask_T[flat_T]]
-    return Layout(
+    return BatchLayout(
         segments=Segments(
             token_ids=np.concatenate([nodes.tokens[d] for d in order_D]).astype(np.int32, copy=False),
             offsets=np.append(starts_D[firsts_S], len(loss_mask_T)),
@@ -284,7 +284,7 @@ def loss_weights(
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MinibatchSlice:
     """A minibatch: some groups of a layout, as slices of its arrays."""
 
     segments: Segments
@@ -292,14 +292,16 @@ class Part:
     samples: slice
 
 
-def split(layout: Layout, num_minibatches: int) -> list[Part]:
+def split(layout: BatchLayout, num_minibatches: int) -> list[MinibatchSlice]:
     """Consecutive runs of whole groups, as equal as they go."""
     groups, segments = layout.segments.groups, layout.segments
     bounds = np.linspace(0, int(groups[-1]) + 1, num_minibatches + 1).astype(int)
     segment_bounds = np.searchsorted(groups, bounds)
     sample_bounds = np.searchsorted(layout.group_N, bounds)
     return [
-        Part(*segments.part(int(segment_bounds[i]), int(segment_bounds[i + 1])), _slice(sample_bounds, i))
+        MinibatchSlice(
+            *segments.part(int(segment_bounds[i]), int(segment_bounds[i + 1])), _slice(sample_bounds, i)
+        )
         for i in range(num_minibatches)
     ]
 
@@ -308,7 +310,7 @@ def _slice(bounds: Int64, i: int) -> slice:
     return slice(int(bounds[i]), int(bounds[i + 1]))
 
 
-def supervised(rows: Sequence[tuple[Int32, Int32]]) -> tuple[Segments, Float32]:
+def lay_out_supervised(rows: Sequence[tuple[Int32, Int32]]) -> tuple[Segments, Float32]:
     """Rows of (prompt ids, response ids) as segments and loss weights [T]: the mean over response tokens.
 
     Nothing shares a prompt here, so a row is one segment, which needs no mask of its ancestors.

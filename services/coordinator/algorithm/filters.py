@@ -1,4 +1,4 @@
-"""Which finished groups are trained on: a filter keeps or leaves out, and new prompts replace the latter."""
+"""Decides which finished groups are trained on; filtered groups are replaced by new prompts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ def scores_differ(group: Group, *, component: str = "") -> bool:
     """Keeps groups whose samples do not all score the same: equal scores give no gradient.
 
     `component` compares this grader's own value instead of the score, as DAPO judges accuracy without the
-    penalty on length (https://arxiv.org/abs/2503.14476, section 3.2). Raises UserError for one that the
-    samples do not have.
+    penalty on length (https://arxiv.org/abs/2503.14476, section 3.2). Raises UserError if the samples lack
+    it.
     """
     if not component:
         return len({sample.score for sample in group.samples}) > 1
@@ -24,12 +24,12 @@ def scores_differ(group: Group, *, component: str = "") -> bool:
 
 
 def component_of(sample: Trajectory, grader: str) -> float:
-    """What a grader gave over all turns, before its weight. Raises UserError where the sample lacks it."""
+    """A grader's value summed over all turns, unweighted. Raises UserError if the sample lacks it."""
     there = {name for reward in sample.rewards for name in reward.components}
     if grader not in there:
         raise UserError(
             f"sample {sample.id} has no component {grader!r}, only {', '.join(sorted(there)) or 'none'}: "
-            "name one of reward.graders; a dump is replayed with those that made it"
+            "name one of reward.graders; a dump must be replayed with the graders that produced it"
         )
     return sum(reward.components.get(grader, 0.0) for reward in sample.rewards)
 
@@ -41,26 +41,26 @@ FILTERS: Mapping[str, Callable[..., bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What limits are judged by; a checkpoint has it, so that a resume does not begin to count again."""
+    """Counts that limits are checked against; saved in checkpoints, so that a resume continues counting."""
 
     issued: int = 0  # groups since the run began
-    failed: int = 0  # of these, dropped for an error
+    failed: int = 0  # of these, dropped after an error
     kept: int = 0  # by a filter, since the last batch
     filtered: int = 0
 
 
-NOTHING = Counters()
+NO_COUNTS = Counters()
 
 
 class DynamicSampling:
     """Which finished groups are trained on, and for how long others are replaced by new prompts.
 
-    From DAPO (https://arxiv.org/abs/2503.14476, section 3.2): without contrast within a group there is
-    nothing to learn from it, so the batch is filled up with others.
+    From DAPO (https://arxiv.org/abs/2503.14476, section 3.2): a group without contrast gives no gradient, so
+    the batch is filled with other groups.
     """
 
     def __init__(self, config: FilterConfig, prompts_per_step: int) -> None:
-        """Raises ConfigError where `config` names no function that fits."""
+        """Raises ConfigError if `config` does not name a suitable function."""
         self._keep: Callable[[Group], bool] = load(config, FILTERS)
         self._name = config.name
         self.is_users_own = config.is_users_own
@@ -69,8 +69,8 @@ class DynamicSampling:
         self.num_kept = 0  # since the last batch
         self.num_filtered = 0
 
-    def keeps(self, group: Group) -> bool:
-        """From any thread. Raises AtollError if the filter fails: the user's own may raise anything."""
+    def accepts(self, group: Group) -> bool:
+        """Callable from any thread. Raises AtollError if the filter fails: user code may raise anything."""
         try:
             keep = self._keep(group)
             if not isinstance(keep, bool | np.bool_):
@@ -88,17 +88,17 @@ class DynamicSampling:
         self.num_filtered += not keep
 
     def check(self) -> None:
-        """Raises AtollError where more than max_refill batches were left out since the last batch."""
+        """Raises AtollError if more than max_refill batches were left out since the last batch."""
         if self.num_filtered > self._max_refill * self._prompts_per_step:
             raise AtollError(
                 f"algorithm.filter = {self._name!r} left out {self.num_filtered} of the "
                 f"{self.num_filtered + self.num_kept} groups that finished since the last batch, more than "
-                f"algorithm.filter.max_refill = {self._max_refill} batches of {self._prompts_per_step}; take "
-                "easier or harder prompts, raise coordinator.samples_per_prompt, or allow more"
+                f"algorithm.filter.max_refill = {self._max_refill} batches of {self._prompts_per_step}; use "
+                "easier or harder prompts, raise coordinator.samples_per_prompt, or raise the limit"
             )
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the groups that finished since the last call, which is made once per batch."""
+        """Metrics of the groups that finished since the last call (one call per batch)."""
         num_filtered, num_finished = self.num_filtered, self.num_filtered + self.num_kept
         self.num_kept = self.num_filtered = 0
         return {

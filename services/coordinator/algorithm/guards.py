@@ -1,4 +1,4 @@
-"""When a run has diverged. Pure."""
+"""Divergence checks. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """As in [guards]; None: not watched."""
+class GuardLimits:
+    """As in [guards]; None: not checked."""
 
     max_ppo_kl: float | None = None
     max_logprob_diff: float | None = None
@@ -19,17 +19,19 @@ class Limits:
     window: int = 10  # steps
 
 
-def trip(metrics: Mapping[str, float], scores: Sequence[float], limits: Limits) -> str | None:
-    """Why the run has diverged, as a sentence that names metric, value, limit and setting; None: it has not.
+def check_divergence(
+    metrics: Mapping[str, float], scores: Sequence[float], limits: GuardLimits
+) -> str | None:
+    """Why the run has diverged, naming metric, value, limit and setting; None if it has not.
 
     `metrics` are those of the step, and one that it lacks (the actor waits while its critic warms up) is not
-    judged; `scores` the mean scores of all steps so far. A model's metric that is not finite always trips,
-    but for a gradient's norm: the optimizer has left out that update.
+    judged; `scores` the mean scores of all steps so far. A non-finite metric of a model always counts as
+    divergence, except a gradient norm: the optimizer has skipped that update.
     """
     for name, value in metrics.items():
         is_models = name.startswith(("actor/", "critic/", "cost_critic/")) and not name.endswith("/grad_norm")
         if is_models and not math.isfinite(value):
-            return f"{name} is {value}: the update is no longer finite (this is always watched)"
+            return f"{name} is {value}: the update is no longer finite (always checked)"
     for name, setting, limit in (
         ("actor/ppo_kl", "max_ppo_kl", limits.max_ppo_kl),
         ("rollout_corr/logprob_diff_mean", "max_logprob_diff", limits.max_logprob_diff),
@@ -41,11 +43,11 @@ def trip(metrics: Mapping[str, float], scores: Sequence[float], limits: Limits) 
         size = abs(metrics[name])  # an estimate of a KL divergence can be negative
         is_within = size >= limit if setting.startswith("min_") else size <= limit
         if not is_within:  # nor is NaN
-            return f"{name} is {metrics[name]:.4g}, which guards.{setting} = {limit} does not allow"
+            return f"{name} is {metrics[name]:.4g}, beyond guards.{setting} = {limit}"
     return _reward_drop(scores, limits)
 
 
-def _reward_drop(scores: Sequence[float], limits: Limits) -> str | None:
+def _reward_drop(scores: Sequence[float], limits: GuardLimits) -> str | None:
     """The mean of the last `window` scores against the best mean of as many consecutive ones so far."""
     if limits.reward_drop is None or len(scores) < limits.window:
         return None

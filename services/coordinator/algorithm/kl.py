@@ -1,4 +1,4 @@
-"""KL divergence from the reference policy as a part of the reward. Pure numpy.
+"""KL penalty in the reward. Pure numpy.
 
 T: loss-masked tokens of all samples, as in advantage.py. KL in the loss is in services/trainer/losses/kl.py.
 """
@@ -15,7 +15,7 @@ def kl_penalty(logprobs_T: Floats, ref_logprobs_T: Floats, estimator: str) -> Fl
     the result to +-10). Source: http://joschu.net/blog/kl-approx.html. A "+" asks for k2's gradient; a reward
     has none, so the value is that of the name without it.
 
-    Raises ValueError for an estimator that is none of these.
+    Raises ValueError for an unknown estimator.
     """
     x_T = logprobs_T.astype(np.float64) - ref_logprobs_T
     match estimator.removesuffix("+"):
@@ -39,8 +39,8 @@ def kl_penalty(logprobs_T: Floats, ref_logprobs_T: Floats, estimator: str) -> Fl
             )
 
 
-def adapted(coef: float, kl: float, target: float, horizon: int, num_samples: int) -> float:
-    """The next penalty coefficient: higher where the KL per token was above its target, lower where below.
+def adapt_kl_coef(coef: float, kl: float, target: float, horizon: int, num_samples: int) -> float:
+    """The next penalty coefficient: higher if the KL per token was above its target, lower if below.
 
     coef *= 1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon, so `horizon` samples change it by at
     most about a fifth. Source: https://arxiv.org/abs/1909.08593, section 2.2.

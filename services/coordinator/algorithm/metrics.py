@@ -1,4 +1,4 @@
-"""A step's metrics in the field's names. Pure."""
+"""A step's metrics, under standard names. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ def step_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
     clipped = sum(sample.finish_reason is FinishReason.LENGTH for sample in samples)
     metrics = {
         "training/version": float(version.number),
-        **extent("critic/score", scores),
-        **extent("response_length", lengths),
+        **summarize("critic/score", scores),
+        **summarize("response_length", lengths),
         "response_length/clip_ratio": clipped / len(samples),
         "prompt_length/mean": float(prompt_lengths.mean()),
         "perf/total_num_tokens": float((prompt_lengths * num_samples).sum() + lengths.sum()),
@@ -38,18 +38,18 @@ def step_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
     return metrics | {f"reward/{name}/mean": totals[name] / len(samples) for name in sorted(totals)}
 
 
-class Reasons:
-    """Why graders gave what they gave: shares of a step's samples by kind, what a reason has before ":".
+class ReasonShares:
+    """Shares of a step's samples by kind of reason (the part before ":"), per grader.
 
     A run has MAX_KINDS kinds of each grader at most, the first ones that come up, the most frequent of a step
-    first; what comes later counts as "other": a server may say anything.
+    first; later ones count as "other", since a server may send anything.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, list[str]] = {}  # by grader
 
-    def shares(self, groups: Sequence[Group]) -> dict[str, float]:
-        """reward/NAME/KIND; of kinds that came up before and have not in this step: 0."""
+    def measure(self, groups: Sequence[Group]) -> dict[str, float]:
+        """reward/NAME/KIND; 0 for known kinds that did not occur in this step."""
         samples = [sample for group in groups for sample in group.samples]
         counts = Counter(
             (grader, reason.partition(":")[0].strip()[:MAX_KIND_CHARACTERS])
@@ -68,8 +68,8 @@ class Reasons:
         return shares
 
 
-def extent(name: str, values: Float64 | Int64) -> dict[str, float]:
-    """NAME/mean, NAME/max and NAME/min; nothing where there is no value."""
+def summarize(name: str, values: Float64 | Int64) -> dict[str, float]:
+    """NAME/mean, NAME/max and NAME/min; empty without values."""
     if len(values) == 0:
         return {}
     return {
@@ -80,19 +80,19 @@ def extent(name: str, values: Float64 | Int64) -> dict[str, float]:
 
 
 def critic_metrics(role: str, values: Float64 | None, returns: Float64) -> dict[str, float]:
-    """Of a critic's values and the returns that they foretell, over all loss-masked tokens.
+    """Metrics of a critic's values and the returns that they predict, over all loss-masked tokens.
 
-    Explained variance is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that
-    says the same everywhere.
+    Explained variance is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for a constant
+    one.
     """
-    metrics = extent(f"{role}/returns", returns)
+    metrics = summarize(f"{role}/returns", returns)
     if values is None or len(values) == 0:
         return metrics
     explained = 1 - np.var(returns - values) / (np.var(returns) + 1e-5)
-    return metrics | extent(f"{role}/values", values) | {f"{role}/vf_explained_var": float(explained)}
+    return metrics | summarize(f"{role}/values", values) | {f"{role}/vf_explained_var": float(explained)}
 
 
-def mean_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the minibatches that report it."""
+def average_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Averages each metric over the minibatches that report it."""
     names = {name for row in rows for name in row}
     return {name: float(np.mean([row[name] for row in rows if name in row])) for name in sorted(names)}

@@ -22,12 +22,12 @@ def by_power(scores_N: Float64, *, power: float = 2.0) -> Float64:
     Raises ValueError for a negative power, which has no weight for a score of 0.
     """
     if power < 0:
-        raise ValueError(f"algorithm.reweight.power = {power} is negative: use 0 (all alike) or more")
+        raise ValueError(f"algorithm.reweight.power = {power} is negative: use 0 (uniform) or more")
     return _with_mean_one(np.abs(scores_N) ** power)
 
 
 def max_min(scores_N: Float64) -> Float64:
-    """[N] only the samples with the batch's best or worst score count, all alike."""
+    """[N] only the samples with the batch's best or worst score count, equally."""
     return _with_mean_one((scores_N == scores_N.max()) | (scores_N == scores_N.min()))
 
 

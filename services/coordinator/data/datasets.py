@@ -1,4 +1,4 @@
-"""Where prompts come from: weighted datasets, shuffled per epoch, resumable at any draw."""
+"""Prompt sources: weighted datasets, shuffled per epoch, resumable at any draw."""
 
 import hashlib
 import json
@@ -12,8 +12,8 @@ import jinja2
 import numpy as np
 
 from atoll.config.schema import SourceConfig, TokenLimit
+from atoll.coordinator.data.dataset_rows import read_rows, read_supervised_rows, row_error
 from atoll.coordinator.data.rendering import Messages, Renderer
-from atoll.coordinator.data.rows import read_rows, read_supervised_rows, row_error
 from atoll.runtime.errors import UserError
 from atoll.wire.types import GroupId, Int32, Int64, Prompt
 
@@ -25,13 +25,15 @@ Pair = tuple[Int32, Int32]  # prompt ids [T], response ids [T] with the end-of-s
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in the endless sequence of draws: `drawn` is the state, the rest says of which sequence."""
+    """A position in the infinite sequence of draws: `drawn` is the state, the rest identifies the
+    sequence.
+    """
 
     seed: int
     shuffle: bool
-    rows: tuple[int, ...]  # of each source, without over-long ones
+    rows: tuple[int, ...]  # rows per source, without over-long ones
     drawn: tuple[int, ...]  # from each source since the run began
-    digests: tuple[str, ...] = ()  # of each source's rows as the model sees them, with their truths
+    digests: tuple[str, ...] = ()  # digest of each source's rows, as the model sees them
 
     def dump(self) -> str:
         """JSON that `parse` reads."""
@@ -44,7 +46,7 @@ class Cursor:
         return cls(tree["seed"], tree["shuffle"], rows, drawn, digests)
 
     def changes(self, other: "Cursor") -> list[str]:
-        """What `other`'s sequence has that this one's has not."""
+        """Differences of `other`'s sequence from this one."""
         named = (
             (f"run.seed is {other.seed}, not {self.seed}", other.seed != self.seed),
             (f"data.shuffle is {other.shuffle}, not {self.shuffle}", other.shuffle != self.shuffle),
@@ -55,16 +57,16 @@ class Cursor:
         )
         changes = [what for what, differs in named if differs]
         if not changes and other.digests != self.digests:
-            changes.append("the datasets have as many rows as before, but other ones")
+            changes.append("the datasets have the same number of rows as before, but different ones")
         return changes
 
 
 class Mixture:
-    """The order in which the rows of several sources are drawn.
+    """The order in which rows of several sources are drawn.
 
-    Each draw goes to the source that is furthest behind its share, so shares hold at every moment and
-    not only on average. A source's draws walk a permutation of its rows, another one each epoch, that
-    depends on (seed, source, epoch) alone: the counts of the cursor restore it.
+    Each draw goes to the source furthest behind its share, so shares hold at all times and not only on
+    average. A source's draws walk a permutation of its rows, another one each epoch, that depends on (seed,
+    source, epoch) alone: the counts of the cursor restore it.
     """
 
     def __init__(
@@ -93,11 +95,11 @@ class Mixture:
         return draws
 
     def load(self, cursor: Cursor) -> None:
-        """Continues where `cursor` stood. Raises UserError where it belongs to another sequence."""
+        """Continues at `cursor`. Raises UserError if it belongs to another sequence."""
         if changes := cursor.changes(self.cursor):
             raise UserError(
-                f"cannot resume the data: {'; '.join(changes)}; restore what the run began with, or start a "
-                "new run"
+                f"cannot resume the data: {'; '.join(changes)}; restore the run's original data and "
+                "settings, or start a new run"
             )
         self.cursor = cursor
 
@@ -112,10 +114,10 @@ class Mixture:
 
 
 class PromptSource:
-    """Training prompts. Everything is rendered, tokenized and checked once, here; a draw is cheap.
+    """Training prompts. Everything is rendered, tokenized and checked here, once; draws are cheap.
 
-    A prompt's number counts the rows of all sources in their order, over-long ones included, so it
-    names a row of a file for good. Its epoch is how often that row was drawn before.
+    A prompt's number counts the rows of all sources in their order, including over-long ones, so it
+    identifies a row permanently. Its epoch counts earlier draws of that row.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class PromptSource:
         for source in sources:
             prompts = read_prompts(source.path, renderer, run, first)
             first += len(prompts)
-            self._sources.append(prompts_short_enough(source.path, prompts, longest, overlong))
+            self._sources.append(drop_overlong_prompts(source.path, prompts, longest, overlong))
         self._by_number = {prompt.id.prompt: prompt for prompts in self._sources for prompt in prompts}
         self._mixture = Mixture(
             [len(prompts) for prompts in self._sources],
@@ -155,7 +157,7 @@ class PromptSource:
         self._mixture.load(cursor)
 
     def prompt(self, id: GroupId) -> Prompt:
-        """The prompt that a draw gave this id to."""
+        """The prompt with this id."""
         return replace(self._by_number[id.prompt], id=id)
 
     def draw(self, n: int) -> list[Prompt]:
@@ -242,18 +244,18 @@ def _encode(path: Path, rows: Sequence[Messages], renderer: Renderer) -> tuple[l
     return texts, ids
 
 
-def prompts_short_enough(
+def drop_overlong_prompts(
     path: Path, prompts: Sequence[Prompt], longest: TokenLimit, overlong: Literal["filter", "refuse"]
 ) -> list[Prompt]:
     """As short_enough."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     expected = f"{longest.setting} = {longest.tokens}; raise it"
-    return short_enough(
+    return drop_overlong(
         path, prompts, lengths, longest.tokens, overlong, what="field prompt", expected=expected
     )
 
 
-def short_enough(
+def drop_overlong(
     path: Path,
     rows: Sequence[T],
     lengths: Sequence[int],
@@ -263,8 +265,9 @@ def short_enough(
     what: str,
     expected: str,
 ) -> list[T]:
-    """The rows whose `what` has at most `limit` tokens. Raises UserError with the longest of the others and
-    with what is `expected`, where none may be left out or none would be left."""
+    """Keeps rows whose `what` has at most `limit` tokens. Raises UserError, naming the longest of the others
+    and what is `expected`, if none may be dropped or none would be left.
+    """
     kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
     dropped = len(rows) - len(kept)
     if dropped and (overlong == "refuse" or not kept):

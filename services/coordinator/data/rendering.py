@@ -1,4 +1,4 @@
-"""Messages to prompt text to token ids, as `transformers` would, without importing it or torch."""
+"""Renders and tokenizes messages as `transformers` does, without importing it or torch."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,9 @@ class Renderer:
     """The tokenizer and chat template of a Hugging Face model folder."""
 
     def __init__(self, model_path: Path) -> None:
-        """Raises UserError where the folder is no model, or its tokenizer does not match the model."""
+        """Raises UserError if the folder is not a model folder, or if its tokenizer does not match the
+        model.
+        """
         model = _read_json(
             model_path / "config.json",
             "the folder of a Hugging Face model has one; `atoll data` makes the examples' models",
@@ -54,10 +56,10 @@ class Renderer:
         self._check_ids_fit(model_path)
 
     def render(self, messages: Messages) -> str:
-        """The prompt's text, ending where the assistant begins to answer.
+        """The prompt's text, up to the assistant's response.
 
         A model without a chat template gets the messages' contents joined as plain text.
-        Raises jinja2.TemplateError where the template refuses the messages.
+        Raises jinja2.TemplateError if the template refuses the messages.
         """
         if self._template is None:
             return "".join(message["content"] for message in messages)
@@ -165,7 +167,7 @@ def _chat_template(model_path: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _environment(special_tokens: Mapping[str, str]) -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates expect it; sandboxed, since templates are downloaded code."""
+    """Jinja environment as chat templates expect it; sandboxed, since templates are downloaded code."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )

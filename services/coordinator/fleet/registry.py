@@ -1,4 +1,4 @@
-"""Which services are there: leases in the store, renewed by heartbeats, judged by the store's clock."""
+"""Service registry: leases in the store, renewed by heartbeats, expiring by the store's clock."""
 
 import asyncio
 import contextlib
@@ -56,19 +56,19 @@ _LIVE: Final = _script("return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now, 
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class ServiceJoined:
     entry: ServiceEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """Its lease lapsed, it said goodbye, or a newer incarnation took its name."""
+class ServiceLeft:
+    """Its lease lapsed, it deregistered, or a newer incarnation took its name."""
 
     entry: ServiceEntry
 
 
 class Registry:
-    """Survives its coordinator: the next one finds the services that are still there."""
+    """Outlives its coordinator: the next one finds the services that are still registered."""
 
     def __init__(self, store: Store, lease_s: float) -> None:
         self._store = store
@@ -79,13 +79,14 @@ class Registry:
 
     @property
     def epoch(self) -> int:
-        """Of this coordinator. Once the store has answered it a call, it is no earlier one."""
+        """The epoch of this coordinator. Once a call to the store succeeds, no later one existed."""
         return self._store.epoch
 
     async def register(self, entry: ServiceEntry) -> float:
-        """Opens a lease and returns its seconds; ends the one of an earlier process of that name.
+        """Opens a lease and returns its duration in seconds; ends that of an earlier process of the same
+        name.
 
-        Raises ReplacedError where a later process of that name is there already.
+        Raises ReplacedError if a later process of that name is there already.
         """
         newer = (await self._write(_REGISTER, _line(entry), round(self._lease_s * 1000))).decode()
         if newer:
@@ -97,7 +98,7 @@ class Registry:
         return self._lease_s
 
     async def renew(self, entry: ServiceEntry) -> bool:
-        """False: the lease has lapsed, register again."""
+        """False if the lease has lapsed: register again."""
         return bool(await self._write(_RENEW, _line(entry), round(self._lease_s * 1000)))
 
     async def deregister(self, entry: ServiceEntry) -> None:
@@ -108,10 +109,10 @@ class Registry:
         """Those that `changes` saw last, by name."""
         return self._live
 
-    async def changes(self) -> AsyncIterator[Joined | Left]:
-        """Every service that is there now, then each join and leave; a replaced one leaves first.
+    async def changes(self) -> AsyncIterator[ServiceJoined | ServiceLeft]:
+        """Yields every current service, then each join and leave; a replaced service leaves first.
 
-        Looks after each register and deregister, and four times in a lease for those that lapsed.
+        Checks after each register and deregister, and four times per lease for lapsed ones.
         """
         known: dict[ServiceEntry, None] = {}  # ordered, as a set is not
         while True:
@@ -120,10 +121,10 @@ class Registry:
             now = dict.fromkeys(self._live)
             for entry in known:
                 if entry not in now:
-                    yield Left(entry)
+                    yield ServiceLeft(entry)
             for entry in now:
                 if entry not in known:
-                    yield Joined(entry)
+                    yield ServiceJoined(entry)
             known = now
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._lease_s / 4), self._changed:
@@ -142,7 +143,7 @@ class Registry:
 def _line(entry: ServiceEntry) -> str:
     words = (entry.name, entry.incarnation, entry.role, entry.address)
     if any(len(word.split()) != 1 for word in words):
-        raise UserError(f"cannot register {astuple(entry)}: none of its parts may be empty or hold spaces")
+        raise UserError(f"cannot register {astuple(entry)}: its parts must not be empty or contain spaces")
     return " ".join(words)
 
 

@@ -22,7 +22,7 @@ from atoll.coordinator.algorithm.algorithm import AlgorithmState
 from atoll.coordinator.algorithm.filters import Counters
 from atoll.coordinator.data.datasets import Cursor
 from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
-from atoll.wire.types import Version, Written
+from atoll.wire.types import CheckpointWrite, Version
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ _STEP = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """The validation result that keeps its checkpoint from being removed."""
+class BestValidation:
+    """The best validation result, whose checkpoint is kept."""
 
     step: int
     value: float
@@ -47,7 +47,7 @@ class CoordinatorState:
     step: int
     version: Version
     cursor: Cursor | None  # in supervised; what is generated has its cursor in the journal
-    best: Best | None
+    best: BestValidation | None
     algorithm: AlgorithmState
     row: Mapping[str, float] = field(
         default_factory=dict
@@ -62,7 +62,7 @@ class CoordinatorState:
             step=tree["step"],
             version=Version(**tree["version"]),
             cursor=None if cursor is None else Cursor.parse(json.dumps(cursor)),
-            best=None if best is None else Best(**best),
+            best=None if best is None else BestValidation(**best),
             algorithm=AlgorithmState(**tree["algorithm"]),
             row=tree.get("row", {}),
             seconds=tree.get("seconds", 0.0),
@@ -70,54 +70,58 @@ class CoordinatorState:
         )
 
 
-class Snapshot(Protocol):
+class JournalWriter(Protocol):
     """The journal at the checkpoint's moment."""
 
     async def write(self, path: Path) -> None: ...
 
 
-class Model(Protocol):
+class CheckpointedModel(Protocol):
     """A model that learns."""
 
     async def save_checkpoint(self, path: Path) -> None: ...
-    async def wait_checkpoint(self, path: Path) -> Written: ...
+    async def wait_checkpoint(self, path: Path) -> CheckpointWrite: ...
 
 
 class Checkpoints:
-    """Those of one run; at most one of them is being written."""
+    """The checkpoints of one run; at most one is being written."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
-        self._write: asyncio.Task[list[Written]] | None = None
+        self._write: asyncio.Task[list[CheckpointWrite]] | None = None
         self._metrics: dict[str, float] = {}
 
     def path(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
-        """Of the complete checkpoints, ascending."""
+        """Steps of the complete checkpoints, ascending."""
         names = (_STEP.fullmatch(path.name) for path in self._folder.glob("step-*"))
         return sorted(int(name[1]) for name in names if name)
 
     async def begin(
-        self, state: CoordinatorState, journal: Snapshot, models: Mapping[Role, Model], committed: Committed
+        self,
+        state: CoordinatorState,
+        journal: JournalWriter,
+        models: Mapping[Role, CheckpointedModel],
+        committed: Committed,
     ) -> None:
-        """Returns once every model has a copy of its state. The rest goes on beside training: the models
-        write, the folder becomes valid, then `committed` is called with it. Of two checkpoints, the second
-        waits for the first."""
+        """Returns once every model has copied its state. The rest runs in the background: the models write,
+        the folder becomes valid, then `committed` is called with it. A second checkpoint waits for the
+        first.
+        """
         await self.finish()
         partial = self._folder / f".partial-{state.step:06d}"
-        with self._explained(state.step):
-            for left in self._folder.glob(".*"):  # by a process that was killed: nothing is being written
+        with self._explain_failure(state.step):
+            for left in self._folder.glob(".*"):  # left by a killed process
                 shutil.rmtree(left, ignore_errors=True)
             partial.mkdir(parents=True)
             await asyncio.gather(*(model.save_checkpoint(partial / role) for role, model in models.items()))
         self._write = asyncio.create_task(self._commit(partial, state, journal, models, committed))
 
     async def finish(self) -> None:
-        """Waits for the write in progress. Raises AtollError where the disk did not take it; checkpoints
-        that were there stay valid."""
+        """Waits for the write in progress. Raises AtollError if it failed; earlier checkpoints stay valid."""
         write, self._write = self._write, None
         if write is not None:
             written = await write
@@ -127,15 +131,16 @@ class Checkpoints:
             }
 
     async def take_metrics(self) -> dict[str, float]:
-        """Of the last write that has ended since the last call. Raises AtollError where it failed."""
+        """Of the last write that has ended since the last call. Raises AtollError if it failed."""
         if self._write is not None and self._write.done():
             await self.finish()
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     async def abandon(self) -> None:
-        """A write in progress makes no checkpoint any more, but for one that is just becoming valid: that one
-        does. Nothing of it goes on afterwards."""
+        """Cancels a write in progress, unless its folder is just becoming valid. Nothing runs on
+        afterwards.
+        """
         write, self._write = self._write, None
         if write is not None:
             write.cancel()
@@ -145,12 +150,12 @@ class Checkpoints:
         self,
         partial: Path,
         state: CoordinatorState,
-        journal: Snapshot,
-        models: Mapping[Role, Model],
+        journal: JournalWriter,
+        models: Mapping[Role, CheckpointedModel],
         committed: Committed,
-    ) -> list[Written]:
+    ) -> list[CheckpointWrite]:
         """Waits for the models' writes; what it does to the disk itself, it does in a thread."""
-        with self._explained(state.step):
+        with self._explain_failure(state.step):
             await journal.write(partial / JOURNAL)
             written = await asyncio.gather(
                 *(model.wait_checkpoint(partial / role) for role, model in models.items())
@@ -159,7 +164,7 @@ class Checkpoints:
             try:
                 await asyncio.shield(publishing)
             finally:
-                await asyncio.wait([publishing])  # a thread goes on though its caller is cancelled
+                await asyncio.wait([publishing])  # a thread continues although its caller is cancelled
         await committed(self.path(state.step))
         return written
 
@@ -175,7 +180,7 @@ class Checkpoints:
         self._remove_old(state)
 
     @contextmanager
-    def _explained(self, step: int) -> Iterator[None]:
+    def _explain_failure(self, step: int) -> Iterator[None]:
         try:
             yield
         except ServiceUnavailableError:
@@ -186,7 +191,7 @@ class Checkpoints:
             raise AtollError(
                 f"checkpoint of step {step} in {self._folder}: {error}; "
                 + (f"the last valid one is step {valid[-1]}" if valid else "there is no earlier one")
-                + "; once that is mended, continue with --resume"
+                + "; fix the cause, then continue with --resume"
             ) from error
 
     def load(self, step: int) -> tuple[CoordinatorState, Path, Path]:
@@ -214,7 +219,7 @@ class Checkpoints:
             shutil.rmtree(removed)
 
     def _set_aside(self, step: int) -> None:
-        """What is half removed is no checkpoint."""
+        """A half-removed folder is not a checkpoint."""
         self.path(step).rename(self._folder / f".removed-{step:06d}")
 
 

@@ -1,4 +1,4 @@
-"""Consumed batches on disk: runs/NAME/dumps/step-000001.pb, one `Dump` message each.
+"""Dumps of consumed batches: runs/NAME/dumps/step-000001.pb, one `Dump` message each.
 
 These are of the path to the run's current version; batches of steps that a restart repeats are kept beside
 them, as left-000001-1.pb.
@@ -13,7 +13,7 @@ from atoll.wire.types import Group, Version
 
 
 def write_dump(folder: Path, step: int, version: Version, groups: Sequence[Group]) -> Path:
-    """Written beside and renamed, so that a reader never sees half a batch."""
+    """Writes a temporary file and renames it, so that readers never see half a batch."""
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{step:06d}.pb"
     partial = path.with_suffix(".partial")
@@ -21,8 +21,8 @@ def write_dump(folder: Path, step: int, version: Version, groups: Sequence[Group
     return partial.rename(path)
 
 
-def set_aside(folder: Path, after: int) -> None:
-    """A run continues after this step: the batches of later ones are of a path that was left."""
+def set_dumps_aside(folder: Path, after: int) -> None:
+    """Sets aside dumps of later steps when a run continues after step `after`."""
     for path in sorted(folder.glob("step-*.pb")):
         step = path.stem.removeprefix("step-")
         if int(step) > after:

@@ -1,9 +1,8 @@
-"""What became of every sample: issued -> finished -> consumed(step) -> committed(checkpoint).
+"""The journal of every sample: issued -> finished -> consumed(step) -> committed(checkpoint).
 
 The journal makes a run restartable: what finished stays in the store until a checkpoint covers the
 step that consumed it, and the data cursor moves with the issue of what was drawn. A call is one round
-trip and one transaction under the coordinator's fence; what may be long goes in parts, over a
-connection of its own.
+trip and one transaction under the coordinator's fence; long transfers go in parts, over their own connection.
 """
 
 import asyncio
@@ -15,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from atoll.coordinator.journal import scripts
-from atoll.coordinator.journal.arrivals import Arrivals
 from atoll.coordinator.journal.ledger import Ledger
 from atoll.coordinator.journal.snapshot import (
     PART,
-    Snapshot,
+    JournalSnapshot,
     entries_of,
     payloads_of,
     read_parts,
 )
+from atoll.coordinator.journal.write_batcher import WriteBatcher
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.store import Script, Store
 from atoll.wire.codec.trajectories import decode_payload
@@ -31,7 +30,7 @@ from atoll.wire.types import GroupId, JournalIndex, SampleId, Trajectory, Versio
 
 
 class JournalError(AtollError):
-    """A sample is not in the state that the call builds on; nothing was written."""
+    """A sample is not in the required state; nothing was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,8 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where a run continues: its last step, the version live after it, and what `Snapshot.write` wrote then.
+    """The point from which a run continues: its last step, the version live after it, and what
+    `JournalSnapshot.write` wrote then.
 
     Without a file (None) the store must still have the journal.
     """
@@ -92,12 +92,12 @@ class Journal:
     def __init__(self, store: Store, run: str, ledger: Ledger, max_bytes: int = 4 << 30) -> None:
         """Above `max_bytes` of finished samples in the store it is `full`."""
         self._store = store
-        self._bulk = store.apart()  # for what is long
+        self._bulk = store.new_connection()  # for what is long
         self._run = run
         self._ledger = ledger
         self._lineage = Lineage("", {})
         self._max_bytes = max_bytes
-        self._arrivals = Arrivals(self._write_finished)
+        self._arrivals = WriteBatcher(self._write_finished)
         self.num_bytes = 0  # of the payloads in the store
 
     @property
@@ -117,7 +117,7 @@ class Journal:
     async def finish(self, samples: Sequence[Trajectory], payload: bytes) -> list[Trajectory]:
         """Keeps finished samples; returns those whose attempt was the first to finish.
 
-        Refuses, and counts, what another attempt has won or what was dropped in the meantime.
+        Refuses and counts samples that another attempt has won or that were dropped.
         `payload` is the message that brought the samples, perhaps among others: encoding each again
         would cost more than all the rest of the journal's work.
         """
@@ -148,10 +148,10 @@ class Journal:
         await self._forget_consumed(step)
         self._ledger.commit(step)
 
-    async def snapshot(self, step: int) -> "Snapshot":
+    async def snapshot(self, step: int) -> "JournalSnapshot":
         """All that a checkpoint of `step` needs of the journal: what was issued and not consumed up to it.
         The step after it may be consuming its batch, which a stop then gives up."""
-        return Snapshot(self._bulk, await self._index(step))
+        return JournalSnapshot(self._bulk, await self._index(step))
 
     async def restore(self, checkpoint: Checkpoint | None) -> Restored:
         """Opens a new lineage that continues from a checkpoint (None: from scratch).
@@ -162,7 +162,7 @@ class Journal:
         in the midst of it does no harm: the next restore of the same checkpoint completes it.
         """
         name = secrets.token_hex(4)
-        continues = await self._continued(checkpoint)
+        continues = await self._find_continued_lineage(checkpoint)
         step = checkpoint.step if checkpoint else 0
         parent = checkpoint.version if checkpoint else None
         if continues is None:
@@ -193,7 +193,7 @@ class Journal:
         if not groups:
             return []
         ids = [SampleId(group.id, index) for group in groups for index in range(group.num_samples)]
-        finished = await self._finished(ids)
+        finished = await self._load_finished(ids)
         kept = {id: s for id, s in finished.items() if all(map(self._lineage.contains, s.versions()))}
         await self.retry([id for id in ids if id in finished and id not in kept], "lineage")
         await self.retry([id for id in ids if id not in finished], "restart")
@@ -236,20 +236,20 @@ class Journal:
         """What is issued or finished and not consumed up to `step`, at one moment."""
         cursor, lineages = await self._bulk_write(scripts.COPY, step)
         return JournalIndex(
-            issued=await self._copied("issued"),
-            finished=await self._copied("finished"),
+            issued=await self._read_copy("issued"),
+            finished=await self._read_copy("finished"),
             cursor=cursor.decode() if cursor else None,
             lineages=tuple(record.decode() for record in lineages),
         )
 
-    async def _copied(self, table: str) -> bytes:
+    async def _read_copy(self, table: str) -> bytes:
         parts, place = [], b""
         while place != b"0":
             place, part = await self._bulk_write(scripts.READ, table, place or b"0")
             parts.append(part)
         return b" ".join(parts)
 
-    async def _continued(self, checkpoint: Checkpoint | None) -> str | None:
+    async def _find_continued_lineage(self, checkpoint: Checkpoint | None) -> str | None:
         """The lineage of the store's tables, if they are a continuation of the checkpoint's."""
         if checkpoint is None:
             return None
@@ -288,7 +288,7 @@ class Journal:
                     last_payload = max(last_payload, *(int(words[1]) for words in numbers))
         await self._bulk_write(scripts.SEAL, last_issued, last_payload, index.cursor or "", *index.lineages)
 
-    async def _finished(self, ids: Sequence[SampleId]) -> dict[SampleId, Trajectory]:
+    async def _load_finished(self, ids: Sequence[SampleId]) -> dict[SampleId, Trajectory]:
         """Those of `ids` that are finished; a payload may hold other samples and attempts beside them."""
         entries = {id: entry.split() for id, entry in (await self._entries(ids)).items()}
         won = {id: int(words[3]) for id, words in entries.items() if len(words) == 4}

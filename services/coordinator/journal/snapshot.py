@@ -30,7 +30,7 @@ _LENGTH: Final = struct.Struct("<Q")
 Payload = tuple[str, bytes | None]  # number, content: None if it was released in the meantime
 
 
-class Snapshot:
+class JournalSnapshot:
     """The journal at one moment; its payloads are read while it is written."""
 
     def __init__(self, store: Store, index: JournalIndex) -> None:

@@ -1,4 +1,4 @@
-"""Grading: the run's own reward services and external servers, each asked for its part of a verdict."""
+"""Grading: combines verdicts of the run's reward services and of external servers."""
 
 import asyncio
 import math
@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 
-from atoll.coordinator.rewards.score_parts import OwnServices, Part, ServerGrader, texts
+from atoll.coordinator.rewards.verdict_sources import RewardServices, ServerGrader, VerdictSource, item_texts
 from atoll.runtime.clients.base import MAX_MESSAGE_BYTES
 from atoll.runtime.clients.reward import RewardClient
 from atoll.runtime.errors import AtollError, StaleFenceError
 from atoll.wire.codec.rewards import encode_score_item
 from atoll.wire.types import Graded, GradingError, SampleId, ScoreItem, Verdict
 
-BACKOFF_S = 0.5  # before what failed is asked again; twice as long each time
+BACKOFF_S = 0.5  # before a retry; doubles each time
 MAX_BACKOFF_S = 30.0
 
 Deliver = Callable[[Sequence[Verdict]], None]
 
 
 class Rewards:
-    """A score is the weighted sum of all graders; one that cannot say anything leaves no score."""
+    """A score is the weighted sum of all graders; if one fails, there is no score."""
 
     def __init__(
         self,
@@ -29,35 +29,36 @@ class Rewards:
         servers: Sequence[ServerGrader] = (),
         *,
         asks_own: bool = True,
-        patience_s: float = 600.0,
+        wait_timeout_s: float = 600.0,
     ) -> None:
-        """`asks_own`: whether any grader runs in the run's own services. `patience_s`: how long responses
-        wait for one of them while none takes or answers any."""
+        """`asks_own`: whether any grader runs in the run's own services. `wait_timeout_s`: how long responses
+        wait for such a service while none makes progress.
+        """
         self._retries = retries
-        self._own = OwnServices(patience_s)
-        self._parts: tuple[Part, ...] = (*((self._own,) if asks_own else ()), *servers)
+        self._own = RewardServices(wait_timeout_s)
+        self._parts: tuple[VerdictSource, ...] = (*((self._own,) if asks_own else ()), *servers)
         self._seconds = 0.0
         self._retried = 0
         self._dropped = 0
 
     def add(self, client: RewardClient, max_queued: int) -> None:
-        """`max_queued`: how many responses the service takes at once; 0: it does not say."""
+        """`max_queued`: the service's limit of concurrent responses; 0: unknown."""
         self._own.add(client, max_queued)
 
     def remove(self, client: RewardClient) -> None:
         self._own.remove(client)
 
     async def score(self, items: Sequence[ScoreItem], deliver: Deliver) -> None:
-        """Delivers one verdict per item as they come: an item's once all parts have theirs."""
+        """Delivers one verdict per item as soon as all its parts have arrived."""
         begun = time.perf_counter()
-        refused = [error for item in items if (error := _unsendable(item))]
+        refused = [error for item in items if (error := _check_sendable(item))]
         if refused:
             self._deliver(refused, deliver)
             ids = {error.id for error in refused}
             items = [item for item in items if item.id not in ids]
         if not self._parts:
-            self._deliver([merged(item.id, []) for item in items], deliver)
-        sums = _Sums(len(self._parts))
+            self._deliver([merge_verdicts(item.id, []) for item in items], deliver)
+        sums = _PartialVerdicts(len(self._parts))
         async with asyncio.TaskGroup() as calls:
             for number, part in enumerate(self._parts):
                 add = partial(self._add, sums, number, deliver)
@@ -65,10 +66,12 @@ class Rewards:
                     calls.create_task(self._grade(part, some, add))
         self._seconds += time.perf_counter() - begun
 
-    async def wait_for_turn(self) -> None:
-        """Returns once all that was asked before is being graded: what comes until then may share a call."""
+    async def wait_until_dispatched(self) -> None:
+        """Waits until all earlier requests are being graded: items that arrive until then can share a
+        call.
+        """
         for part in self._parts:
-            await part.wait_for_turn()
+            await part.wait_until_dispatched()
 
     def take_seconds(self) -> float:
         """Seconds spent waiting for verdicts since the last call; calls that overlap add up."""
@@ -76,14 +79,13 @@ class Rewards:
         return seconds
 
     def take_metrics(self) -> dict[str, float]:
-        """Responses, since the last call: those of which a part was asked again, once per time, and those
-        that were left without a reward."""
+        """Since the last call: number of retried responses, and of responses left without a reward."""
         metrics = {"reward/retried": float(self._retried), "reward/dropped": float(self._dropped)}
         self._retried = self._dropped = 0
         return metrics
 
-    async def _grade(self, part: Part, items: Sequence[ScoreItem], add: Deliver) -> None:
-        """One part of the verdicts. What failed for a passing reason is asked again, `retries` times."""
+    async def _grade(self, part: VerdictSource, items: Sequence[ScoreItem], add: Deliver) -> None:
+        """Collects one part of the verdicts; retries transient failures up to `retries` times."""
         since = asyncio.get_running_loop().time()
         waiting = {item.id: item for item in items}
         failed: dict[SampleId, GradingError] = {}
@@ -96,16 +98,18 @@ class Rewards:
             try:
                 async with aclosing(part.ask(list(waiting.values()), since)) as answers:
                     async for verdicts in answers:
-                        add(list(_final(verdicts, waiting, failed)))
+                        add(list(_take_final(verdicts, waiting, failed)))
             except StaleFenceError:
-                raise  # another coordinator has the run
+                raise  # another coordinator has taken over
             except AtollError as error:
                 cause = str(error)
             if not waiting:
                 return
         add([failed.get(id) or GradingError(id, part.grader, cause, retryable=True) for id in waiting])
 
-    def _add(self, sums: "_Sums", number: int, deliver: Deliver, verdicts: Sequence[Verdict]) -> None:
+    def _add(
+        self, sums: "_PartialVerdicts", number: int, deliver: Deliver, verdicts: Sequence[Verdict]
+    ) -> None:
         if complete := list(sums.add(number, verdicts)):
             self._deliver(complete, deliver)
 
@@ -114,36 +118,36 @@ class Rewards:
         deliver(verdicts)
 
 
-class _Sums:
-    """What the parts have said of each response so far."""
+class _PartialVerdicts:
+    """The partial verdicts of each response so far."""
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts
         self._said: dict[SampleId, dict[int, Verdict]] = {}
 
     def add(self, number: int, verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
-        """What part `number` says of some responses; yields the verdicts that are complete with it."""
+        """Adds verdicts of source `number`; yields those that are complete now."""
         for verdict in verdicts:
             if self._num_parts == 1:
-                yield merged(verdict.id, [verdict])
+                yield merge_verdicts(verdict.id, [verdict])
                 continue
             said = self._said.setdefault(verdict.id, {})
             said[number] = verdict
-            if len(said) == self._num_parts:  # summed in the order of the parts, whichever came first
-                yield merged(verdict.id, [said[part] for part in range(self._num_parts)])
+            if len(said) == self._num_parts:  # summed in the order of the sources, whichever came first
+                yield merge_verdicts(verdict.id, [said[part] for part in range(self._num_parts)])
 
 
-def merged(id: SampleId, parts: Sequence[Verdict]) -> Verdict:
-    """The sum of the parts with all their components; a part that failed is the verdict."""
+def merge_verdicts(id: SampleId, parts: Sequence[Verdict]) -> Verdict:
+    """Sums partial verdicts, with all their components; a failed part becomes the verdict."""
     if len(parts) == 1 and isinstance(parts[0], Graded) and math.isfinite(parts[0].value):
-        return parts[0]  # as in most runs
+        return parts[0]  # the common case
     graded = []
     for part in parts:
         if isinstance(part, GradingError):
             return part
         graded.append(part)
     score = sum((part.value for part in graded), 0.0)
-    if not math.isfinite(score):  # of finite values: they or their weights are too large
+    if not math.isfinite(score):  # overflow of finite values
         return GradingError(id, "", f"got a weighted sum of {score}, expected a finite number", False)
     return Graded(
         id,
@@ -153,10 +157,10 @@ def merged(id: SampleId, parts: Sequence[Verdict]) -> Verdict:
     )
 
 
-def _final(
+def _take_final(
     verdicts: Sequence[Verdict], waiting: dict[SampleId, ScoreItem], failed: dict[SampleId, GradingError]
 ) -> Iterator[Verdict]:
-    """Verdicts that need not be asked for again, taken out of `waiting`; the others go to `failed`."""
+    """Yields final verdicts, removed from `waiting`; retryable failures go to `failed`."""
     for verdict in verdicts:
         if isinstance(verdict, GradingError) and verdict.retryable:
             failed[verdict.id] = verdict
@@ -164,19 +168,19 @@ def _final(
             yield verdict
 
 
-def _unsendable(item: ScoreItem) -> GradingError | None:
-    """The verdict on an item that no message can carry."""
-    parts = texts(item)
+def _check_sendable(item: ScoreItem) -> GradingError | None:
+    """An error verdict if no message can carry the item."""
+    parts = item_texts(item)
     if 8 * sum(map(len, parts)) < MAX_MESSAGE_BYTES and all(map(str.isascii, parts)):
         return None
     try:
         size = encode_score_item(item).ByteSize()
     except ValueError as error:  # such as half of a surrogate pair
-        return GradingError(item.id, "", f"its texts fit no message: {error}", retryable=False)
-    if size < MAX_MESSAGE_BYTES - 16:  # the rest is for what encloses it
+        return GradingError(item.id, "", f"its texts cannot be encoded: {error}", retryable=False)
+    if size < MAX_MESSAGE_BYTES - 16:  # leaves room for the enclosing message
         return None
     cause = (
         f"got {size:,} bytes of prompt, response, ground truth and extra fields, expected less than the "
-        f"{MAX_MESSAGE_BYTES:,} of a message: take out the row, or shorten it"
+        f"{MAX_MESSAGE_BYTES:,} of a message: remove or shorten the row"
     )
     return GradingError(item.id, "", cause, retryable=False)

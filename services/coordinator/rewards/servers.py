@@ -1,7 +1,7 @@
-"""Other people's servers in a run: which there are, how they are, and which one gets the next call.
+"""The external servers of a run: which there are, their health, and which one gets the next call.
 
-A server stands in the config, or it was registered: then it is kept in the store, where the next coordinator
-of the run finds it, until it is taken out or its lease ends: once it has been unwell for LEASE_S.
+A server is listed in the config or was registered. Registered servers are kept in the store, for the run's
+next coordinator, until they are removed or have been unhealthy for LEASE_S.
 """
 
 import asyncio
@@ -13,28 +13,28 @@ from typing import Final, TypeVar, cast
 
 from atoll.config.errors import ConfigError
 from atoll.config.load import secret
-from atoll.coordinator.rewards.lending import RETRY_S, Lender, Member, cause_of
-from atoll.coordinator.rewards.terms import Terms
+from atoll.coordinator.rewards.registration import RegistrationRules
+from atoll.coordinator.rewards.server_pool import RETRY_S, PoolMember, ServerPool, cause_of
 from atoll.external.base import ExternalClient, RewardServer
 from atoll.runtime.errors import (
     AtollError,
-    BadAnswerError,
     OverloadedError,
+    ProtocolError,
     ServiceUnavailableError,
     UserError,
 )
 from atoll.runtime.store import Script, Store
-from atoll.wire.codec.fleet import decode_kept_server, encode_server
+from atoll.wire.codec.fleet import decode_stored_server, encode_server
 from atoll.wire.types import ExternalServer, ScoreItem, ServerHealth, Verdict
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PROBE_EVERY_S = 10.0  # of a server that is well and has answered nothing for as long
-MAX_FAILURES = 3  # calls in a row that get no answer: then a server is unwell
+PROBE_EVERY_S = 10.0  # of a healthy server without calls
+MAX_FAILURES = 3  # consecutive failed calls until a server is unhealthy
 MAX_RETRY_S = 30.0
-LEASE_S = 300.0  # a registered server that was unwell for so long is taken out
+LEASE_S = 300.0  # a registered server that is unhealthy for this long is removed
 
 _SERVERS: Final = "servers"  # hash: "kind name url" -> the server, encoded
 _KEEP: Final = Script("redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])")
@@ -46,181 +46,185 @@ class Servers:
     def __init__(
         self,
         store: Store,
-        terms: Terms,
+        rules: RegistrationRules,
         *,
-        patience_s: float,
+        wait_timeout_s: float,
         changed: Callable[[], Awaitable[None]],
         connect: Callable[[ExternalServer, str | None], ExternalClient],
     ) -> None:
-        """`terms` are those of servers that are registered. A call waits `patience_s` for a server that is
-        well. `changed` is called whenever `health` has changed."""
+        """`rules` apply to registered servers. A call waits `wait_timeout_s` for a healthy server. `changed`
+        is called whenever `health` has changed.
+        """
         self._store = store
-        self._terms = terms
+        self._rules = rules
         self._changed = changed
         self._connect = connect
-        self._lender = Lender(patience_s)
-        self._keeping = asyncio.Lock()  # the store and the lender's servers change together
-        self._stirred = asyncio.Event()  # a server is to be probed earlier than was known
-        self._came = asyncio.Event()  # a server is well that was not
+        self._pool = ServerPool(wait_timeout_s)
+        self._store_lock = asyncio.Lock()  # keeps the store and the pool in step
+        self._schedule_changed = asyncio.Event()  # a probe was moved forward
+        self._became_healthy = asyncio.Event()  # a server became healthy
 
     def health(self) -> tuple[ServerHealth, ...]:
-        members = sorted(self._lender, key=lambda member: member.key)
+        members = sorted(self._pool, key=lambda member: member.key)
         return tuple(ServerHealth(member.server, not member.cause, member.cause) for member in members)
 
     def slots(self, name: str) -> int:
         """Calls that the reward servers of that name take at once, at this moment."""
-        return sum(member.server.concurrency for member in self._lender.well(name))
+        return sum(member.server.concurrency for member in self._pool.healthy(name))
 
-    # Who is there
+    # Membership
 
     async def restore(self, *, resume: bool) -> None:
-        """Finds the servers that were registered in this run before, each unwell until it answers; a run
-        that begins anew has none."""
+        """Restores servers registered earlier in this run, unhealthy until they answer; a new run has
+        none.
+        """
         if not resume:
             await self._store.write(_FORGET, (_SERVERS,))
             return
         for content in await self._store.read("HVALS", _SERVERS):
-            server = decode_kept_server(content)
+            server = decode_stored_server(content)
             try:
-                client = self._connect(server, self._terms.kept(server))
+                client = self._connect(server, self._rules.readmit(server))
             except UserError as error:
                 log.warning("%s is left out: %s", server, error)
                 continue
-            cause = "the coordinator was restarted and has not heard of it yet"
-            await self._enter(Member(server, client, True, cause, unwell_since=now()))
+            cause = "the coordinator was restarted and has not probed it yet"
+            await self._enter(PoolMember(server, client, True, cause, unhealthy_since=now()))
 
     async def open(self, servers: Sequence[ExternalServer]) -> None:
-        """Takes in those of the config. Raises UserError where one does not answer as it should."""
+        """Opens the servers of the config. Raises UserError if one does not answer properly."""
         await asyncio.gather(*(self._open(server) for server in servers))
 
     async def add(self, server: ExternalServer) -> None:
-        """Takes in a server, in place of one with its kind, name and URL.
+        """Adds a server, replacing one with the same kind, name and URL.
 
-        Raises UserError if the terms do not allow it, or it does not answer as its protocol says; what it
-        answered is for the log alone.
+        Raises UserError if the rules do not allow it, or if it violates its protocol; its response is only
+        logged.
         """
-        server, token = await self._terms.accepted(server)
+        server, token = await self._rules.admit(server)
         client = self._connect(server, token)
-        member = Member(server, client, True)
-        old = self._lender.get(member.key)
+        member = PoolMember(server, client, True)
+        old = self._pool.get(member.key)
         try:
-            if old and not old.has_lease:
-                raise UserError(f"{old} stands in the run's config, in [[servers]]")
+            if old and not old.is_registered:
+                raise UserError(f"{old} is listed in the run's config, in [[servers]]")
             try:
                 found = await self._probe(member)
             except AtollError as error:
-                log.warning("%s is not taken in: %s", member, cause_of(member.server, error))
+                log.warning("%s was not added: %s", member, cause_of(member.server, error))
                 raise UserError(
-                    f"{member}: {member.shown(error)}; the coordinator's log says what was answered"
+                    f"{member}: {member.public_error(error)}; see the coordinator's log for the response"
                 ) from None
-            async with self._keeping:
+            async with self._store_lock:
                 await self._store.write(
                     _KEEP, (_SERVERS,), member.key, encode_server(server).SerializeToString()
                 )
-                old = self._take_place(member)
+                old = self._add_member(member)
         except BaseException:
             await client.close()
             raise
         log.info("%s joins: %s", member, found)
-        await self._succeed(old, member)
+        await self._replace(old, member)
 
     async def remove(self, kind: str, name: str, url: str) -> int:
-        """Takes out registered servers of that name, or the one at `url`; returns how many there were.
-        Calls that they have in hand are finished. Raises UserError for those of the config."""
-        found = [member for member in self._lender.named(kind, name) if url in ("", member.server.url)]
-        leaving = [member for member in found if member.has_lease]
+        """Removes registered servers of that name, or the one at `url`; returns their number. Pending calls
+        are finished. Raises UserError for servers of the config.
+        """
+        found = [member for member in self._pool.find(kind, name) if url in ("", member.server.url)]
+        leaving = [member for member in found if member.is_registered]
         if found and not leaving:
             raise UserError(
-                f"{found[0]} stands in the run's config: take it out of [[servers]], and --resume"
+                f"{found[0]} is listed in the run's config: remove it from [[servers]], and --resume"
             )
         for member in leaving:
-            await self._expel(member, "it was deregistered")
+            await self._evict(member, "it was deregistered")
         return len(leaving)
 
     async def close(self) -> None:
-        for member in self._lender:
+        for member in self._pool:
             await member.client.close()
 
     def missing(self) -> list[str]:
-        """Names that graders ask for and no server that is well has."""
-        return [name for name in self._terms.asked if not self._lender.well(name)]
+        """Names used by graders without a healthy server."""
+        return [name for name in self._rules.grader_names if not self._pool.healthy(name)]
 
     async def wait_for_all(self) -> None:
-        """Returns once every grader has a server to ask. Waits for registrations and recoveries."""
+        """Waits until every grader has a healthy server; unblocked by registrations and recoveries."""
         while self.missing():
-            self._came.clear()
-            await self._came.wait()
+            self._became_healthy.clear()
+            await self._became_healthy.wait()
 
     async def _open(self, server: ExternalServer) -> None:
         try:
             token = secret(server.auth) if server.auth else None
-            member = Member(server, self._connect(server, token), has_lease=False)
+            member = PoolMember(server, self._connect(server, token), is_registered=False)
             log.info("%s joins: %s", member, await self._probe(member))
         except (AtollError, ConfigError) as error:
             raise UserError(
-                f"[[servers]]: {server}: {cause_of(server, error)}; start it before the run, or take it out "
-                "of the config and `atoll register` it once it is there"
+                f"[[servers]]: {server}: {cause_of(server, error)}; start it before the run, or remove it "
+                "from the config and `atoll register` it later"
             ) from None
         await self._enter(member)
 
-    async def _enter(self, member: Member) -> None:
-        await self._succeed(self._take_place(member), member)
+    async def _enter(self, member: PoolMember) -> None:
+        await self._replace(self._add_member(member), member)
 
-    def _take_place(self, member: Member) -> Member | None:
-        """At once: another may be about to take the place, too. Returns who had it."""
-        old = self._lender.put(member)
+    def _add_member(self, member: PoolMember) -> PoolMember | None:
+        """Without awaiting, since another server may take the same key. Returns the replaced one."""
+        old = self._pool.put(member)
         self._probe_in(member, 0.0 if member.cause else PROBE_EVERY_S)
         return old
 
-    async def _succeed(self, old: Member | None, member: Member) -> None:
+    async def _replace(self, old: PoolMember | None, member: PoolMember) -> None:
         if old:
-            await self._part_from(old)
-        await self._noted(member)
+            await self._close_when_idle(old)
+        await self._apply_health(member)
 
-    async def _expel(self, member: Member, why: str) -> None:
-        async with self._keeping:
-            if self._lender.get(member.key) is not member:
-                return  # somebody else took it out meanwhile, or it was registered again
+    async def _evict(self, member: PoolMember, why: str) -> None:
+        async with self._store_lock:
+            if self._pool.get(member.key) is not member:
+                return  # it was removed or registered again in the meantime
             await self._store.write(_REMOVE, (_SERVERS,), member.key)
-            self._lender.remove(member)
-        log.warning("%s is taken out: %s", member, why)
-        await self._part_from(member)
+            self._pool.remove(member)
+        log.warning("%s was removed: %s", member, why)
+        await self._close_when_idle(member)
         await self._changed()
 
-    async def _part_from(self, member: Member) -> None:
-        """Calls that it has in hand come to their end."""
+    async def _close_when_idle(self, member: PoolMember) -> None:
+        """Lets pending calls finish."""
         member.has_left = True
         if not member.in_hand:
             await member.client.close()
 
-    async def _noted(self, member: Member) -> None:
-        """What follows from how a server is now."""
+    async def _apply_health(self, member: PoolMember) -> None:
+        """Applies a server's new health."""
         if not member.cause:
-            self._came.set()
-            self._lender.hand_out(member.server.name)
+            self._became_healthy.set()
+            self._pool.dispatch(member.server.name)
         await self._changed()
 
-    # How they are
+    # Health
 
     async def watch(self) -> None:
-        """Consumes servers whose time to be probed has come; waits for the next such time; unblocked by
-        whoever is to be probed earlier. Ends by an error of the store only."""
+        """Consumes servers whose probe is due; waits for the next probe time; unblocked by earlier probes.
+        Ends only with an error of the store.
+        """
         async with asyncio.TaskGroup() as probes:
             while True:
-                self._stirred.clear()
+                self._schedule_changed.clear()
                 begun = now()
-                for member in self._lender:
+                for member in self._pool:
                     if member.due <= begun:
                         member.due = math.inf
-                        probes.create_task(self._look_at(member))
-                due = min((member.due for member in self._lender), default=math.inf)
+                        probes.create_task(self._check(member))
+                due = min((member.due for member in self._pool), default=math.inf)
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(None if due == math.inf else due):
-                        await self._stirred.wait()
+                        await self._schedule_changed.wait()
 
-    async def _look_at(self, member: Member) -> None:
-        """Probes a server, unless its calls show how it is."""
-        is_talking = member.in_hand or now() - member.heard < PROBE_EVERY_S
+    async def _check(self, member: PoolMember) -> None:
+        """Probes a server, unless its calls show its health."""
+        is_talking = member.in_hand or now() - member.last_answered < PROBE_EVERY_S
         if not member.cause and is_talking:
             self._probe_in(member, PROBE_EVERY_S)
             return
@@ -228,13 +232,13 @@ class Servers:
         try:
             await self._probe(member)
         except AtollError as error:
-            await self._failed(member, error)
+            await self._record_failure(member, error)
         else:
-            await self._recovered(member)
+            await self._record_recovery(member)
         finally:
-            await self._lender.release(member)
+            await self._pool.release(member)
 
-    async def _probe(self, member: Member) -> str:
+    async def _probe(self, member: PoolMember) -> str:
         timeout_s = member.server.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -242,79 +246,81 @@ class Servers:
         except TimeoutError:
             raise ServiceUnavailableError(f"no answer to a probe within {timeout_s:g} s") from None
         except OverloadedError as error:
-            return str(error)  # that is an answer
+            return str(error)  # busy counts as an answer
 
-    async def _failed(self, member: Member, error: AtollError) -> None:
-        """A call or a probe got no proper answer. A server may be silent a few times; one that answers
-        something else is unwell at once."""
+    async def _record_failure(self, member: PoolMember, error: AtollError) -> None:
+        """A call or a probe failed. Missing responses are tolerated a few times; a wrong response makes a
+        server unhealthy at once.
+        """
         member.failures += 1
-        was_well = not member.cause
-        if was_well and isinstance(error, ServiceUnavailableError) and member.failures < MAX_FAILURES:
+        was_healthy = not member.cause
+        if was_healthy and isinstance(error, ServiceUnavailableError) and member.failures < MAX_FAILURES:
             self._probe_in(member, member.pause_s)
             return
-        if was_well:
-            member.cause = member.shown(error)
-            log.warning("%s is unwell and gets no calls: %s", member, cause_of(member.server, error))
-            member.unwell_since = min(member.unwell_since, now())
-            await self._noted(member)
-        elif member.has_lease and not member.has_left and now() - member.unwell_since >= LEASE_S:
-            await self._expel(member, f"it was unwell for {LEASE_S:g} s: {member.cause}")
+        if was_healthy:
+            member.cause = member.public_error(error)
+            log.warning("%s is unhealthy and gets no calls: %s", member, cause_of(member.server, error))
+            member.unhealthy_since = min(member.unhealthy_since, now())
+            await self._apply_health(member)
+        elif member.is_registered and not member.has_left and now() - member.unhealthy_since >= LEASE_S:
+            await self._evict(member, f"it was unhealthy for {LEASE_S:g} s: {member.cause}")
             return
         self._probe_in(member, member.pause_s)
         member.pause_s = min(2 * member.pause_s, MAX_RETRY_S)
 
-    async def _recovered(self, member: Member) -> None:
-        """It has answered a probe; what it did before counts until it answers the next one, or a call."""
+    async def _record_recovery(self, member: PoolMember) -> None:
+        """A probe succeeded; earlier failures count until the next probe or call succeeds."""
         self._probe_in(member, PROBE_EVERY_S)
         if not member.cause:
-            self._trust(member)
+            self._reset_failures(member)
             return
-        log.info("%s is well again", member)
+        log.info("%s is healthy again", member)
         member.cause, member.failures = "", 0
-        await self._noted(member)
+        await self._apply_health(member)
 
-    def _trust(self, member: Member) -> None:
-        member.failures, member.pause_s, member.unwell_since = 0, RETRY_S, math.inf
+    def _reset_failures(self, member: PoolMember) -> None:
+        member.failures, member.pause_s, member.unhealthy_since = 0, RETRY_S, math.inf
 
-    def _probe_in(self, member: Member, seconds: float) -> None:
+    def _probe_in(self, member: PoolMember, seconds: float) -> None:
         member.due = now() + seconds
-        self._stirred.set()
+        self._schedule_changed.set()
 
-    # What they are asked
+    # Calls
 
-    async def wait_for_turn(self, name: str) -> None:
-        """Returns once every call that waits has a server, and one has room for another; or once there has
-        been no healthy server for too long."""
+    async def wait_until_dispatched(self, name: str) -> None:
+        """Waits until every waiting call has a server and one has room, or until no server has been healthy
+        for too long.
+        """
         with suppress(ServiceUnavailableError):
-            async with self._lender.borrowed(name, ()):
+            async with self._pool.acquire(name, ()):
                 pass
 
     async def score(self, name: str, items: Sequence[ScoreItem]) -> list[Verdict]:
-        """The verdicts of one of the reward servers of that name; of another one where it fails.
+        """Verdicts of one of the reward servers of that name, or of another one if it fails.
 
-        Raises what the last one raised, OverloadedError where that has too much to do, and
-        ServiceUnavailableError where none was well for too long.
+        Raises the last server's error, OverloadedError if it was busy, and ServiceUnavailableError if none
+        was healthy for too long.
         """
-        tried: list[Member] = []
+        tried: list[PoolMember] = []
         while True:
-            async with self._lender.borrowed(name, tried) as member:
+            async with self._pool.acquire(name, tried) as member:
                 try:
                     verdicts = await _answer(member, cast(RewardServer, member.client).score(items))
                 except AtollError as error:
                     tried.append(member)
-                    # one that is unwell has failed another call already
+                    # an unhealthy one has already failed another call
                     if not (member.cause or isinstance(error, OverloadedError)):
-                        await self._failed(member, error)
-                    if all(other in tried for other in self._lender.well(name)):
-                        raise type(error)(f"{member}: {member.shown(error)}") from error
+                        await self._record_failure(member, error)
+                    if all(other in tried for other in self._pool.healthy(name)):
+                        raise type(error)(f"{member}: {member.public_error(error)}") from error
                 else:
-                    member.heard = now()
-                    self._trust(member)
+                    member.last_answered = now()
+                    self._reset_failures(member)
                     return verdicts
 
 
-async def _answer(member: Member, call: Awaitable[T]) -> T:
-    """A protocol's library may raise anything at what a stranger sends: a bad answer, not the run's end."""
+async def _answer(member: PoolMember, call: Awaitable[T]) -> T:
+    """A protocol's library may raise anything for an invalid response, which must not end the run."""
     try:
         return await call
     except AtollError:
@@ -323,7 +329,7 @@ async def _answer(member: Member, call: Awaitable[T]) -> T:
         raise ServiceUnavailableError("no answer in time") from None
     except Exception as error:
         log.exception("%s: an error that its protocol's client does not know", member)
-        raise BadAnswerError(f"{type(error).__name__}: {error}") from error
+        raise ProtocolError(f"{type(error).__name__}: {error}") from error
 
 
 def now() -> float:

@@ -9,7 +9,7 @@ from atoll.coordinator.rewards.rewards import Rewards
 from atoll.coordinator.rollouts.dispatch import Dispatch
 from atoll.coordinator.rollouts.grading import Grading
 from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.coordinator.rollouts.producer import GroupsInFlight, Sink
+from atoll.coordinator.rollouts.producer import GroupsInFlight, GroupSink
 from atoll.runtime.clients.rollout import Arrival
 from atoll.wire.types import FinishReason, GroupId, Trajectory
 
@@ -35,7 +35,7 @@ class Generation:
             timeout_s=timeout_s,
         )
 
-    def submit(self, groups: Sequence[PendingGroup], sink: Sink) -> None:
+    def submit(self, groups: Sequence[PendingGroup], sink: GroupSink) -> None:
         for group in groups:
             self._groups.add(group, sink)
             self._grading.submit(
@@ -50,7 +50,7 @@ class Generation:
         self._dispatch.cancel(id, reason)
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the replicas, since the last call."""
+        """Metrics of the replicas since the last call."""
         return self._replicas.take_metrics()
 
     async def run(self) -> None:
@@ -64,19 +64,19 @@ class Generation:
 
     async def _receive(self, arrival: Arrival) -> None:
         """Accepts the first finished attempt of each sample and queues it for grading."""
-        accepted: dict[Sink, list[Trajectory]] = {}
+        accepted: dict[GroupSink, list[Trajectory]] = {}
         for sample in arrival.samples:
             if not (known := self._groups.find(sample.id.group)):
-                continue  # cancelled or dropped in the meantime
+                continue  # cancelled or dropped
             group, sink = known
             if sample.finish_reason is not FinishReason.ABORT and group.accept(sample):
                 accepted.setdefault(sink, []).append(sample)
         for sink, finished in accepted.items():
-            await sink.finished(finished, arrival.payload)
+            await sink.on_finished(finished, arrival.payload)
             self._grading.submit(finished)
 
-    async def _drop(self, group: PendingGroup, sink: Sink, reason: str) -> None:
-        """A group is dropped whole, never shrunk."""
-        log.warning("group %s is dropped: %s", group.prompt.id, reason)
+    async def _drop(self, group: PendingGroup, sink: GroupSink, reason: str) -> None:
+        """Groups are dropped as a whole, never shrunk."""
+        log.warning("dropped group %s: %s", group.prompt.id, reason)
         self.cancel(group.prompt.id, reason)
-        await sink.dropped(group, reason)
+        await sink.on_dropped(group, reason)

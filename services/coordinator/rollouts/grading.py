@@ -1,4 +1,4 @@
-"""Grading: finished samples in, groups with all their verdicts out."""
+"""Grades finished samples and completes their groups."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -6,15 +6,15 @@ from typing import Generic, TypeVar
 
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.coordinator.rollouts.producer import GroupsInFlight, Sink
+from atoll.coordinator.rollouts.producer import GroupsInFlight, GroupSink
 from atoll.wire.types import Graded, ScoreItem, Trajectory, Verdict
 
 T = TypeVar("T")
 
-Judged = tuple[Trajectory, PendingGroup, Sink, Verdict]
+Judged = tuple[Trajectory, PendingGroup, GroupSink, Verdict]
 
-LINGER_S = 0.01  # in which samples gather for a batch: calls of one sample cost several times as much
-MAX_BATCH = 4096  # samples between two looks at other work: some ten milliseconds
+LINGER_S = 0.01  # for samples to gather: calls of one sample cost several times as much
+MAX_BATCH = 4096  # samples between yields to the event loop: about ten milliseconds
 
 
 class Grading:
@@ -22,7 +22,7 @@ class Grading:
         self,
         rewards: Rewards,
         groups: GroupsInFlight,
-        drop: Callable[[PendingGroup, Sink, str], Awaitable[None]],
+        drop: Callable[[PendingGroup, GroupSink, str], Awaitable[None]],
     ) -> None:
         """A group that is complete leaves `groups`. `drop` takes out a group whose
         sample could not be graded, with the reason."""
@@ -40,14 +40,15 @@ class Grading:
         tasks.create_task(self._settle())
 
     async def _ask(self, tasks: asyncio.TaskGroup) -> None:
-        """Consumes finished samples, and has a batch of them graded; waits for samples, and until those
-        before them are being graded; unblocked by `submit` and by verdicts."""
+        """Consumes finished samples and has them graded in batches; waits for samples, and until earlier ones
+        are being graded; unblocked by `submit` and by verdicts.
+        """
         while True:
             samples = await self._samples.take_all()
             for first in range(0, len(samples), MAX_BATCH):  # a resume hands over all that it has at once
                 tasks.create_task(self._grade(samples[first : first + MAX_BATCH]))
             await asyncio.sleep(LINGER_S)
-            await self._rewards.wait_for_turn()
+            await self._rewards.wait_until_dispatched()
 
     async def _grade(self, samples: Sequence[Trajectory]) -> None:
         asked = {
@@ -63,7 +64,7 @@ class Grading:
         await self._rewards.score(items, deliver)
 
     async def _settle(self) -> None:
-        """Consumes verdicts; waits for them; unblocked by whoever gives them."""
+        """Consumes verdicts; waits for them; unblocked by `deliver`."""
         while True:
             for sample, group, sink, verdict in await self._judged.take_all():
                 known = self._groups.find(group.prompt.id)
@@ -75,11 +76,11 @@ class Grading:
                 group.grade(verdict)
                 if group.complete:
                     self._groups.remove(group.prompt.id)
-                    await sink.completed(group)
+                    await sink.on_completed(group)
 
 
 class _Inbox(Generic[T]):
-    """What has come since the last look."""
+    """Items that have arrived since the last look."""
 
     def __init__(self) -> None:
         self._items: list[T] = []
@@ -91,7 +92,7 @@ class _Inbox(Generic[T]):
             self._filled.set()
 
     async def take_all(self) -> list[T]:
-        """Waits until there is something."""
+        """Waits for at least one item."""
         while not self._items:
             self._filled.clear()
             await self._filled.wait()

@@ -1,9 +1,9 @@
-"""Groups on their way: which samples are there, which are missing, and how old they are."""
+"""Groups in flight: finished and missing samples, and their age."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from atoll.coordinator.fleet.routing import Work
+from atoll.coordinator.fleet.routing import GroupWork
 from atoll.wire.types import (
     WHOLE,
     Graded,
@@ -24,18 +24,16 @@ class PendingGroup:
     """One prompt's samples while they are generated and graded. Mutable, private to the coordinator."""
 
     prompt: Prompt
-    order: int  # of issue: batches are put together in this order
+    order: int  # issue order, in which batches are formed
     sampling: Sampling
     samples: list[Trajectory | None]  # by index; None: being generated
     issued: int  # version number at issue
-    has_baseline: bool = False  # the last sample is the greedy one, which is not trained on
-    alone: bool = False  # it is asked for in a call of its own
+    has_baseline: bool = False  # the last sample is greedy and not trained on
+    sent_alone: bool = False  # requested in a separate call
     graded: list[bool] = field(init=False)
     attempts: list[int] = field(init=False)
-    failures: list[int] = field(init=False)  # attempts that were lost, by index
-    oldest: list[int] = field(
-        init=False
-    )  # number of the oldest version that each has or may turn out to have
+    failures: list[int] = field(init=False)  # lost attempts, by index
+    oldest: list[int] = field(init=False)  # lower bound of each sample's oldest version
 
     def __post_init__(self) -> None:
         self.graded = [False] * len(self.samples)
@@ -50,16 +48,18 @@ class PendingGroup:
         return tuple(index for index, sample in enumerate(self.samples) if sample is None)
 
     def requests(self) -> list[TurnRequest]:
-        """For what is missing: one request for the samples, one for the greedy baseline."""
+        """Requests for missing samples: one for the samples, one for the greedy baseline."""
         missing = self.missing
         if self.has_baseline and missing and missing[-1] == len(self.samples) - 1:
             greedy = [self._request(missing[-1:], replace(self.sampling, temperature=0.0))]
             return [self._request(missing[:-1], self.sampling), *greedy] if missing[:-1] else greedy
         return [self._request(missing, self.sampling)]
 
-    def work(self) -> Work:
-        """What a replica would have to do for it."""
-        return Work(self.prompt.id, self.prompt.token_ids, len(self.missing), self.sampling.max_new_tokens)
+    def work(self) -> GroupWork:
+        """The work for a replica."""
+        return GroupWork(
+            self.prompt.id, self.prompt.token_ids, len(self.missing), self.sampling.max_new_tokens
+        )
 
     def _request(self, indices: tuple[int, ...], sampling: Sampling) -> TurnRequest:
         ids = tuple(TurnId(SampleId(self.prompt.id, index), self.attempts[index]) for index in indices)
@@ -78,7 +78,7 @@ class PendingGroup:
         return True
 
     def forget(self, sample: Trajectory) -> None:
-        """It was accepted, and is not to be: its attempt is still to come."""
+        """Undoes `accept`: this attempt may not win."""
         if self.samples[sample.id.index] is sample:
             self.samples[sample.id.index] = None
 
@@ -91,19 +91,19 @@ class PendingGroup:
         index = verdict.id.index
         sample = self.samples[index]
         if sample is None or self.graded[index]:
-            return  # replaced while it was being graded, or graded twice
+            return  # replaced during grading, or graded twice
         reward = TurnReward(WHOLE, verdict.value, verdict.components, verdict.reasons)
         self.samples[index] = sample.add_reward(reward)
         self.graded[index] = True
 
-    def again(self, indices: Sequence[int]) -> None:
-        """Forget these samples; their next attempt replaces them."""
+    def begin_next_attempt(self, indices: Sequence[int]) -> None:
+        """Discards these samples and begins their next attempts."""
         for index in indices:
             self.samples[index] = None
             self.graded[index] = False
             self.attempts[index] += 1
 
-    def stale(self, current: Version, max_staleness: int) -> list[int]:
+    def stale_indices(self, current: Version, max_staleness: int) -> list[int]:
         """Indices of finished samples that are too old to train on at `current`."""
         limit = current.number - max_staleness
         return [

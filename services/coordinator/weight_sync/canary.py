@@ -1,7 +1,6 @@
-"""Fixed texts, scored by the trainer and by a replica that has just committed: is it the same policy?
+"""Canary check: compares logprobs of fixed texts between the trainer and a replica that just committed.
 
-Checksums say that the bytes arrived. What an engine makes of them, a name that is mapped wrongly or a cache
-that outlived its weights, shows in what it computes.
+Checksums show that the bytes arrived. Logprobs also reveal wrongly mapped names and stale caches.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import WeightPushError
 from atoll.runtime.model_spec import read_spec
-from atoll.runtime.patience import while_it_progresses
+from atoll.runtime.progress_timeout import await_with_progress
 from atoll.wire.types import Float32, Int32, Segments, Version
 
 TEXTS = (
@@ -28,20 +27,20 @@ MAX_TOKENS = 32  # of each
 
 
 class CanaryError(WeightPushError):
-    """A replica computes something else than the trainer."""
+    """A replica's logprobs differ from the trainer's."""
 
     def __init__(self, difference: float, tolerance: float) -> None:
         super().__init__(
-            f"its log-probabilities of fixed texts differ from the trainer's by {difference:.4g} on average, "
-            f"expected at most weights.canary_tolerance = {tolerance:g}: it gets no traffic; raise the "
-            "tolerance if that is the precision of its dtype"
+            f"its logprobs of fixed texts differ from the trainer's by {difference:.4g} on average, expected "
+            f"at most weights.canary_tolerance = {tolerance:g}: it gets no traffic; raise the tolerance if "
+            "this is due to its dtype's precision"
         )
         self.difference = difference
 
 
 class Canary:
     def __init__(self, model_folder: Path, every: int, tolerance: float) -> None:
-        """`every` so many pushes, from the first; 0: never. `tolerance` of the mean difference."""
+        """`every`: pushes between checks, from the first; 0: never. `tolerance`: of the mean difference."""
         self._folder = model_folder
         self._every = every
         self._tolerance = tolerance
@@ -62,7 +61,7 @@ class Canary:
         return await client.score_tokens([ids[: max_length - 1] for ids in self._sequences])
 
     def compare(self, expected: Sequence[Float32], got: Sequence[Float32]) -> float:
-        """The mean absolute difference. Raises CanaryError where it is too large, or not finite."""
+        """The mean absolute difference. Raises CanaryError if it is too large, or not finite."""
         pairs = zip(expected, got, strict=True)
         difference = float(np.concatenate([np.abs(ours[: len(its)] - its) for ours, its in pairs]).mean())
         if not difference <= self._tolerance:  # NaN is not, either
@@ -92,17 +91,17 @@ class CanaryCheck:
             self._expected = asyncio.create_task(self._canary.ask_trainer(self._trainer))
 
     async def wait_for_trainer(self) -> None:
-        """Raises AtollError where it could not answer."""
+        """Raises AtollError if it could not answer."""
         if self._expected:
             await self._expected
 
     async def compare(self, replica: Replica, silence_s: float) -> float | None:
-        """The replica's mean absolute difference; None if the check is not due. Raises CanaryError where that
-        is too large, ServiceUnavailableError where the replica makes no progress for `silence_s`."""
+        """The replica's mean absolute difference; None if the check is not due. Raises CanaryError if that
+        is too large, ServiceUnavailableError if the replica makes no progress for `silence_s`."""
         if self._expected is None:
             return None
         asking = self._canary.ask_replica(replica.client, replica.info.max_length)
-        got = await while_it_progresses(asking, replica.client.progress, silence_s)
+        got = await await_with_progress(asking, replica.client.progress, silence_s)
         return self._canary.compare(await self._expected, got)
 
     async def cancel(self) -> None:
@@ -112,7 +111,7 @@ class CanaryCheck:
 
 
 def as_segments(sequences: Sequence[Int32]) -> Segments:
-    """Each a group of its own, so that data-parallel ranks share them."""
+    """Each sequence is its own group, so that data-parallel ranks share them."""
     return Segments(
         token_ids=np.concatenate(sequences),
         offsets=np.cumsum([0, *map(len, sequences)], dtype=np.int64),

@@ -1,4 +1,4 @@
-"""What one replica is asked on a version's way to it, with deadlines, and what follows if it fails."""
+"""Delivers a version to one replica: calls with deadlines, and failure handling."""
 
 import asyncio
 import logging
@@ -8,23 +8,24 @@ from typing import TypeVar
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.weight_sync.canary import CanaryCheck, CanaryError
 from atoll.coordinator.weight_sync.epochs import EpochMember, Epochs
-from atoll.coordinator.weight_sync.push_report import Live
+from atoll.coordinator.weight_sync.push_report import LiveReplica
 from atoll.runtime.errors import AtollError, ServiceUnavailableError
-from atoll.runtime.patience import while_it_progresses
+from atoll.runtime.progress_timeout import await_with_progress
 from atoll.wire.types import PushPart, StreamManifest, Version
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-ANSWER_S = 10.0  # that a replica's answer takes, beside the transport's deadline
+ANSWER_S = 10.0  # for a replica to respond, beyond the transport's deadline
 
 
 class Delivery:
     def __init__(
         self, replicas: Replicas, epochs: Epochs, deadline_s: float, *, finish_running: bool
     ) -> None:
-        """`finish_running`: a replica ends its running sequences before it commits; else they go on with the
-        new weights from one token to the next."""
+        """`finish_running`: a replica ends its running sequences before it commits; otherwise they continue
+        with the new weights.
+        """
         self._replicas = replicas
         self._epochs = epochs
         self._deadline_s = deadline_s
@@ -34,8 +35,9 @@ class Delivery:
     async def receive(
         self, version: Version, streams: Sequence[StreamManifest], member: EpochMember, replica: Replica
     ) -> None:
-        """One part: those of its streams that are of the replica's plan. Raises ServiceUnavailableError where
-        it takes longer than parts do."""
+        """Receives one part: its streams for the replica's plan. Raises ServiceUnavailableError if it takes
+        too long.
+        """
         mine = [stream for stream in streams if stream.plan_id == member.plan.id]
         new_plan = None if replica.entry.incarnation in self._have_plan else member.plan
         part = PushPart(version, mine, new_plan, member.membership)
@@ -45,31 +47,32 @@ class Delivery:
     async def roll_back(self, version: Version, replica: Replica) -> None:
         await self._in_time(replica, replica.client.rollback_weights(version), f"the rollback of {version}")
 
-    async def go_live(self, version: Version, check: CanaryCheck, replica: Replica) -> Live:
-        """Commits, and routes to the replica once it computes what the trainer does. Raises CanaryError where
-        it does not: what it was generating is generated anew elsewhere.
+    async def go_live(self, version: Version, check: CanaryCheck, replica: Replica) -> LiveReplica:
+        """Commits, and routes to the replica if its canary matches. Raises CanaryError if it does not: its
+        samples are then generated again elsewhere.
 
-        Neither has a deadline, since running sequences may have to end first, but one of silence.
+        Bounded by silence, not by a deadline, since running sequences may have to end first.
         """
         self._replicas.hold(replica)
         client, silence_s = replica.client, self._deadline_s + ANSWER_S
-        with replica.commits(version):
+        with replica.track_commit(version):
             committing = client.commit_weights(version, finish_running=self._finish_running)
-            stall_s = await while_it_progresses(committing, client.progress, silence_s)
+            stall_s = await await_with_progress(committing, client.progress, silence_s)
         try:
             difference = await check.compare(replica, silence_s)
         except CanaryError as error:
             await replica.abort_all(error)
             raise
         await self._replicas.route(replica)
-        return Live(stall_s, difference)
+        return LiveReplica(stall_s, difference)
 
     def drop(self, replica: Replica, error: AtollError) -> None:
-        """It did not get the version: it catches up once it generates, or is held for the next push where it
-        does but computes something else."""
-        log.warning("%s did not get the weights: %s", replica.entry.name, error)
+        """Handles a failed replica: it catches up once it generates again, or is held for the next push if
+        its canary differs.
+        """
+        log.warning("%s failed to receive the weights: %s", replica.entry.name, error)
         self._epochs.end()
-        self._have_plan.discard(replica.entry.incarnation)  # which begins anew with it
+        self._have_plan.discard(replica.entry.incarnation)  # a new incarnation needs it again
         if isinstance(error, CanaryError):
             self._replicas.hold(replica)
         else:

@@ -1,4 +1,4 @@
-"""Who receives a push together: members with numbers, for as long as they stay the same and none fails."""
+"""Epochs of a push: numbered members, which stay the same until one leaves or fails."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -11,23 +11,24 @@ from atoll.wire.types import Membership, Plan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochMember:
-    """A replica's place in an epoch."""
+    """A replica's membership in an epoch."""
 
     plan: Plan  # of its class
     membership: Membership
 
 
 class Epochs:
-    """One after the other; what was begun in one that is over is void."""
+    """Successive epochs; whatever began in an earlier epoch is void."""
 
     def __init__(self, first: int) -> None:
-        """`first` is above all that the services may have seen."""
+        """`first` is above all epochs that services may have seen."""
         self.number = first
-        self._members: Mapping[Replica, EpochMember] = {}  # none where the epoch is over
+        self._members: Mapping[Replica, EpochMember] = {}  # none if the epoch is over
 
     def of(self, plans: Mapping[Replica, Plan]) -> Mapping[Replica, EpochMember]:
-        """The members of the epoch that these replicas, with the plan of each, are in, or of a new one. Those
-        of one plan are numbered."""
+        """The members of the current epoch if it has these replicas, otherwise of a new one. Members of one
+        plan are numbered.
+        """
         if plans.keys() != self._members.keys():
             self.number += 1
             sizes = Counter(plan.id for plan in plans.values())
@@ -39,5 +40,5 @@ class Epochs:
         return self._members
 
     def end(self) -> None:
-        """The next one has another number, whoever its members are."""
+        """Ends the epoch: the next one gets a new number, even with the same members."""
         self._members = {}

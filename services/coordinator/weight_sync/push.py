@@ -1,4 +1,4 @@
-"""One weight push: a version on its way from the trainer to the replicas."""
+"""One weight push: transfers a version from the trainer to the replicas."""
 
 import asyncio
 import logging
@@ -11,11 +11,11 @@ from atoll.coordinator.fleet.replicas import Replica
 from atoll.coordinator.weight_sync.canary import CanaryCheck
 from atoll.coordinator.weight_sync.delivery import Delivery
 from atoll.coordinator.weight_sync.epochs import EpochMember, Epochs
-from atoll.coordinator.weight_sync.plans import Plans
-from atoll.coordinator.weight_sync.push_report import Live
+from atoll.coordinator.weight_sync.plans import PushPlans
+from atoll.coordinator.weight_sync.push_report import LiveReplica
 from atoll.coordinator.weight_sync.trainer_end import TrainerEnd
 from atoll.runtime.errors import AtollError, UserError, WeightPushError
-from atoll.wire.types import Membership, Plan, Published, StreamManifest, Version
+from atoll.wire.types import Membership, Plan, PublishedPart, StreamManifest, Version
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 class WeightPush:
     """Of `version` to `members`: plan, transfer, and commit or roll back.
 
-    A member that fails is noted in `failed`, and the others go on without it.
+    Failed members are recorded in `failed`; the others continue without them.
     """
 
     def __init__(
         self,
         version: Version,
         trainer: TrainerEnd,
-        plans: Plans,
+        plans: PushPlans,
         epochs: Epochs,
         delivery: Delivery,
         check: CanaryCheck,
@@ -53,7 +53,7 @@ class WeightPush:
         self._stays_readable = stays_readable
 
     async def plan(self, replicas: Iterable[Replica]) -> None:
-        """Takes the replicas as members; one with another model fails."""
+        """Adds the replicas as members; one with a different model fails."""
         for replica in replicas:
             try:
                 self.members[replica] = await self._plans.of(replica)
@@ -61,10 +61,10 @@ class WeightPush:
                 self.failed[replica] = error
 
     async def transfer(self) -> None:
-        """Epoch after epoch until every member that has not failed has staged the version whole. Raises
-        AtollError where the trainer fails.
+        """Runs epochs until every member that has not failed has staged the whole version. Raises AtollError
+        if the trainer fails.
 
-        Each epoch has fewer members than the one before, but for one that all of them may try again.
+        Each epoch has fewer members than the last, except for one that all may retry.
         """
         tried_again = False
         going = {
@@ -82,11 +82,12 @@ class WeightPush:
             if not left or (out and self._stays_readable):
                 break
             tried_again |= not out
-            log.warning("%s goes on in a new epoch: %s", self.version, causes(left))
+            log.warning("%s continues in a new epoch: %s", self.version, causes(left))
 
-    async def commit(self) -> Mapping[Replica, Live]:
-        """Returns the members that have the version live and get traffic. Raises AtollError where the trainer
-        fails: no replica is to blame then."""
+    async def commit(self) -> Mapping[Replica, LiveReplica]:
+        """Returns the members on which the version is live. Raises AtollError if the trainer fails, for which
+        no replica is to blame.
+        """
         self.check.ask_trainer()
         staged = [replica for replica in self.members if replica not in self.failed]
         live, failed = await _all_at_once(staged, partial(self._delivery.go_live, self.version, self.check))
@@ -98,10 +99,10 @@ class WeightPush:
         await _all_at_once(self.members, partial(self._delivery.roll_back, self.version))
 
     def _to_blame(self, left: Mapping[Replica, AtollError], num_members: int) -> Mapping[Replica, AtollError]:
-        """Whom the push goes on without, of those that have left an epoch.
+        """Which replicas, of those that left an epoch, are excluded from the push.
 
-        A transport's error may be another's fault: a replica that is gone takes its whole class with it, and
-        where nobody got through, the fault may be the trainer's.
+        A transport error may be caused by others: a lost replica affects its whole class, and if nobody
+        succeeded, the trainer may be the cause.
         """
         gone = {r: error for r, error in left.items() if not isinstance(error, WeightPushError)}
         if gone and not self._stays_readable:
@@ -109,9 +110,10 @@ class WeightPush:
         return left if gone or len(left) < num_members else {}
 
     async def _stage(self, members: Mapping[Replica, EpochMember]) -> dict[Replica, AtollError]:
-        """One epoch: replicas receive one part while the trainer sends the next. Returns who has left it.
+        """One epoch: replicas receive one part while the trainer sends the next. Returns the members that
+        left it.
 
-        Ends with the last part, or with the first that a member misses where the others wait for it.
+        Ends with the last part, or with the first one that a member misses and others wait for.
         """
         self.epoch, self.parts = self._epochs.number, []
         left: dict[Replica, AtollError] = {}
@@ -128,7 +130,7 @@ class WeightPush:
                 left |= await self._receive(published.streams, members, left)
                 if published.last or (left and not self._stays_readable):
                     break
-        except WeightPushError as error:  # the trainer's: nobody gets the part
+        except WeightPushError as error:  # the trainer failed: nobody gets the part
             if not members:
                 raise
             left |= dict.fromkeys(members.keys() - left.keys(), error)
@@ -136,7 +138,7 @@ class WeightPush:
             ahead.cancel()
         return left
 
-    async def _publish(self, members: Mapping[Replica, EpochMember], part: int) -> Published:
+    async def _publish(self, members: Mapping[Replica, EpochMember], part: int) -> PublishedPart:
         nobody = Membership(self.epoch, 0)
         classes = {
             member.plan.id: Membership(self.epoch, member.membership.num_members)
@@ -152,7 +154,7 @@ class WeightPush:
         members: Mapping[Replica, EpochMember],
         left: Mapping[Replica, AtollError],
     ) -> dict[Replica, AtollError]:
-        """One part. Returns those that it failed with."""
+        """Receives one part on all members; returns those that failed."""
 
         async def receive(replica: Replica) -> None:
             await self._delivery.receive(self.version, streams, members[replica], replica)
@@ -165,10 +167,10 @@ class WeightPush:
 async def _all_at_once(
     members: Iterable[Replica], action: Callable[[Replica], Awaitable[T]], *, together: bool = False
 ) -> tuple[dict[Replica, T], dict[Replica, AtollError]]:
-    """Runs the action for all members: what it returned, and for whom it failed.
+    """Runs the action concurrently for all members; returns results and failures.
 
-    `together`: each waits for all others in it. Once one is gone, the others' calls are given up, neither
-    failed nor done.
+    `together`: members wait for each other. Once one fails, the others' calls are cancelled, neither failed
+    nor done.
     """
     done: dict[Replica, T] = {}
     failed: dict[Replica, AtollError] = {}
@@ -186,7 +188,7 @@ async def _all_at_once(
     attempts = [asyncio.create_task(attempt(replica)) for replica in members]
     try:
         for outcome in await asyncio.gather(*attempts, return_exceptions=True):
-            if isinstance(outcome, Exception):  # given up is no Exception
+            if isinstance(outcome, Exception):  # cancellation is not an Exception
                 raise outcome
     finally:
         for task in attempts:

@@ -1,4 +1,4 @@
-"""What became of a weight push, and its metrics."""
+"""The result of a weight push, and its metrics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from atoll.runtime.errors import AtollError
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveReplica:
     """How a version became live on one replica."""
 
-    stall_s: float  # that its generation stood still
+    stall_s: float  # seconds without generation
     canary_diff: float | None  # from the trainer; none: not due
 
 
@@ -40,8 +40,8 @@ class PushReport:
         return metrics
 
 
-def report(
-    seconds: float, num_bytes: int, live: Mapping[Replica, Live], failed: Mapping[Replica, AtollError]
+def summarize_push(
+    seconds: float, num_bytes: int, live: Mapping[Replica, LiveReplica], failed: Mapping[Replica, AtollError]
 ) -> PushReport:
     too_different = [error.difference for error in failed.values() if isinstance(error, CanaryError)]
     tolerable = [one.canary_diff for one in live.values() if one.canary_diff is not None]

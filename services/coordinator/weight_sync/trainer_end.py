@@ -1,25 +1,25 @@
-"""The trainer's end of weight pushes."""
+"""The trainer side of weight pushes."""
 
 from collections.abc import Mapping, Sequence
 
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import AtollError
-from atoll.wire.types import Membership, Plan, Published, PublishRequest, Version
+from atoll.wire.types import Membership, Plan, PublishedPart, PublishRequest, Version
 
 
 class TrainerEnd:
-    """One incarnation of the trainer, which is sent each plan once."""
+    """One incarnation of the trainer; plans are sent to it once."""
 
     def __init__(self, client: TrainerClient, dtype: str) -> None:
-        """`dtype`: that the replicas serve with."""
+        """`dtype`: the replicas' serving dtype."""
         self.client = client
         self._dtype = dtype
         self._has: set[str] = set()  # ids of plans
 
     async def publish(
         self, version: Version, plans: Sequence[Plan], members: Mapping[str, Membership], part: int
-    ) -> Published:
-        """A part of the version, by these plans, to the members of each."""
+    ) -> PublishedPart:
+        """Publishes a part of the version to the members of each plan."""
         new = [plan for plan in plans if plan.id not in self._has]
         try:
             published = await self.client.publish_weights(

@@ -1,4 +1,4 @@
-"""The attacks that a sandbox runs on itself when it starts; it serves only if none gets through.
+"""Self-test: attacks that a sandbox runs on itself at start; it serves only if all are blocked.
 
 Each is a program. It tries one thing, several ways, and prints `stopped` if all of them were refused. The
 host's side is real: a listener, a file that anyone may read and write, this process. Judging fails closed: an
@@ -18,9 +18,9 @@ from socket import create_server
 
 from atoll.reward.sandbox.base import Sandbox
 from atoll.runtime.errors import SandboxError
-from atoll.wire.types import Execution, Limits, Status
+from atoll.wire.types import Execution, ProgramLimits, ProgramStatus
 
-_LIMITS = Limits(timeout_s=10.0, memory_bytes=512 << 20, output_bytes=1 << 16, disk_bytes=1 << 20)
+_LIMITS = ProgramLimits(timeout_s=10.0, memory_bytes=512 << 20, output_bytes=1 << 16, disk_bytes=1 << 20)
 
 # `host` has pid, user, group, file, folder and port. `refused` is for what Python offers; `forbidden` for the
 # kernel's own calls, where another error than EPERM and ENOSYS means that the kernel looked at the arguments.
@@ -50,14 +50,16 @@ print("stopped" if all(outcomes) else f"got through: {outcomes}")
 class Attack:
     name: str
     source: str
-    ends: Status | None = None  # how the sandbox ends it; None: it refuses what is tried, or kills for it
-    limits: Limits = _LIMITS
+    ends: ProgramStatus | None = (
+        None  # how the sandbox ends it; None: it refuses the attempt, or kills the program
+    )
+    limits: ProgramLimits = _LIMITS
 
     def got_through(self, execution: Execution) -> bool:
         if self.ends is not None:
             return execution.status is not self.ends
-        refused = execution.status is Status.OK and execution.stdout == b"stopped\n"
-        killed = execution.status is Status.SIGNAL and execution.detail == "SIGSYS"
+        refused = execution.status is ProgramStatus.OK and execution.stdout == b"stopped\n"
+        killed = execution.status is ProgramStatus.SIGNAL and execution.detail == "SIGSYS"
         return not refused and not killed
 
 
@@ -183,7 +185,7 @@ outcomes = [
 """,
     ),
     _attack("inherited descriptors", "outcomes = [refused(os.fstat, fd) for fd in range(5, 4096)]"),
-    # mapped and never touched, so that it costs nothing where it gets through
+    # mapped and never touched, so that it costs nothing if it gets through
     _attack("memory", "import mmap\noutcomes = [refused(mmap.mmap, -1, 4 << 30)]"),
     _attack(
         "disk",
@@ -197,7 +199,7 @@ def fill():
 outcomes = [refused(fill)]
 """,
     ),
-    Attack("output", "while True:\n    print('x' * 65536)", Status.OUTPUT_LIMIT),
+    Attack("output", "while True:\n    print('x' * 65536)", ProgramStatus.OUTPUT_LIMIT),
     Attack(
         "outlive the deadline",
         """
@@ -207,8 +209,8 @@ for number in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}:
 while True:
     pass
 """,
-        Status.TIMEOUT,
-        Limits(timeout_s=0.3),
+        ProgramStatus.TIMEOUT,
+        ProgramLimits(timeout_s=0.3),
     ),
 )
 
@@ -232,13 +234,14 @@ async def run_attacks(sandbox: Sandbox, user: int | None) -> None:
     if through:
         raise SandboxError(
             f"The sandbox does not hold on this machine ({sandbox.tier}). Attacks that got through: "
-            f"{'; '.join(through)}. No program of a model is run: see docs/rewards.md, the threat model."
+            f"{'; '.join(through)}. No model-written program will be run: see docs/rewards.md, the threat "
+            "model."
         )
 
 
 @contextmanager
 def _host(user: int | None) -> Iterator[bytes]:
-    """What the attacks aim at, as JSON for their standard input."""
+    """The attacks' targets, as JSON for their standard input."""
     with tempfile.TemporaryDirectory() as folder, create_server(("127.0.0.1", 0)) as listener:
         os.chmod(folder, 0o777)  # what only the file mode protects would not be the sandbox's merit
         file = Path(folder, "secret")

@@ -1,4 +1,4 @@
-"""What graders and tools ask of a sandbox.
+"""The sandbox interface for graders and tools.
 
 A program is Python source. It runs as `__main__` in a process of its own that was forked from a clean
 interpreter, can reach nothing but its own memory, its standard streams and (with namespaces) one sized
@@ -8,37 +8,37 @@ directory that is its working directory, and is gone with all its children when 
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from atoll.wire.types import Execution, Limits
+from atoll.wire.types import Execution, ProgramLimits
 
 
 class Dialogue(Protocol):
-    """A program that is talked to while it runs: on its descriptor CHANNEL_FD, in frames of a 4-byte
+    """A dialogue with a running program: on its descriptor CHANNEL_FD, in frames of a 4-byte
     little-endian length and that many bytes, both ways."""
 
     async def ask(self, frame: bytes) -> bytes | None:
-        """The program's next frame; None where it ends, breaks a limit or sends what is no frame."""
+        """The program's next frame; None if it ends, exceeds a limit or sends an invalid frame."""
         ...
 
     async def end(self) -> Execution:
-        """Ends the program if it still runs, and says how it went until then."""
+        """Ends the program if it still runs; returns its execution so far."""
         ...
 
 
 class Sandbox(Protocol):
     tier: str  # "landlock, seccomp", "landlock, seccomp, namespaces"
 
-    async def run(self, source: str, stdin: bytes, limits: Limits) -> Execution:
-        """From start to end. Raises SandboxError where that says nothing about the program."""
+    async def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
+        """Runs a program to its end. Raises SandboxError if the failure is not the program's."""
         ...
 
     def open(
-        self, source: str, limits: Limits, *, beside: Dialogue | None = None
+        self, source: str, limits: ProgramLimits, *, shares_slot_with: Dialogue | None = None
     ) -> AbstractAsyncContextManager[Dialogue]:
         """Starts a program for a dialogue; `limits.timeout_s` covers all of it. Raises SandboxError as `run`
         does; leaving ends the program.
 
-        `beside`: takes turns with that one, so the two count as one of the programs at once. To wait for a
-        place while holding one could last forever.
+        `shares_slot_with`: the two programs run alternately and share one slot. (Waiting for a slot while
+        holding another could deadlock.)
         """
         ...
 

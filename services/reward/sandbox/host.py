@@ -1,4 +1,4 @@
-"""The host's side of the sandbox: where it runs, and how many programs at once."""
+"""The host side of the sandbox: zygotes, interpreter and concurrency."""
 
 import asyncio
 import logging
@@ -15,10 +15,10 @@ from pathlib import Path
 from atoll.reward.sandbox import seccomp
 from atoll.reward.sandbox.attacks import run_attacks
 from atoll.reward.sandbox.base import Dialogue, Sandbox
-from atoll.reward.sandbox.places import Places
-from atoll.reward.sandbox.running import RunningProgram, RunningZygote, ZygoteSettings
+from atoll.reward.sandbox.processes import ProgramProcess, ZygoteProcess, ZygoteSettings
+from atoll.reward.sandbox.program_slots import ProgramSlots
 from atoll.runtime.errors import SandboxError, UserError
-from atoll.wire.types import Execution, Limits
+from atoll.wire.types import Execution, ProgramLimits
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +30,10 @@ _PROBE_S = 30.0
 async def start_sandbox(
     programs: int, namespaces: bool, interpreter: str | None = None
 ) -> AsyncIterator[Sandbox]:
-    """A sandbox that has withstood its own list of attacks, for at most `programs` at once; more wait.
+    """Starts a sandbox and runs its self-test; at most `programs` run concurrently, others wait.
 
-    `namespaces`: where a probe shows that they work. `interpreter`: another one than is found. Raises
-    SandboxError where this machine cannot hold a program in, and UserError where there is no interpreter that
-    it may read.
+    `namespaces`: where a probe shows that they work. `interpreter`: overrides the one that is found. Raises
+    SandboxError if this machine cannot confine programs, and UserError if there is no readable interpreter.
     """
     calls = seccomp.program(platform.machine())
     user = _user()
@@ -51,14 +50,15 @@ async def start_sandbox(
 
 
 class ForkSandbox:
-    """Implements Sandbox. A zygote per core; a program goes to the one that has fewest, and one that has died
-    is replaced when a program comes."""
+    """Implements Sandbox. One zygote per core; programs go to the least busy one, and a dead one is replaced
+    on demand.
+    """
 
-    def __init__(self, programs: int, settings: ZygoteSettings, zygotes: Sequence[RunningZygote]) -> None:
+    def __init__(self, programs: int, settings: ZygoteSettings, zygotes: Sequence[ZygoteProcess]) -> None:
         self.tier = "landlock, seccomp" + (", namespaces" if settings.namespaces else "")
         self._settings = settings
         self._zygotes = list(zygotes)
-        self._places = Places(programs)
+        self._slots = ProgramSlots(programs)
         self._replacing = asyncio.Lock()
         self._is_open = True
 
@@ -66,7 +66,7 @@ class ForkSandbox:
     async def start(cls, programs: int, settings: ZygoteSettings) -> "ForkSandbox":
         """Runs no attacks."""
         count = min(programs, len(os.sched_getaffinity(0)))
-        starting = [asyncio.create_task(RunningZygote.start(settings)) for _ in range(count)]
+        starting = [asyncio.create_task(ZygoteProcess.start(settings)) for _ in range(count)]
         await asyncio.wait(starting)
         if failed := [error for task in starting if (error := task.exception())]:
             for task in starting:
@@ -75,23 +75,23 @@ class ForkSandbox:
             raise failed[0]
         return cls(programs, settings, [task.result() for task in starting])
 
-    async def run(self, source: str, stdin: bytes, limits: Limits) -> Execution:
+    async def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
         async with (
-            self._places.one() as step_aside,
-            self._program(source, stdin, limits, talks=False, step_aside=step_aside) as program,
+            self._slots.acquire() as park,
+            self._program(source, stdin, limits, talks=False, park=park) as program,
         ):
-            return await program.ended()
+            return await program.wait_ended()
 
     @asynccontextmanager
     async def open(
-        self, source: str, limits: Limits, *, beside: Dialogue | None = None
+        self, source: str, limits: ProgramLimits, *, shares_slot_with: Dialogue | None = None
     ) -> AsyncIterator[Dialogue]:
-        place = self._places.one() if beside is None else nullcontext(lambda: None)
+        place = self._slots.acquire() if shares_slot_with is None else nullcontext(lambda: None)
         async with (
-            place as step_aside,
-            self._program(source, b"", limits, talks=True, step_aside=step_aside) as program,
+            place as park,
+            self._program(source, b"", limits, talks=True, park=park) as program,
         ):
-            await program.started()
+            await program.wait_started()
             yield program
 
     async def close(self) -> None:
@@ -103,34 +103,34 @@ class ForkSandbox:
 
     @asynccontextmanager
     async def _program(
-        self, source: str, stdin: bytes, limits: Limits, talks: bool, step_aside: Callable[[], None]
-    ) -> AsyncIterator[RunningProgram]:
-        program = RunningProgram(await self._least_busy(), source, stdin, limits, talks, step_aside)
+        self, source: str, stdin: bytes, limits: ProgramLimits, talks: bool, park: Callable[[], None]
+    ) -> AsyncIterator[ProgramProcess]:
+        program = ProgramProcess(await self._least_busy(), source, stdin, limits, talks, park)
         try:
             yield program
         finally:
-            await program.gone()
+            await program.terminate()
 
-    async def _least_busy(self) -> RunningZygote:
+    async def _least_busy(self) -> ZygoteProcess:
         async with self._replacing:
             if not self._is_open:
                 raise SandboxError("the sandbox is closed")
             for i, zygote in enumerate(self._zygotes):
                 if not zygote.is_alive:
-                    log.warning("A process that forks programs is gone; starting another one")
-                    self._zygotes[i] = await RunningZygote.start(self._settings)
+                    log.warning("sandbox zygote exited, starting another")
+                    self._zygotes[i] = await ZygoteProcess.start(self._settings)
         return min(self._zygotes, key=lambda zygote: zygote.num_programs)
 
 
 async def _probe(settings: ZygoteSettings) -> bool:
-    """Whether a program can have namespaces and write to its directory here."""
+    """Whether programs can have namespaces and a writable directory on this machine."""
     try:
         sandbox = await ForkSandbox.start(1, settings)
     except SandboxError as error:
         log.info("Programs run without namespaces: %s", error)
         return False
     try:
-        execution = await sandbox.run("print(open('file', 'w').write('x'))", b"", Limits())
+        execution = await sandbox.run("print(open('file', 'w').write('x'))", b"", ProgramLimits())
         return execution.stdout == b"1\n"
     except SandboxError as error:
         log.info("Programs run without namespaces: %s", error)
@@ -140,7 +140,7 @@ async def _probe(settings: ZygoteSettings) -> bool:
 
 
 def _user() -> int | None:
-    """Who programs run as, if not as the user of this process.
+    """The user that programs run as, if not this process's user.
 
     Root without the capability to become another user, as in a container that has dropped all of them, is no
     more than an owner of files: what it could do with those, Landlock forbids.
@@ -154,7 +154,7 @@ def _user() -> int | None:
 
 
 def _interpreter(user: int | None, chosen: str | None) -> str:
-    """The first that `user` can run: this process's own, or the system's of the same version."""
+    """The first interpreter that `user` can run: this process's own, or the system's of the same version."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     own: str = sys._base_executable  # type: ignore[attr-defined]  # what a virtual environment links to
     candidates = [own, shutil.which(name, path="/usr/local/bin:/usr/bin")] if chosen is None else [chosen]
@@ -174,7 +174,7 @@ def _interpreter(user: int | None, chosen: str | None) -> str:
                 timeout=_PROBE_S,
             )
         except (OSError, subprocess.SubprocessError) as error:
-            log.info("Programs cannot run by %s: %s", candidate, error)
+            log.info("interpreter %s is not usable: %s", candidate, error)
         else:
             return candidate
     who = "nobody, the user that runs programs," if user else "this user"

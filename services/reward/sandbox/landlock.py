@@ -36,7 +36,7 @@ class Ruleset:
     """Everything that the kernel's ABI knows is refused, but for what `allow` names."""
 
     def __init__(self) -> None:
-        """Raises OSError where the kernel has no Landlock."""
+        """Raises OSError if the kernel has no Landlock."""
         try:
             abi = system_call(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
         except OSError as error:

@@ -24,7 +24,7 @@ _MOUNTED = f"{WORK}/here"
 
 def enter(readable: Sequence[str]) -> None:
     """This process, and its next child as the first process. `readable` are the host's directories and files
-    that stay. Raises OSError where the kernel, or what runs this service, does not allow it."""
+    that stay. Raises OSError if the kernel, or what runs this service, does not allow it."""
     uid, gid = os.getuid(), os.getgid()
     libc("unshare", _NEWUSER | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS | _NEWNS)
     for name, line in ("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"):

@@ -37,7 +37,7 @@ _NAME = "<program>"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ProgramOrder:
     """One program. Descriptors are the zygote's."""
 
     source: int
@@ -48,14 +48,14 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Walls:
+class Confinement:
     ruleset: Ruleset
     filter: bytes
     namespaces: bool
     zygote: int  # a descriptor of the process
 
 
-def run(order: Order, walls: Walls) -> None:
+def run(order: ProgramOrder, walls: Confinement) -> None:
     """Does not return."""
     code = 1
     try:
@@ -68,7 +68,7 @@ def run(order: Order, walls: Walls) -> None:
         os._exit(code)
 
 
-def _say_why(error: BaseException, order: Order) -> None:
+def _say_why(error: BaseException, order: ProgramOrder) -> None:
     """That the program was not started; ignored by the host if it was."""
     text = f"{type(error).__name__}: {error}".encode()
     try:
@@ -77,7 +77,7 @@ def _say_why(error: BaseException, order: Order) -> None:
         os.write(REPORT, text)
 
 
-def _lock_in(order: Order, walls: Walls) -> bytes:
+def _lock_in(order: ProgramOrder, walls: Confinement) -> bytes:
     """Returns the source. What is inherited and not given away here is memory only."""
     os.setsid()  # its priority is set as that of a group of processes, so that of all its threads
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -97,7 +97,7 @@ def _lock_in(order: Order, walls: Walls) -> bytes:
     return source
 
 
-def _limit(order: Order, walls: Walls) -> None:
+def _limit(order: ProgramOrder, walls: Confinement) -> None:
     for limit, value in (
         (resource.RLIMIT_CPU, order.cpu_s),
         (resource.RLIMIT_FSIZE, order.disk_bytes if walls.namespaces else 0),
@@ -142,7 +142,7 @@ def _main(source: bytes) -> int:
     try:
         code = compile(source, _NAME, "exec")
     except BaseException as error:  # SyntaxError, ValueError, RecursionError, MemoryError, OverflowError
-        return _failed("compile error", error, None)
+        return _report_exception("compile error", error, None)
     status = 0
     try:
         exec(code, module.__dict__)
@@ -150,11 +150,13 @@ def _main(source: bytes) -> int:
         status = _exit_code(exit.code)
     except BaseException as error:
         # without the frame of this function
-        status = _failed("exception", error, error.__traceback__ and error.__traceback__.tb_next, source)
-    return _finish() or status
+        status = _report_exception(
+            "exception", error, error.__traceback__ and error.__traceback__.tb_next, source
+        )
+    return _shut_down() or status
 
 
-def _finish() -> int:
+def _shut_down() -> int:
     """What the interpreter does at its end, but for freeing memory, which the kernel does faster."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for those that are no daemons
@@ -167,7 +169,9 @@ def _finish() -> int:
     return 0
 
 
-def _failed(how: str, error: BaseException, trace: TracebackType | None, source: bytes = b"") -> int:
+def _report_exception(
+    how: str, error: BaseException, trace: TracebackType | None, source: bytes = b""
+) -> int:
     try:
         lines = source.decode(errors="replace").splitlines(keepends=True)
         linecache.cache[_NAME] = len(source), None, lines, _NAME

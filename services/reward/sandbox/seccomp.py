@@ -221,7 +221,7 @@ def _unless_equal(values: Sequence[int], then: Sequence[Line]) -> list[Line]:
 
 
 def _way(checks: Sequence[Check]) -> list[Line]:
-    """Allows the call where all checks hold, else goes on behind these lines."""
+    """Allows the call if all checks hold, otherwise continues after these lines."""
     lines: list[Line] = [(_RETURN, 0, 0, _ALLOW)]
     for word, mask, values in reversed(checks):
         leave: Line = (_JUMP, 0, 0, len(lines))

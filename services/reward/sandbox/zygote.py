@@ -26,7 +26,7 @@ from atoll.reward.sandbox import kernel, landlock, namespaces, program
 ORDER = struct.Struct("<I?QQI")
 # Run, whether it has ended, status as of waitpid, seconds of CPU time. Before its end a run may be reported
 # once, when it steps aside: it sleeps, or is behind all others from now on.
-NEWS = struct.Struct("<I?id")
+REPORT = struct.Struct("<I?id")
 READY = b"ready"  # the first message; any other one says what failed
 
 LOOK_S = 0.25
@@ -35,7 +35,7 @@ SHARE_S, NICENESS_AFTER = 0.5, 19
 
 # What programs import most, and all of the standard library that links to libraries of the host, which a
 # program cannot open
-WARM = """
+PRELOADED_MODULES = """
     abc array ast asyncio atexit base64 bisect bz2 calendar cmath codecs collections.abc contextlib copy csv
     ctypes dataclasses datetime decimal enum fractions functools hashlib heapq hmac inspect io itertools json
     keyword linecache lzma math numbers operator pprint queue random re secrets sqlite3 ssl statistics string
@@ -50,14 +50,14 @@ def main(descriptor: int, with_namespaces: bool, filter: bytes) -> None:
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where memory runs out, a program goes first
-        for name in WARM.split():
+        for name in PRELOADED_MODULES.split():
             importlib.import_module(name)
         site.setquit()  # exit() and quit(), which -S leaves out
         readable = [path for path in sys.path if os.path.isdir(path)]
         if with_namespaces:
             namespaces.enter([*readable, os.devnull])
             _leave_to_child()
-        walls = program.Walls(
+        walls = program.Confinement(
             _ruleset(readable, with_namespaces), filter, with_namespaces, os.pidfd_open(os.getpid())
         )
         for name in [name for name in sys.modules if name.startswith("atoll.")]:
@@ -73,7 +73,7 @@ def main(descriptor: int, with_namespaces: bool, filter: bytes) -> None:
 
 def _leave_to_child() -> None:
     """Returns in a child, the first process of its namespace. Each of the two ends with the other; asked to
-    terminate, this one waits for the child, which otherwise whoever adopts orphans had to reap."""
+    terminate, this one waits for the child, which would otherwise become an orphan."""
     own = os.pidfd_open(os.getpid())
     child = os.fork()
     if child:
@@ -87,7 +87,7 @@ def _leave_to_child() -> None:
 
 
 def _ruleset(readable: Sequence[str], with_namespaces: bool) -> landlock.Ruleset:
-    """The standard library, but not what somebody has installed beside it."""
+    """The standard library without installed packages."""
     ruleset = landlock.Ruleset()
     ruleset.allow(os.devnull, landlock.READ_FILE | landlock.WRITE_FILE | landlock.TRUNCATE)
     for path in readable:
@@ -101,16 +101,16 @@ def _ruleset(readable: Sequence[str], with_namespaces: bool) -> landlock.Ruleset
 
 
 @dataclass(slots=True)
-class Running:
+class ChildProgram:
     process: int
     cpu_s: float = -1.0  # at the last look
-    is_aside: bool = False
+    is_parked: bool = False
 
 
 class Zygote:
-    def __init__(self, host: socket.socket, walls: program.Walls) -> None:
+    def __init__(self, host: socket.socket, walls: program.Confinement) -> None:
         self._host, self._walls = host, walls
-        self._programs: dict[int, Running] = {}  # by run
+        self._programs: dict[int, ChildProgram] = {}  # by run
         self._ends: dict[int, int] = {}  # runs by a descriptor of their process, which is readable at its end
         self._poll = select.poll()
 
@@ -141,23 +141,23 @@ class Zygote:
                 os.kill(self._programs[run].process, signal.SIGKILL)
             return True
         try:
-            self._start(run, program.Order(descriptors[0], descriptors[1:], *limits))
+            self._start(run, program.ProgramOrder(descriptors[0], descriptors[1:], *limits))
         except OSError as error:  # no memory or too many processes
             os.write(descriptors[1], f"fork: {error}".encode())
-            self._host.send(NEWS.pack(run, True, 0, 0.0))
+            self._host.send(REPORT.pack(run, True, 0, 0.0))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         return True
 
-    def _start(self, run: int, order: program.Order) -> None:
+    def _start(self, run: int, order: program.ProgramOrder) -> None:
         if self._walls.namespaces:
             namespaces.next_child_is_first(self._walls.zygote)
         process = os.fork()
         if process == 0:
             program.run(order, self._walls)
         descriptor = os.pidfd_open(process)
-        self._programs[run] = Running(process)
+        self._programs[run] = ChildProgram(process)
         self._ends[descriptor] = run
         self._poll.register(descriptor, select.POLLIN)
 
@@ -166,7 +166,7 @@ class Zygote:
         self._poll.unregister(descriptor)
         os.close(descriptor)
         _, status, usage = os.wait4(self._programs.pop(run).process, 0)
-        self._host.send(NEWS.pack(run, True, status, usage.ru_utime + usage.ru_stime))
+        self._host.send(REPORT.pack(run, True, status, usage.ru_utime + usage.ru_stime))
 
     def _look(self) -> None:
         """For programs that sleep and for those that have had their share."""
@@ -177,9 +177,9 @@ class Zygote:
             if is_greedy:
                 with suppress(ProcessLookupError):  # it is at its end
                     os.setpriority(os.PRIO_PGRP, running.process, NICENESS_AFTER)  # of all its threads
-            if (is_greedy or sleeps) and not running.is_aside:
-                running.is_aside = True
-                self._host.send(NEWS.pack(run, False, 0, cpu_s))
+            if (is_greedy or sleeps) and not running.is_parked:
+                running.is_parked = True
+                self._host.send(REPORT.pack(run, False, 0, cpu_s))
 
 
 def _cpu_clock(process: int) -> int:

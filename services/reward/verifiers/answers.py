@@ -1,4 +1,4 @@
-"""Where in a response the answer stands, and what the right ones are."""
+"""Extracts answers from responses, and accepted answers from items."""
 
 import json
 import re
@@ -11,22 +11,22 @@ Place = Literal["response", "tag", "line"]
 _LINE = re.compile(r"\banswer[ \t*_]*:([^\n]*)", re.IGNORECASE)
 
 
-def stated_answer(response: str, place: Place) -> str | None:
-    """The whole response, what stands in its last `<answer>` tag, or after its last "Answer:" in the same
-    line; None where there is no tag or line."""
+def extract_answer_text(response: str, place: Place) -> str | None:
+    """The whole response, the content of its last `<answer>` tag, or after its last "Answer:" in the same
+    line; None if there is no tag or line."""
     match place:
         case "response":
             return response.strip()
         case "tag":
-            answers = tagged(response, "answer")
+            answers = extract_tagged(response, "answer")
             return answers[-1].strip() if answers else None
         case "line":
             lines = _LINE.findall(response)
             return lines[-1].strip(" \t\r*_$") if lines else None
 
 
-def tagged(text: str, tag: str) -> list[str]:
-    """What stands between each `<tag>` and the first `</tag>` after it."""
+def extract_tagged(text: str, tag: str) -> list[str]:
+    """The text between each `<tag>` and the next `</tag>`."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     contents = []
     start = text.find(opening)
@@ -37,10 +37,10 @@ def tagged(text: str, tag: str) -> list[str]:
     return contents
 
 
-def right_answers(item: ScoreItem) -> list[str]:
+def accepted_answers(item: ScoreItem) -> list[str]:
     """The ground truth, or the several that it is as JSON: `["46", "forty-six"]`, `{"target": ...}`.
 
-    Raises ValueError where a `target` holds no text: nobody could state it.
+    Raises ValueError if a `target` holds no text: nobody could state it.
     """
     try:
         truth = json.loads(item.ground_truth)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from string import ascii_uppercase
 
-from atoll.reward.verifiers.text_match import normalized
+from atoll.reward.verifiers.text_match import normalize
 from atoll.wire.types import Grade, ScoreItem
 
 TAIL_CHARACTERS = 4000  # where a statement is looked for
@@ -33,9 +33,9 @@ def multiple_choice(item: ScoreItem, *, choices: int = 4) -> float | Grade:
     The ground truth is a letter or a choice's text; texts are the row's `extra_info.choices`, a list. Without
     it there are `choices` letters.
     Source: the forms that simple-evals asks for in MMLU and GPQA ("Answer: $LETTER"), and boxes.
-    Raises ValueError where the ground truth is no choice.
+    Raises ValueError if the ground truth is no choice.
     """
-    texts = [normalized(str(text)) for text in json.loads(item.extra.get("choices", "[]"))]
+    texts = [normalize(str(text)) for text in json.loads(item.extra.get("choices", "[]"))]
     letters = ascii_uppercase[: len(texts) or choices]
     right = _named(item.ground_truth, letters, texts)
     if len(right) != 1:
@@ -64,7 +64,7 @@ def _named(statement: str, letters: str, texts: Sequence[str], *, begins: bool =
     """The choices that a statement names; with `begins`, its letter must stand at its beginning."""
     if alone := _ALONE.fullmatch(statement):
         return {alone[1].upper()} & set(letters)
-    said = normalized(statement)
+    said = normalize(statement)
     if said in texts:
         return {letters[texts.index(said)]}
     first = _first(letters).match(statement) or _later(letters).search(statement)
@@ -75,7 +75,7 @@ def _named(statement: str, letters: str, texts: Sequence[str], *, begins: bool =
     named = {first[1]}
     if also := re.compile(_AND + _later(letters).pattern).match(statement, first.end()):
         named.add(also[1])
-    said = normalized(statement[first.end() :])
+    said = normalize(statement[first.end() :])
     if said in texts:  # of another choice, perhaps
         named.add(letters[texts.index(said)])
     return named

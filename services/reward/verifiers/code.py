@@ -1,7 +1,7 @@
 """Model-written code against test cases.
 
 The response's code runs in a sandbox and nowhere else, and no expected value ever enters that process: it is
-given what a function is called with, or what stands on stdin, and sends back plain data. That is compared on
+given what a function is called with, or its stdin, and returns plain data. That is compared on
 the host, or, where a data set's tests are code, in a second sandbox. Formats: code_tests.py.
 """
 
@@ -17,12 +17,12 @@ from typing import Self
 
 from atoll.reward.sandbox.base import Dialogue, Sandbox
 from atoll.reward.verifiers import code_harness
-from atoll.reward.verifiers.code_compare import equals, output_difference, read_json, shown
+from atoll.reward.verifiers.code_compare import equals, excerpt, output_difference, read_json
 from atoll.reward.verifiers.code_harness import ANSWER, CALL, FAILURE, Verdict, decode, encode, read_answer
 from atoll.reward.verifiers.code_program import program
 from atoll.reward.verifiers.code_tests import AssertTests, CallTests, OutputTests, read_tests
 from atoll.runtime.errors import UserError
-from atoll.wire.types import Execution, Grade, Limits, ScoreItem, Status
+from atoll.wire.types import Execution, Grade, ProgramLimits, ProgramStatus, ScoreItem
 
 RUNS_AHEAD = 4  # programs of one response at once
 
@@ -44,14 +44,14 @@ async def code(
 
     `case_timeout_s` bounds one call or one run, `timeout_s` all of a response; both are wall time of its
     programs. The reason is "passed" or of the first case that fails: wrong answer, compile error, exception,
-    timeout, memory, output limit, crash, exit code, no answer; or no code. Raises UserError where the row has
-    no sound test cases, SandboxError where the sandbox fails.
+    timeout, memory, output limit, crash, exit code, no answer; or no code. Raises UserError if the row has
+    no sound test cases, SandboxError if the sandbox fails.
     """
     tests = read_tests(item.ground_truth, item.extra)
     source = program(item.response, tests)
     if source is None:
         return Grade(0.0, "no code")
-    limits = Limits(timeout_s=timeout_s, memory_bytes=memory_mb << 20)
+    limits = ProgramLimits(timeout_s=timeout_s, memory_bytes=memory_mb << 20)
     match tests:
         case OutputTests():
             verdicts = await _run_outputs(tests, source, sandbox, limits, case_timeout_s, pass_fraction)
@@ -63,7 +63,7 @@ async def code(
             judge_limits = replace(limits, timeout_s=timeout_s + case_timeout_s)
             async with (
                 sandbox.open(_judge(tests, pass_fraction), judge_limits) as judge,
-                _Response(sandbox, source, limits, case_timeout_s, beside=judge) as response,
+                _Response(sandbox, source, limits, case_timeout_s, shares_slot_with=judge) as response,
             ):
                 verdicts = await _run_asserts(judge, response)
     return _grade(verdicts, tests.num_cases, pass_fraction)
@@ -87,7 +87,7 @@ async def _run_outputs(
     tests: OutputTests,
     source: str,
     sandbox: Sandbox,
-    limits: Limits,
+    limits: ProgramLimits,
     case_timeout_s: float,
     keep_going: bool,
 ) -> list[Verdict]:
@@ -106,7 +106,7 @@ async def _run_outputs(
         for task, (_, expected) in zip(runs, tests.cases, strict=True):
             execution = await task
             left_s -= execution.wall_s
-            verdicts.append(_ending(execution) or _compared(execution.stdout, expected))
+            verdicts.append(_ending(execution) or _compare_output(execution.stdout, expected))
             if left_s < 0:
                 verdicts[-1] = ("timeout", f"{limits.timeout_s:g} s for all cases")
             if left_s < 0 or (verdicts[-1][0] != "passed" and not keep_going):
@@ -118,7 +118,7 @@ async def _run_outputs(
     return verdicts
 
 
-def _compared(stdout: bytes, expected: str) -> Verdict:
+def _compare_output(stdout: bytes, expected: str) -> Verdict:
     difference = output_difference(stdout.decode(errors="replace"), expected)
     return ("passed", "") if difference is None else ("wrong answer", difference)
 
@@ -135,7 +135,7 @@ async def _run_calls(tests: CallTests, response: "_Response", keep_going: bool) 
             kind, content = read_answer(answer, number, read_json)
             if kind == "value":
                 right = any(equals(content, value) for value in expected)
-                difference = f"got {shown(content)}, expected {shown(expected[0])}"
+                difference = f"got {excerpt(content)}, expected {excerpt(expected[0])}"
                 answer = ("passed", "") if right else ("wrong answer", difference)
             else:
                 answer = (kind, content)
@@ -174,11 +174,11 @@ class _Response:
         self,
         sandbox: Sandbox,
         source: str,
-        limits: Limits,
+        limits: ProgramLimits,
         call_timeout_s: float,
-        beside: Dialogue | None = None,
+        shares_slot_with: Dialogue | None = None,
     ) -> None:
-        self._open = partial(sandbox.open, beside=beside)
+        self._open = partial(sandbox.open, shares_slot_with=shares_slot_with)
         self._source = f"{_HARNESS}serve({source!r})"
         self._limits = limits
         self._call_timeout_s = call_timeout_s
@@ -223,10 +223,10 @@ def _ending(execution: Execution) -> Verdict | None:
     """None: it ended well."""
     detail = execution.detail
     match execution.status:
-        case Status.OK:
+        case ProgramStatus.OK:
             return None
-        case Status.EXCEPTION if detail.startswith("MemoryError"):
+        case ProgramStatus.EXCEPTION if detail.startswith("MemoryError"):
             return "memory", ""
-        case Status.SIGNAL:
+        case ProgramStatus.SIGNAL:
             return "crash", detail
     return execution.status.value, detail

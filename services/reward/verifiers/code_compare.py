@@ -25,7 +25,7 @@ def output_difference(got: str, expected: str) -> str | None:
     got_lines, expected_lines = (text.strip().split("\n") for text in (got, expected))
     for i, (got_line, expected_line) in enumerate(zip(got_lines, expected_lines, strict=False), start=1):
         if not _equal_lines(got_line, expected_line):
-            return f"line {i}: got {shown(got_line)}, expected {shown(expected_line)}"
+            return f"line {i}: got {excerpt(got_line)}, expected {excerpt(expected_line)}"
     if len(got_lines) != len(expected_lines):
         return f"got {len(got_lines)} lines, expected {len(expected_lines)}"
     return None
@@ -90,6 +90,6 @@ def _key(key: Any) -> str | None:
     return key if isinstance(key, str) else str(key) if type(key) is int else None
 
 
-def shown(value: object) -> str:
+def excerpt(value: object) -> str:
     text = value.strip() if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

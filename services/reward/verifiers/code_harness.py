@@ -40,7 +40,7 @@ Verdict = tuple[str, str]  # on one case: "passed", "broken" or a kind of failur
 
 def encode(value: object) -> bytes:
     """Raises ValueError for what is not exactly plain data: a subclass may say that it equals anything."""
-    data = json.dumps(_tagged(value, MAX_DEPTH)).encode()
+    data = json.dumps(_encode_value(value, MAX_DEPTH)).encode()
     if len(data) >= MAX_FRAME_BYTES:
         raise ValueError(f"a value of {len(data)} bytes, expected at most {MAX_FRAME_BYTES}")
     return data
@@ -49,12 +49,12 @@ def encode(value: object) -> bytes:
 def decode(data: bytes) -> Any:
     """Raises ValueError for what `encode` does not write."""
     try:
-        return json.loads(data, object_hook=_untagged)
+        return json.loads(data, object_hook=_decode_value)
     except (TypeError, RecursionError) as error:
         raise ValueError(f"no encoded value: {error}") from None
 
 
-def _tagged(value: Any, depth: int) -> Any:
+def _encode_value(value: Any, depth: int) -> Any:
     kind = type(value)  # not __class__, which may lie
     if value is None or kind in (bool, float, str):
         return value
@@ -67,15 +67,17 @@ def _tagged(value: Any, depth: int) -> Any:
     if depth == 0:
         raise ValueError(f"a value nested more than {MAX_DEPTH} deep")
     if kind is list:
-        return [_tagged(element, depth - 1) for element in value]
+        return [_encode_value(element, depth - 1) for element in value]
     if kind in (tuple, set, frozenset):
-        return {kind.__name__: [_tagged(element, depth - 1) for element in value]}
+        return {kind.__name__: [_encode_value(element, depth - 1) for element in value]}
     if kind in _DICTS:
-        return {"dict": [[_tagged(key, depth - 1), _tagged(value[key], depth - 1)] for key in value]}
+        return {
+            "dict": [[_encode_value(key, depth - 1), _encode_value(value[key], depth - 1)] for key in value]
+        }
     raise ValueError(f"{kind.__module__}.{kind.__qualname__}")
 
 
-def _untagged(tagged: dict[str, Any]) -> Any:
+def _decode_value(tagged: dict[str, Any]) -> Any:
     match [*tagged.items()]:
         case [("int", str(text))]:
             return int(text, 16)
@@ -225,7 +227,7 @@ class Judge:
             raise Failed(*decode(frame[1:]))
         kind, content = read_answer(frame[1:], self._num_calls)
         if kind == "value":
-            self._got = f", got {_shown(content)}"
+            self._got = f", got {_excerpt(content)}"
             return content
         if kind == "exception":
             self._raised, self._raised_text = _exception(content), content
@@ -237,7 +239,7 @@ class Judge:
             return error.kind, error.detail
         if error is self._raised:
             return "exception", self._raised_text
-        described = _described(error)
+        described = _describe_exception(error)
         tests_own = isinstance(error, NameError | ImportError) and not self.failed
         if self._num_calls == 0 or tests_own:
             return "broken", f"{text} raised {described}"
@@ -262,7 +264,7 @@ def judge(setup: str, tests: str, functions: Sequence[str], keep_going: bool) ->
         exec(compile(tests, "tests.py", "exec"), namespace)
     except (Exception, Failed) as error:
         if not state.failed:
-            state.verdicts.append(("broken", _described(error)))
+            state.verdicts.append(("broken", _describe_exception(error)))
     send(REPORT + encode(state.verdicts))
 
 
@@ -278,7 +280,7 @@ def read_answer(frame: bytes, number: int, decode: Callable[[bytes], Any] = deco
             case answer:
                 return (
                     "wrong answer",
-                    f"its program sent {_shown(answer)}, expected an answer to call {number}",
+                    f"its program sent {_excerpt(answer)}, expected an answer to call {number}",
                 )
     except ValueError as error:
         return "wrong answer", f"its program sent {error}"
@@ -293,14 +295,14 @@ def _exception(text: str) -> BaseException:
     return Failed("exception", text)
 
 
-def _described(error: BaseException) -> str:
+def _describe_exception(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:_MAX_TEXT]
     except ValueError:  # it shows an int of more digits than Python prints
         return type(error).__name__
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     try:
         return reprlib.repr(value)
     except ValueError:  # an int of more digits than Python prints

@@ -106,7 +106,7 @@ class _InputsOutputs(BaseModel):
         if not self.fn_name:
             pairs = zip(self.inputs, self.outputs, strict=True)
             return OutputTests(tuple((_lines(given), _lines(expected)) for given, expected in pairs))
-        arguments = [_keyed_by_int(_arguments(given)) for given in self.inputs]
+        arguments = [_with_int_keys(_arguments(given)) for given in self.inputs]
         results = [
             _json(output) if isinstance(given, str) and isinstance(output, str) else output
             for given, output in zip(self.inputs, self.outputs, strict=True)
@@ -151,7 +151,7 @@ _FORMATS: Mapping[str, type[_HumanEval | _Mbpp | _InputsOutputs | _LiveCodeBench
 
 
 def read_tests(ground_truth: str, extra: Mapping[str, str]) -> Tests:
-    """Raises UserError where a row has no test cases of a known format, or broken ones."""
+    """Raises UserError if a row has no test cases of a known format, or broken ones."""
     return _read_tests(ground_truth, tuple(extra.items()))
 
 
@@ -225,7 +225,7 @@ def _json(text: str) -> Any:
         raise ValueError(f"got {text[:80]!r}, expected JSON: {error}") from None
 
 
-def _keyed_by_int(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _with_int_keys(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """APPS means integers by the keys of a first argument that is an object, where they can be; so does
     verl."""
     match arguments:

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from atoll.reward.verifiers.answers import stated_answer
+from atoll.reward.verifiers.answers import extract_answer_text
 from atoll.wire.types import Grade, ScoreItem
 
 
 def exact_match(item: ScoreItem, *, answer: Literal["response", "tag", "line"] = "response") -> float | Grade:
     """`answer` is the whole response, what its last `<answer>` tag holds, or what its last "Answer:" says."""
-    stated = stated_answer(item.response, answer)
+    stated = extract_answer_text(item.response, answer)
     return Grade(0.0, "no answer") if stated is None else float(stated == item.ground_truth.strip())

@@ -24,7 +24,7 @@ def json_schema(item: ScoreItem, *, schema: str | Mapping[str, Any] | None = Non
     that is complete. `schema` is a file's path or a table; without it, each row's `extra_info.schema`.
     A pattern in a schema may take a time exponential in the response: so this runs where it can be ended.
 
-    Raises ValueError where there is no schema or it is none, OSError where its file cannot be read.
+    Raises ValueError if there is no schema or it is none, OSError if its file cannot be read.
     """
     if schema is None and "schema" not in item.extra:
         raise ValueError("the row has no extra_info.schema; give json_schema its parameter schema")
@@ -48,7 +48,7 @@ def json_schema(item: ScoreItem, *, schema: str | Mapping[str, Any] | None = Non
 
 
 def last_json(text: str) -> Any:
-    """Raises ValueError where `text` has none, RecursionError where it is nested too deep to be read."""
+    """Raises ValueError if `text` has none, RecursionError if it is nested too deep to be read."""
     try:
         return _DECODER.decode(text.strip())
     except json.JSONDecodeError as error:

@@ -66,7 +66,7 @@ def maths(
 ) -> Grade:
     r"""`right` where the response's final answer equals the ground truth, else `wrong`; always with a reason.
 
-    `answer` says where it stands. "boxed": in the last balanced \boxed or \fbox (MATH). "line": after the
+    `answer` says where it is. "boxed": in the last balanced \boxed or \fbox (MATH). "line": after the
     last "Answer:" (DAPO, with wrong = -1). "hash": after the last #### (GSM8K). "any": the first of box and
     #### that there is, else after the last "answer is" or "Answer:", else it is the only formula of a
     concluding last line, or the whole of a short response.
@@ -76,7 +76,7 @@ def maths(
     return _grade(item, answer, right, wrong, _verdict)
 
 
-def quick(
+def grade_quickly(
     item: ScoreItem,
     *,
     answer: Literal["any", "boxed", "line", "hash"] = "any",
@@ -94,20 +94,20 @@ def find_answer(response: str, place: Place) -> str:
     """Raises NoAnswerError."""
     match place:
         case "boxed":
-            return _boxed(response)
+            return _boxed_answer(response)
         case "line":
             line = _last(_ANSWER_LINE, response)
-            return _boxed(line) if _BOX.search(line) else line.strip(" *")
+            return _boxed_answer(line) if _BOX.search(line) else line.strip(" *")
         case "hash":
-            return _hashed(response)
+            return _hash_answer(response)
         case "any" if _BOX.search(response):
-            return _boxed(response)
+            return _boxed_answer(response)
         case "any" if "####" in response:
-            return _hashed(response)
+            return _hash_answer(response)
     try:
         line = _last(_ANSWER_IS, response)[: MAX_ANSWER_CHARACTERS + 1]
     except NoAnswerError:
-        return _alone(response.strip())
+        return _bare_answer(response.strip())
     while inner := _ANSWER_IS.search(line):  # "Final Answer: The final answer is"
         line = inner[1]
     end = _STATEMENT_END.search(line)
@@ -173,7 +173,9 @@ def _compare(found: str, gold: str, symbolic: Symbolic) -> Verdict:
 def _canonical_truth(truth: str) -> str:
     """Datasets give the answer alone, or a solution that has it in a box or after ####."""
     try:
-        answer = _boxed(truth) if _BOX.search(truth) else _hashed(truth) if "####" in truth else truth
+        answer = (
+            _boxed_answer(truth) if _BOX.search(truth) else _hash_answer(truth) if "####" in truth else truth
+        )
     except NoAnswerError as error:
         raise ValueError(f"ground truth {truth!r}: {error}") from error
     if not (text := canonical(answer)):
@@ -181,7 +183,7 @@ def _canonical_truth(truth: str) -> str:
     return text
 
 
-def _boxed(response: str) -> str:
+def _boxed_answer(response: str) -> str:
     """The content of the last balanced box; of its outermost one, where boxes are nested."""
     boxes = list(_BOX.finditer(response))[-MAX_BOXES:]
     if not boxes:
@@ -206,7 +208,7 @@ def _closing_brace(text: str, opening: int) -> int:
     return -1
 
 
-def _hashed(response: str) -> str:
+def _hash_answer(response: str) -> str:
     _, mark, after = response.rpartition("####")
     if not mark:
         raise NoAnswerError("no answer: no ####")
@@ -220,7 +222,7 @@ def _last(pattern: re.Pattern[str], response: str) -> str:
     return str(found[-1])
 
 
-def _alone(response: str) -> str:
+def _bare_answer(response: str) -> str:
     """The only formula of a last line that says nothing else, or a short response as it is."""
     last_line = response[-TAIL_CHARACTERS:].rsplit("\n", 1)[-1]
     formulas = list(_FORMULA.finditer(last_line))

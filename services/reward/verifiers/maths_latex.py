@@ -42,7 +42,7 @@ _CHARACTERS = {
     **{ord(sign): latex for sign, latex in _SIGNS.items()},
 }
 
-# 1,234 and 1{,}234 and 1\,234; a bare comma only where no bracket may make it a pair
+# 1,234 and 1{,}234 and 1\,234; a bare comma only if no bracket may make it a pair
 _GROUPS = r"(?<![\d.,])([1-9]\d{{0,2}}(?:(?:{})\d{{3}})+)(?!,?\d)"
 _THOUSANDS = re.compile(_GROUPS.format(r"(?:\{,\}|\\,|,\\!)\s?"))
 _THOUSANDS_BARE = re.compile(_GROUPS.format(","))
@@ -135,12 +135,12 @@ def split(text: str, separator: str) -> list[str]:
     return [*parts, text[start:].strip()]
 
 
-def separators(text: str, separator: str) -> list[str]:
+def find_separators(text: str, separator: str) -> list[str]:
     """What `split` splits at."""
     return [match[0] for match in _outside(text, separator)]
 
 
-def nesting(text: str) -> int:
+def nesting_depth(text: str) -> int:
     """How many brackets stand in each other at most."""
     depth = deepest = 0
     for match in _BRACKET.finditer(text):
@@ -149,7 +149,7 @@ def nesting(text: str) -> int:
     return deepest
 
 
-def bracketed(text: str) -> tuple[str, str, str] | None:
+def split_brackets(text: str) -> tuple[str, str, str] | None:
     """Opening bracket, content and closing bracket of a text that one pair encloses; ends may differ."""
     opening = re.match(_OPEN, text)
     if opening is None:

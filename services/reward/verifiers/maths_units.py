@@ -1,4 +1,4 @@
-"""What stands around a number: units, currency, per cent, words that multiply."""
+"""Units, currency, per cent and multiplying words around a number."""
 
 import re
 from fractions import Fraction
@@ -60,7 +60,7 @@ TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _BASE = re.compile(r"(\d+)_\{?(\d+)\}?")
 
 
-def measured(text: str) -> tuple[str, Fraction | int, str] | None:
+def split_unit(text: str) -> tuple[str, Fraction | int, str] | None:
     """Canonical text as (what is measured, a factor, its unit); None: words that are no unit.
 
     `25\\text{ cm}^2` is ("25", 1, "cm^2"), `5 million dollars` ("5", 10**6, "$"), a bare 5 ("5", 1, "").
@@ -124,9 +124,9 @@ def _unit(tail: str) -> tuple[int, str] | None:
             words.pop(0)
             exponent = meaning
     names = ("/" if word in ("per", "/") else _NAMES.get(word, word.removesuffix("s")) for word in words)
-    return factor, "".join(_joined(list(names))) + (f"^{exponent}" if exponent else "")
+    return factor, "".join(_unit_words(list(names))) + (f"^{exponent}" if exponent else "")
 
 
-def _joined(names: list[str]) -> list[str]:
+def _unit_words(names: list[str]) -> list[str]:
     """Words next to each other stay apart, as in "red apple"."""
     return [name if i == 0 or "/" in (name, names[i - 1]) else f" {name}" for i, name in enumerate(names)]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from atoll.reward.verifiers.maths_latex import bracketed, nesting, separators, split
+from atoll.reward.verifiers.maths_latex import find_separators, nesting_depth, split, split_brackets
 from atoll.reward.verifiers.maths_numbers import MAX_DEPTH, TooLargeError, rational
-from atoll.reward.verifiers.maths_units import PERCENT, measured
+from atoll.reward.verifiers.maths_units import PERCENT, split_unit
 
 Symbolic = Callable[[str, str], bool]  # (answer, gold) in canonical LaTeX: are they equal?
 
@@ -64,7 +64,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Several:
+class ValueList:
     """`brackets`: "" a list, "{}" a set, "()", "[)" and so on, ":" a ratio, "matrix", "row", "det"."""
 
     brackets: str
@@ -82,7 +82,7 @@ class Relation:
     sides: tuple["Value", ...] = ()
 
 
-Value = Scalar | Words | Several | Relation
+Value = Scalar | Words | ValueList | Relation
 
 
 class NotAValueError(ValueError):
@@ -96,31 +96,31 @@ class UnreadableError(ValueError):
 @lru_cache(maxsize=65_536)
 def read(text: str) -> Value:
     """The value of canonical text. Raises TooLargeError."""
-    if nesting(text) > MAX_DEPTH:
+    if nesting_depth(text) > MAX_DEPTH:
         raise TooLargeError("too many brackets")
     if (number := rational(text)) is not None:
         return Scalar(number, text)
     if len(parts := _list(text)) > 1:
-        return Several("", _items(parts), text)
-    if relations := separators(text, _RELATION):
+        return ValueList("", _items(parts), text)
+    if relations := find_separators(text, _RELATION):
         return _relation(text, relations)
-    if separators(text, _SET_OPERATION):
+    if find_separators(text, _SET_OPERATION):
         return Scalar(None, text)
     if matrix := _MATRIX.fullmatch(text):
         return _matrix(matrix[1], matrix[2], text)
-    if pair := bracketed(text):
+    if pair := split_brackets(text):
         return _bracketed(*pair, text)
     if len(parts := split(text, ":")) > 1 and all(rational(part) is not None for part in parts):
-        return Several(":", tuple(map(read, parts)), text)
+        return ValueList(":", tuple(map(read, parts)), text)
     if text.count(r"\pm") == 1:
-        return Several(
+        return ValueList(
             "", (read(text.replace(r"\pm", "+").lstrip("+")), read(text.replace(r"\pm", "-"))), text
         )
     return _scalar(text)
 
 
 def equal(answer: Value, gold: Value, symbolic: Symbolic) -> bool:
-    """Raises NotAValueError where the answer is a relation and the gold none, and what `symbolic` raises."""
+    """Raises NotAValueError if the answer is a relation and the gold none, and what `symbolic` raises."""
     match answer, gold:
         case Relation(), Relation():
             return _same_relation(answer, gold, symbolic)
@@ -128,20 +128,20 @@ def equal(answer: Value, gold: Value, symbolic: Symbolic) -> bool:
             if answer.sides:
                 return all(equal(side, gold, symbolic) for side in answer.sides)
             if _is_interval(gold) and _INEQUALITY.search(answer.latex):
-                return symbolic(answer.latex, _latex(gold))
+                return symbolic(answer.latex, _latex_of(gold))
             raise NotAValueError(answer.latex)
         case _, Relation():
             if gold.name or (gold.sides and _is_statement(gold.latex)):
                 return equal(answer, gold.sides[-1], symbolic)
             inequality = _INEQUALITY.search(gold.latex) is not None
-            return inequality and _may_be_interval(answer) and symbolic(_latex(answer), gold.latex)
-        case Several(), Several():
+            return inequality and _may_be_interval(answer) and symbolic(_latex_of(answer), gold.latex)
+        case ValueList(), ValueList():
             return _same_items(answer, gold, symbolic)
-        case Several(), _:
+        case ValueList(), _:
             return (
                 answer.brackets == "{}" and len(answer.items) == 1 and equal(answer.items[0], gold, symbolic)
             )
-        case _, Several():
+        case _, ValueList():
             return gold.brackets == "{}" and len(gold.items) == 1 and equal(answer, gold.items[0], symbolic)
         case Scalar(), Scalar():
             return _same_scalar(answer, gold, symbolic)
@@ -180,7 +180,7 @@ def _items(parts: Sequence[str]) -> tuple[Value, ...]:
     return tuple(
         item
         for value in values
-        for item in (value.items if isinstance(value, Several) and not value.brackets else (value,))
+        for item in (value.items if isinstance(value, ValueList) and not value.brackets else (value,))
     )
 
 
@@ -214,15 +214,15 @@ def _is_remark(exact: Sequence[str], rounded: str) -> bool:
 def _is_name(text: str) -> bool:
     if _RATIO.fullmatch(text):
         return True
-    pair = bracketed(text)
+    pair = split_brackets(text)
     names = split(pair[1], ",") if pair else [text]
     return all(_NAME.fullmatch(name) for name in names)
 
 
-def _matrix(environment: str, rows: str, latex: str) -> Several:
+def _matrix(environment: str, rows: str, latex: str) -> ValueList:
     lines = [line for line in split(rows, r"\\\\") if line]
-    items = tuple(Several("row", tuple(map(read, split(line, "&"))), line) for line in lines)
-    return Several("det" if environment in ("vmatrix", "Vmatrix") else "matrix", items, latex)
+    items = tuple(ValueList("row", tuple(map(read, split(line, "&"))), line) for line in lines)
+    return ValueList("det" if environment in ("vmatrix", "Vmatrix") else "matrix", items, latex)
 
 
 def _bracketed(opening: str, content: str, closing: str, latex: str) -> Value:
@@ -231,22 +231,22 @@ def _bracketed(opening: str, content: str, closing: str, latex: str) -> Value:
     if len(items) < 2 and opening in ("(", "{"):
         return Scalar(None, latex) if choice(latex) else read(content)
     builder = _SET_BUILDER.fullmatch(content) if opening == r"\{" else None
-    if builder and separators(builder[1], _RELATION):
+    if builder and find_separators(builder[1], _RELATION):
         return read(builder[1].strip())
     if opening == "{":  # an invisible group
         return read(content)
-    return Several(brackets, _items(items), latex)
+    return ValueList(brackets, _items(items), latex)
 
 
 def _scalar(text: str) -> Scalar | Words:
     inner = _TEXT.fullmatch(text)
     if inner:
-        body, factor, unit = measured(inner[1]) or ("", 1, "")
+        body, factor, unit = split_unit(inner[1]) or ("", 1, "")
         number = rational(body)
         return Words(words(inner[1])) if number is None else Scalar(number * factor, body, unit)
     if _WORDS.fullmatch(text) and (len(text) > 2 or text.lower() == "no"):
         return Words(words(text))
-    parts = measured(text)
+    parts = split_unit(text)
     if parts is None:
         return Words(words(text))
     body, factor, unit = parts
@@ -265,24 +265,24 @@ def _key(value: Value) -> str:
     return ""
 
 
-def _latex(value: Value) -> str:
+def _latex_of(value: Value) -> str:
     return "" if isinstance(value, Words) else value.latex
 
 
 def _is_interval(value: Value) -> bool:
-    if isinstance(value, Several):
+    if isinstance(value, ValueList):
         return value.brackets in ("[)", "(]", "[]") or (value.brackets == "()" and r"\infty" in value.latex)
     return isinstance(value, Scalar) and r"\cup" in value.latex
 
 
 def _may_be_interval(value: Value) -> bool:
-    return _is_interval(value) or (isinstance(value, Several) and value.brackets == "()")
+    return _is_interval(value) or (isinstance(value, ValueList) and value.brackets == "()")
 
 
 def _same_relation(answer: Relation, gold: Relation, symbolic: Symbolic) -> bool:
     if answer.name and answer.name == gold.name:
         return all(equal(side, gold.sides[-1], symbolic) for side in answer.sides)
-    if gold.name and not _variables(_latex(gold.sides[-1])):
+    if gold.name and not _variables(_latex_of(gold.sides[-1])):
         return False  # x = 5 is a value with a name, not an equation to be solved
     if bool(_INEQUALITY.search(answer.latex)) != bool(_INEQUALITY.search(gold.latex)):
         return False
@@ -301,7 +301,7 @@ def _is_statement(relation: str) -> bool:
 
 
 def _same_statement(answer: str, gold: str, symbolic: Symbolic) -> bool:
-    if separators(answer, _RELATION) != separators(gold, _RELATION):
+    if find_separators(answer, _RELATION) != find_separators(gold, _RELATION):
         return False
     sides = zip(split(answer, _RELATION), split(gold, _RELATION), strict=True)
     return all(equal(read(a), read(g), symbolic) for a, g in sides)
@@ -311,7 +311,7 @@ def _variables(latex: str) -> set[str]:
     return {letter for letter in _LETTERS.findall(latex) if not letter.startswith("\\")}
 
 
-def _same_items(answer: Several, gold: Several, symbolic: Symbolic) -> bool:
+def _same_items(answer: ValueList, gold: ValueList, symbolic: Symbolic) -> bool:
     if len(answer.items) != len(gold.items):
         return False
     if _only_lacks_names(answer, gold):  # 1, 2 or (1, 2) for x = 1, y = 2
@@ -333,7 +333,7 @@ def _same_items(answer: Several, gold: Several, symbolic: Symbolic) -> bool:
     return True
 
 
-def _only_lacks_names(answer: Several, gold: Several) -> bool:
+def _only_lacks_names(answer: ValueList, gold: ValueList) -> bool:
     names = {item.name for item in gold.items if isinstance(item, Relation)} - {""}
     if gold.brackets or answer.brackets not in ("", "()") or len(names) < len(gold.items):
         return False

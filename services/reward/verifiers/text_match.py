@@ -11,7 +11,7 @@ from typing import Literal
 
 from rapidfuzz.distance import Levenshtein
 
-from atoll.reward.verifiers.answers import right_answers, stated_answer, tagged
+from atoll.reward.verifiers.answers import accepted_answers, extract_answer_text, extract_tagged
 from atoll.wire.types import Grade, ScoreItem
 
 MAX_CHARACTERS = 10_000  # of an answer whose edits are counted: the time grows with the square
@@ -22,7 +22,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def normalized(text: str) -> str:
+def normalize(text: str) -> str:
     """In lower case, without ASCII punctuation, articles and white space beyond single spaces. Of a text
     without anything else, such as "A", only the case is changed."""
     text = text.lower().strip()
@@ -34,20 +34,20 @@ def normalized_match(
     item: ScoreItem, *, answer: Literal["response", "tag", "line"] = "response"
 ) -> float | Grade:
     """1 where the answer is one of the right ones in normal form."""
-    stated = stated_answer(item.response, answer)
+    stated = extract_answer_text(item.response, answer)
     if stated is None:
         return _NO_ANSWER
-    return float(normalized(stated) in map(normalized, right_answers(item)))
+    return float(normalize(stated) in map(normalize, accepted_answers(item)))
 
 
 def token_f1(item: ScoreItem, *, answer: Literal["response", "tag", "line"] = "response") -> float | Grade:
     """The harmonic mean of precision and recall of the answer's words in normal form, with the right answer
     for which it is highest."""
-    stated = stated_answer(item.response, answer)
+    stated = extract_answer_text(item.response, answer)
     if stated is None:
         return _NO_ANSWER
-    words = normalized(stated).split()
-    return max(_f1(words, normalized(right).split()) for right in right_answers(item))
+    words = normalize(stated).split()
+    return max(_f1(words, normalize(right).split()) for right in accepted_answers(item))
 
 
 def _f1(words: list[str], right: list[str]) -> float:
@@ -61,15 +61,15 @@ def edit_similarity(
 ) -> float | Grade:
     """1 - edits / length of the longer text: insertions, deletions and substitutions of characters that turn
     the answer into a right one (Levenshtein 1966), both in normal form; 0 below `minimum`."""
-    stated = stated_answer(item.response, answer)
+    stated = extract_answer_text(item.response, answer)
     if stated is None:
         return _NO_ANSWER
     if len(stated) > MAX_CHARACTERS:
         return Grade(0.0, "too long")
-    stated = normalized(stated)
+    stated = normalize(stated)
     return max(
-        Levenshtein.normalized_similarity(stated, normalized(right), score_cutoff=minimum)
-        for right in right_answers(item)
+        Levenshtein.normalized_similarity(stated, normalize(right), score_cutoff=minimum)
+        for right in accepted_answers(item)
     )
 
 
@@ -79,11 +79,11 @@ def search_r1(item: ScoreItem, *, substring: bool = False, format_score: float =
 
     `substring`: it need only contain one. As that takes all answers at once for right, it is for validation.
     """
-    answers = tagged(item.response, "answer")
+    answers = extract_tagged(item.response, "answer")
     if not answers:
         return _NO_ANSWER
-    stated = normalized(answers[-1])
-    rights = [normalized(right) for right in right_answers(item)]
+    stated = normalize(answers[-1])
+    rights = [normalize(right) for right in accepted_answers(item)]
     if not (any(right in stated for right in rights) if substring else stated in rights):
         return format_score
     tags = max(item.response.count("<answer>"), item.response.count("</answer>"))

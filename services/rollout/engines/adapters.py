@@ -1,16 +1,16 @@
-"""Low-rank adapters in a replica's memory, where the trainer sends only them and no whole weights."""
+"""Low-rank adapters in a replica's memory, if the trainer pushes only adapters."""
 
 import numpy as np
 import torch
 
 from atoll.weights.adapters import adapter_names, is_target
-from atoll.wire.types import BOX, Catalog, LoraSpec
+from atoll.wire.types import BOX, LoraSpec, ShardLayout
 
 
-class Adapters:
-    """Where A [rank, inputs] and B [outputs, rank] of each target lie in a flat buffer, whole."""
+class AdapterBuffer:
+    """Layout of the full A [rank, inputs] and B [outputs, rank] of each target in a flat buffer."""
 
-    def __init__(self, weights: Catalog, lora: LoraSpec) -> None:
+    def __init__(self, weights: ShardLayout, lora: LoraSpec) -> None:
         """`weights` are the model's, each in one box."""
         self.scale = lora.alpha / lora.rank
         self.targets: list[str] = []
@@ -25,7 +25,7 @@ class Adapters:
                 boxes.append((len(names), 0, rows, 0, columns, 0, self._size, columns))
                 names.append(name)
                 self._size += rows * columns
-        self.catalog = Catalog(tuple(names), np.array(boxes, BOX))
+        self.shard_layout = ShardLayout(tuple(names), np.array(boxes, BOX))
 
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
         """A buffer of its dtype and on its device, whose adapters add nothing."""
@@ -35,6 +35,6 @@ class Adapters:
         """Views of A and B, by the tensor that they are added to."""
         views = [
             buffer[start : start + rows * columns].view(rows, columns)
-            for _, _, rows, _, columns, _, start, _ in self.catalog.boxes.tolist()
+            for _, _, rows, _, columns, _, start, _ in self.shard_layout.boxes.tolist()
         ]
         return dict(zip(self.targets, zip(views[::2], views[1::2], strict=True), strict=True))

@@ -1,16 +1,16 @@
-"""What the rollout service asks of an engine. `local` and SGLang stand behind it."""
+"""The engine interface of the rollout service, implemented by `local` and SGLang."""
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from atoll.wire.types import (
-    Catalog,
     FinishReason,
     Float32,
     Int32,
     PauseMode,
     PushPart,
+    ShardLayout,
     TurnId,
     TurnRequest,
     Version,
@@ -47,7 +47,7 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """One replica's engine. All methods may be called from one asyncio loop; none blocks it."""
+    """One replica's engine. All methods are called from one asyncio loop; none blocks it."""
 
     def info(self) -> EngineInfo: ...
 
@@ -55,16 +55,16 @@ class Engine(Protocol):
     def version(self) -> Version: ...
 
     async def progress(self) -> int:
-        """Another number for as long as tokens are produced. Raises if the engine does not answer."""
+        """A number that changes while tokens are produced. Raises if the engine does not answer."""
         ...
 
     def generate(self, requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Completion], None]:
         """Yields completions as they finish, those of one decode step together.
 
         What a turn draws depends on seed, epoch, prompt, index, turn, branch and position alone with `local`;
-        SGLang draws anew each time. The keys and values of a session's last turn are kept until the next
-        commit, as far as there is room, so that the next turn computes only what it adds. Raises UserError
-        for a request that the engine cannot take, such as ids outside the vocabulary.
+        SGLang draws differently each time. The keys and values of a session's last turn are kept until the
+        next commit, as far as there is room, so that the next turn computes only what it adds. Raises
+        UserError for a request that the engine cannot take, such as ids outside the vocabulary.
 
         Closing the iterator early (deadline, cancelled call) aborts what is left of it.
         """
@@ -90,31 +90,34 @@ class Engine(Protocol):
         that is paused. Raises UserError as `generate`."""
         ...
 
-    def catalogs(self) -> tuple[Catalog, ...]:
-        """Where each tensor-parallel rank keeps its part of each canonical tensor."""
+    def shard_layouts(self) -> tuple[ShardLayout, ...]:
+        """Per tensor-parallel rank: where it keeps its part of each canonical tensor."""
         ...
 
     async def receive(self, part: PushPart) -> int:
-        """Copies the part into the staging buffer while generation goes on; checks every checksum. Returns
-        bytes received. Raises WeightPushError where a slice is missing or wrong.
+        """Copies the part into the staging buffer while generation continues; checks every checksum. Returns
+        bytes received. Raises WeightPushError if a slice is missing or wrong.
         """
         ...
 
     async def commit(self, version: Version) -> float:
-        """Makes the staged version live between two tokens. Returns seconds that generation stood still."""
+        """Makes the staged version live between two tokens. Returns the seconds during which generation was
+        paused.
+        """
         ...
 
     async def rollback(self, version: Version) -> None:
-        """Forgets the staged version."""
+        """Discards the staged version."""
         ...
 
     async def checksums(self) -> tuple[Version, dict[str, int]]:
         """The live version, and xxh3-64 of each canonical tensor's bytes in the serving dtype, row-major."""
         ...
 
-    async def failed(self) -> None:
-        """Waits for as long as the engine works. Raises EngineDiedError once it does not, as every running
-        `generate` does; nothing but `close` may be asked of it then."""
+    async def wait_for_failure(self) -> None:
+        """Waits while the engine works. Raises EngineDiedError once it fails, like every running `generate`;
+        after that, only `close` may be called.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -1,12 +1,13 @@
-"""What an engine must never be handed, refused before it is: an id outside the vocabulary ends some engines,
-and with it every other request."""
+"""Validates requests before they reach an engine: an id outside the vocabulary crashes some engines, and with
+them every other request.
+"""
 
 import numpy as np
 
 from atoll.runtime.errors import UserError
 from atoll.wire.types import Int32, TurnRequest
 
-MIN_TEMPERATURE = 1e-6  # but for 0: what logits are divided by must leave them finite
+MIN_TEMPERATURE = 1e-6  # minimum except 0: logits divided by it must stay finite
 
 
 def check_request(request: TurnRequest, vocab_size: int, max_length: int, setting: str) -> None:

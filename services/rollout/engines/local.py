@@ -1,7 +1,7 @@
-"""The `local` engine: batched KV-cache decoding in plain torch, for a CPU and as numerical reference.
+"""The `local` engine: batched KV-cache decoding in plain torch, for CPUs and as numerical reference.
 
-One thread computes; the asyncio side hands it functions to run between two tokens, and gets
-completions back through the queue of each `generate` call.
+One thread computes; the asyncio side hands it functions to run between two tokens; completions return through
+the queue of each `generate` call.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ from atoll.rollout.engines.checks import check_request, check_sequence
 from atoll.rollout.engines.local_adapters import AdapterLayout
 from atoll.rollout.engines.local_decoder import Decoder
 from atoll.rollout.engines.local_model import LocalModel
-from atoll.rollout.engines.local_weights import Layout
+from atoll.rollout.engines.local_weights import BufferLayout
 from atoll.rollout.refit import Refit
 from atoll.runtime.errors import AtollError, EngineDiedError, UserError
 from atoll.runtime.model_spec import read_spec
 from atoll.weights.boxes import tensor_checksums
 from atoll.weights.transport.base import Receiver
-from atoll.wire.types import Catalog, Float32, Int32, LoraSpec, PauseMode, PushPart, TurnRequest, Version
+from atoll.wire.types import Float32, Int32, LoraSpec, PauseMode, PushPart, ShardLayout, TurnRequest, Version
 
 T = TypeVar("T")
 
 LENGTH_SETTING = "rollout.local.max_length"
 
 
-class _Call:
+class _GenerateCall:
     """One `generate` call: what the compute thread posts arrives in its event loop."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _Call:
 
 class LocalEngine:
     """See Engine. Between calls it keeps the keys and values of sessions alone, and a commit drops those, so
-    that nothing stale is left but the keys and values of rows that go on."""
+    that nothing stale is left but the keys and values of running rows."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class LocalEngine:
         lora: LoraSpec | None = None,
     ) -> None:
         """Reads the model; `version` names the weights in the folder. With `lora`, its adapters alone are
-        pushed. Raises UserError where the folder holds no model that this engine runs, or `max_length`
+        pushed. Raises UserError if the folder holds no model that this engine runs, or `max_length`
         exceeds its positions."""
         spec = read_spec(folder)
         if max_length > spec.max_positions:
@@ -82,8 +82,8 @@ class LocalEngine:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises Exception itself
             raise UserError(f"{folder}: cannot read tokenizer.json ({error})") from error
-        layout = Layout(spec)
-        self._layout: Layout | AdapterLayout = layout
+        layout = BufferLayout(spec)
+        self._layout: BufferLayout | AdapterLayout = layout
         buffer = layout.read(folder, dtype)
         if lora is not None:
             self._layout = AdapterLayout(layout, layout.bind(buffer), lora)
@@ -91,15 +91,15 @@ class LocalEngine:
         self._refit = Refit([buffer], version, receiver)
         self._live = buffer
         self._model = LocalModel(spec, self._layout.bind(buffer), max_length)
-        self._decoder: Decoder[_Call] = Decoder(self._model, tokenizer, slots, max_length, version)
+        self._decoder: Decoder[_GenerateCall] = Decoder(self._model, tokenizer, slots, max_length, version)
         self._slots = slots
         self._max_length = max_length
         self._pause: PauseMode | None = None
-        self._pausing: list[Future[None]] = []  # pause calls that wait for quiet
+        self._pausing: list[Future[None]] = []  # pause calls waiting for running sequences
         self._closed = False
-        self._calls: set[_Call] = set()
+        self._calls: set[_GenerateCall] = set()
         self._end: Future[None] = Future()  # of the compute thread
-        self._end.set_running_or_notify_cancel()  # whoever waits for it and leaves does not cancel it
+        self._end.set_running_or_notify_cancel()  # cancelling a waiter does not cancel it
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread = Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
@@ -126,8 +126,8 @@ class LocalEngine:
     async def generate(self, requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Completion], None]:
         for request in requests:
             check_request(request, self._model.spec.vocab_size, self._max_length, LENGTH_SETTING)
-        call = _Call()
-        self._calls.add(call)  # before the look: the thread notes its end, then tells all calls
+        call = _GenerateCall()
+        self._calls.add(call)  # registered first: the thread records its end, then notifies all calls
         if self._end.done():
             self._calls.remove(call)
             raise self._end.exception() or EngineDiedError("the engine has been closed")
@@ -161,7 +161,7 @@ class LocalEngine:
         def command() -> None:
             if mode is PauseMode.RETRACT:
                 self._decoder.retract()
-            if mode is PauseMode.ABORT and self._pause is not mode:  # repeated, it spares what came since
+            if mode is PauseMode.ABORT and self._pause is not mode:  # if repeated, newer requests are spared
                 _deliver(self._decoder.abort(lambda *_: True))
             self._pause = mode
             self._pausing.append(quiet)
@@ -185,8 +185,8 @@ class LocalEngine:
 
         return await self._between_tokens(command)
 
-    def catalogs(self) -> tuple[Catalog, ...]:
-        return (self._layout.catalog,)
+    def shard_layouts(self) -> tuple[ShardLayout, ...]:
+        return (self._layout.shard_layout,)
 
     async def receive(self, part: PushPart) -> int:
         return await asyncio.to_thread(self._refit.receive, part)
@@ -209,11 +209,11 @@ class LocalEngine:
 
     async def checksums(self) -> tuple[Version, dict[str, int]]:
         def command() -> tuple[Version, dict[str, int]]:
-            return self.version, tensor_checksums(self._layout.catalog, [self._live], self._live.dtype)
+            return self.version, tensor_checksums(self._layout.shard_layout, [self._live], self._live.dtype)
 
         return await self._between_tokens(command)
 
-    async def failed(self) -> None:
+    async def wait_for_failure(self) -> None:
         await asyncio.wrap_future(self._end)
 
     async def close(self) -> None:
@@ -240,7 +240,7 @@ class LocalEngine:
         return await asyncio.wrap_future(future)
 
     def _run(self) -> None:
-        """The compute thread. What may have left half a step behind ends it, and all calls with it."""
+        """The compute thread. An error that may leave half a step behind ends it and all calls."""
         try:
             self._work()
             self._end.set_result(None)
@@ -253,8 +253,9 @@ class LocalEngine:
 
     @torch.inference_mode()
     def _work(self) -> None:
-        """Consumes commands, and decodes unless paused; waits for a command while there is nothing to
-        decode; any command unblocks it."""
+        """Consumes commands and decodes unless paused; waits for a command while there is nothing to decode;
+        unblocked by any command.
+        """
         while not self._closed:
             if not self._can_decode():
                 self._release_pauses()
@@ -276,7 +277,7 @@ class LocalEngine:
         self._pausing.clear()
 
 
-def _deliver(finished: Sequence[tuple[_Call, Completion]]) -> None:
-    """What finished together arrives together, at each caller."""
+def _deliver(finished: Sequence[tuple[_GenerateCall, Completion]]) -> None:
+    """Delivers completions of one step together to each caller."""
     for call, pairs in groupby(sorted(finished, key=lambda pair: id(pair[0])), key=lambda pair: pair[0]):
         call.post([completion for _, completion in pairs])

@@ -9,22 +9,22 @@ from dataclasses import replace
 
 import torch
 
-from atoll.rollout.engines.adapters import Adapters
-from atoll.rollout.engines.local_weights import Layout, LowRank, Piece, Weights
-from atoll.wire.types import Catalog, LoraSpec
+from atoll.rollout.engines.adapters import AdapterBuffer
+from atoll.rollout.engines.local_weights import BufferLayout, FlatTensor, LowRank, Weights
+from atoll.wire.types import LoraSpec, ShardLayout
 
 
 class AdapterLayout:
-    """Takes the place of Layout where only adapters are pushed."""
+    """Replaces BufferLayout if only adapters are pushed."""
 
-    def __init__(self, base: Layout, weights: Weights, lora: LoraSpec) -> None:
+    def __init__(self, base: BufferLayout, weights: Weights, lora: LoraSpec) -> None:
         """`weights` are those that `base` has bound."""
         self._weights, self._layers = weights, base.layers
-        self._adapters = Adapters(base.catalog, lora)
+        self._adapters = AdapterBuffer(base.shard_layout, lora)
 
     @property
-    def catalog(self) -> Catalog:
-        return self._adapters.catalog
+    def shard_layout(self) -> ShardLayout:
+        return self._adapters.shard_layout
 
     def zeros(self) -> torch.Tensor:
         """A buffer whose adapters add nothing."""
@@ -34,13 +34,13 @@ class AdapterLayout:
         """The folder's weights with these adapters. Must be called again after the buffer has changed."""
         held = self._adapters.of(buffer)
         layers = [
-            replace(layer, adapters=self._joined(fields, held))
+            replace(layer, adapters=self._join_adapters(fields, held))
             for layer, fields in zip(self._weights.layers, self._layers, strict=True)
         ]
         return replace(self._weights, layers=tuple(layers))
 
-    def _joined(
-        self, fields: dict[str, list[Piece]], held: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    def _join_adapters(
+        self, fields: dict[str, list[FlatTensor]], held: dict[str, tuple[torch.Tensor, torch.Tensor]]
     ) -> dict[str, LowRank]:
         """Of one layer, by the field of its matrix."""
         found = {}

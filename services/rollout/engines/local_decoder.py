@@ -1,4 +1,4 @@
-"""Continuous batching: waiting groups, running rows, finished samples. One thread owns it.
+"""Continuous batching: waiting groups, running rows, finished samples. Owned by one thread.
 
 Rows [0, num_rows) run; each has the same number in the KV cache and in every array here. A row that
 finishes is replaced by the last one, so that a step costs what its running rows cost, and the next
@@ -25,7 +25,7 @@ from atoll.rollout.engines.local_sessions import SessionCache
 from atoll.rollout.engines.sampling import draw, stream_key, uniforms
 from atoll.wire.types import FinishReason, Float32, Int32, TurnId, TurnRequest, Version, VersionSpan
 
-Call = TypeVar("Call")  # whoever asked; only handed back
+Call = TypeVar("Call")  # identifies the caller; passed through
 
 PREFILL_TOKENS = 8192  # of one prefill, padding included; a longer prompt goes alone
 
@@ -45,8 +45,8 @@ ROW = np.dtype(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Output:
-    """What there is of a sample."""
+class _PartialOutput:
+    """The partial output of a sample."""
 
     token_ids_T: Int32
     logprobs_T: Float32
@@ -55,13 +55,13 @@ class _Output:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Ticket(Generic[Call]):
-    """One turn that somebody waits for."""
+class _DecodeRequest(Generic[Call]):
+    """One requested turn."""
 
     call: Call
     request: TurnRequest
     id: TurnId
-    output: _Output | None = None  # of one that ran and was retracted
+    output: _PartialOutput | None = None  # of a retracted sample
 
     @property
     def num_produced(self) -> int:
@@ -74,11 +74,11 @@ class _Ticket(Generic[Call]):
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting(Generic[Call]):
-    """The samples of a group that have no row yet; or one that was retracted."""
+class _WaitingGroup(Generic[Call]):
+    """Samples of a group without a row yet, or one retracted sample."""
 
-    tickets: list[_Ticket[Call]]
-    prefix: Prefix | None = None  # kept where free rows did not suffice for the whole group
+    tickets: list[_DecodeRequest[Call]]
+    prefix: Prefix | None = None  # kept if free rows did not suffice for the whole group
 
     @property
     def length(self) -> int:
@@ -91,10 +91,10 @@ class _Waiting(Generic[Call]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Running(Generic[Call]):
-    """What belongs to a row and no step looks at."""
+class _RunningRow(Generic[Call]):
+    """Data of a running row that steps do not use."""
 
-    ticket: _Ticket[Call]
+    ticket: _DecodeRequest[Call]
     started: float
     versions: list[tuple[Version, int]]  # and the number of the first token of each
 
@@ -110,8 +110,8 @@ class Decoder(Generic[Call]):
         self._max_length = max_length
         self._model = model
         self._tokenizer = tokenizer
-        self._waiting: deque[_Waiting[Call]] = deque()
-        self._running: list[_Running[Call]] = []
+        self._waiting: deque[_WaitingGroup[Call]] = deque()
+        self._running: list[_RunningRow[Call]] = []
         self._cache = KVCache(model.spec, slots)
         self._sessions = SessionCache(slots * max_length)
         self._rows = np.zeros(slots, ROW)
@@ -135,11 +135,11 @@ class Decoder(Generic[Call]):
         """
         for _, same in groupby(requests, key=lambda r: (r.group, r.context_ids.tobytes())):
             self._waiting.append(
-                _Waiting([_Ticket(call, request, id) for request in same for id in request.ids])
+                _WaitingGroup([_DecodeRequest(call, request, id) for request in same for id in request.ids])
             )
 
     def step(self, admit: bool) -> list[tuple[Call, Completion]]:
-        """One token for every running row, after waiting samples have got the free rows and their first."""
+        """Decodes one token for every running row, after starting waiting samples in free rows."""
         finished: list[tuple[Call, Completion]] = []
         while admit and self._waiting and self.num_rows < self._slots:
             finished += self._admit()
@@ -154,7 +154,7 @@ class Decoder(Generic[Call]):
         return finished
 
     def abort(self, chosen: Callable[[Call, str], bool]) -> list[tuple[Call, Completion]]:
-        """Ends what `chosen` picks by caller and request id; returns it with its partial output."""
+        """Aborts samples selected by `chosen` (caller, request id); returns them with partial output."""
         aborted = []
         for waiting in self._waiting:
             picked = [ticket for ticket in waiting.tickets if chosen(ticket.call, str(ticket.id))]
@@ -168,14 +168,14 @@ class Decoder(Generic[Call]):
         )
 
     def retract(self) -> None:
-        """Running samples wait again, before all others, with the tokens that they have."""
+        """Moves running samples to the front of the queue, with their tokens."""
         for row in reversed(range(self.num_rows)):
             ticket = replace(self._running[row].ticket, output=self._output(row))
-            self._waiting.appendleft(_Waiting([ticket]))
+            self._waiting.appendleft(_WaitingGroup([ticket]))
         self._running.clear()
 
     def set_version(self, version: Version) -> None:
-        """The model's weights are now these; rows go on with the keys and values that they have."""
+        """Sets the version of the model's weights; rows keep their keys and values."""
         self.version = version
         for running, row in zip(self._running, self._rows, strict=False):
             running.versions.append((version, int(row["produced"])))
@@ -185,9 +185,9 @@ class Decoder(Generic[Call]):
 
     def _admit(self) -> list[tuple[Call, Completion]]:
         """Prefills waiting groups, or takes the kept prefix of the first; starts rows with their samples."""
-        tickets: list[_Ticket[Call]] = []
+        tickets: list[_DecodeRequest[Call]] = []
         prompts: list[int] = []  # of each ticket
-        groups: list[_Waiting[Call]] = []
+        groups: list[_WaitingGroup[Call]] = []
         longest, free = 0, self._slots - self.num_rows
         for waiting in self._waiting:
             longest = max(longest, waiting.length)
@@ -207,14 +207,14 @@ class Decoder(Generic[Call]):
             if not waiting.tickets:
                 self._waiting.popleft()
             elif waiting.prefix is None:
-                waiting.prefix = prefix.only(number)
+                waiting.prefix = prefix.select(number)
         first = self.num_rows
         self._start(tickets)
         prompts_R = torch.tensor(prompts)
         self._cache.fill(first, prefix, prompts_R)
         return self._advance(first, prefix.logits_PV[prompts_R])
 
-    def _prefill(self, groups: Sequence[_Waiting[Call]]) -> Prefix:
+    def _prefill(self, groups: Sequence[_WaitingGroup[Call]]) -> Prefix:
         prompts = [waiting.tickets[0].ids() for waiting in groups]
         if groups[0].session in self._sessions:
             past, length = self._sessions.find(groups[0].session, prompts[0])
@@ -228,7 +228,7 @@ class Decoder(Generic[Call]):
             row[: len(prompt)] = prompt
         return self._model.prefill(torch.from_numpy(tokens_PS), torch.from_numpy(lengths_P))
 
-    def _start(self, tickets: Sequence[_Ticket[Call]]) -> None:
+    def _start(self, tickets: Sequence[_DecodeRequest[Call]]) -> None:
         """Sets up the rows after the running ones."""
         first, now = self.num_rows, time.time()
         longest = 0
@@ -240,16 +240,16 @@ class Decoder(Generic[Call]):
             how = sampling.temperature, sampling.top_p, sampling.top_k, bool(sampling.stop)
             self._rows[row] = (key, context_length + produced, produced, limit, 0, *how)
             stops = sampling.stop_token_ids
-            self._stops_RW = _widened(self._stops_RW, len(stops), -1)
+            self._stops_RW = _widen(self._stops_RW, len(stops), -1)
             self._stops_RW[row] = -1
             self._stops_RW[row, : len(stops)] = stops
-            output = ticket.output or _nothing(now)
+            output = ticket.output or _empty_output(now)
             versions = [*output.versions, (self.version, produced)]
-            self._running.append(_Running(ticket, output.started, versions))
+            self._running.append(_RunningRow(ticket, output.started, versions))
             longest = max(longest, context_length + limit)
         limits = self._rows["limit"][first : self.num_rows]
-        self._tokens_RT = _widened(self._tokens_RT, limits.max(), 0)
-        self._logprobs_RT = _widened(self._logprobs_RT, limits.max(), 0)
+        self._tokens_RT = _widen(self._tokens_RT, limits.max(), 0)
+        self._logprobs_RT = _widen(self._logprobs_RT, limits.max(), 0)
         for row, ticket in enumerate(tickets, first):
             if ticket.output is not None:
                 self._tokens_RT[row, : ticket.num_produced] = ticket.output.token_ids_T
@@ -300,22 +300,22 @@ class Decoder(Generic[Call]):
         self._close_gaps({row for row, _, _ in ended})
         return finished
 
-    def _keep(self, row: int, request: TurnRequest, output: _Output) -> None:
+    def _keep(self, row: int, request: TurnRequest, output: _PartialOutput) -> None:
         """For the session's next turn. Keys and values that older weights computed are of no use to it."""
         if all(version == self.version for version, _ in output.versions):
             length = int(self._rows["length"][row])
             ids_L = np.concatenate([request.context_ids, output.token_ids_T])[:length]
             self._sessions.keep(request.session, ids_L, self._cache.past(row, length))
 
-    def _unfinished(self, ticket: _Ticket[Call]) -> Completion:
+    def _unfinished(self, ticket: _DecodeRequest[Call]) -> Completion:
         """Of a sample that waits."""
-        output = ticket.output or _nothing(time.time())
+        output = ticket.output or _empty_output(time.time())
         return _completion(ticket, output, FinishReason.ABORT, self._text(output.token_ids_T))
 
-    def _output(self, row: int) -> _Output:
+    def _output(self, row: int) -> _PartialOutput:
         running, token_ids_T = self._running[row], self._response(row).copy()
         logprobs_T = self._logprobs_RT[row, : len(token_ids_T)].copy()
-        return _Output(token_ids_T, logprobs_T, tuple(running.versions), running.started)
+        return _PartialOutput(token_ids_T, logprobs_T, tuple(running.versions), running.started)
 
     def _close_gaps(self, gone: set[int]) -> None:
         """Moves the last rows into the places of those that are gone."""
@@ -339,10 +339,10 @@ class Decoder(Generic[Call]):
         return text
 
     def _text_before_stop(self, row: int) -> str | None:
-        """The response up to its first stop string; None where it has none."""
+        """The response up to its first stop string; None if it has none."""
         stops = self._running[row].ticket.request.sampling.stop
         ids_T = self._response(row)
-        # a token adds at least one byte of at most four per character: look only where a stop can end
+        # a token adds at least one byte of at most four per character: look only if a stop can end
         tail = self._text(ids_T[-4 * max(map(len, stops)) - 4 :])
         if not any(stop in tail for stop in stops):
             return None
@@ -351,11 +351,13 @@ class Decoder(Generic[Call]):
         return text[: min(found)] if found else None
 
 
-def _nothing(started: float) -> _Output:
-    return _Output(np.empty(0, np.int32), np.empty(0, np.float32), (), started)
+def _empty_output(started: float) -> _PartialOutput:
+    return _PartialOutput(np.empty(0, np.int32), np.empty(0, np.float32), (), started)
 
 
-def _completion(ticket: _Ticket[Any], output: _Output, reason: FinishReason, text: str) -> Completion:
+def _completion(
+    ticket: _DecodeRequest[Any], output: _PartialOutput, reason: FinishReason, text: str
+) -> Completion:
     return Completion(
         id=ticket.id,
         token_ids=output.token_ids_T,
@@ -368,8 +370,8 @@ def _completion(ticket: _Ticket[Any], output: _Output, reason: FinishReason, tex
     )
 
 
-def _spans(output: _Output) -> tuple[VersionSpan, ...]:
-    """Neighbours of one version are one: a retracted sample may go on with what it had."""
+def _spans(output: _PartialOutput) -> tuple[VersionSpan, ...]:
+    """Merges neighbouring spans of one version, as after a retraction."""
     spans: list[VersionSpan] = []
     ends = [*(start for _, start in output.versions[1:]), len(output.token_ids_T)]
     for (version, start), end in zip(output.versions, ends, strict=False):
@@ -380,8 +382,8 @@ def _spans(output: _Output) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
-def _widened(array: NDArray[Any], columns: int, fill: int) -> NDArray[Any]:
-    """The array itself, or a copy with at least twice its columns where it has too few."""
+def _widen(array: NDArray[Any], columns: int, fill: int) -> NDArray[Any]:
+    """The array itself, or a copy with at least twice its columns if it has too few."""
     have = array.shape[1]
     if columns <= have:
         return array

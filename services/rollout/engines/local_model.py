@@ -37,13 +37,13 @@ class Past:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """What prefilling left of P prompts."""
+    """The result of prefilling P prompts."""
 
     logits_PV: Tensor  # fp32, after each prompt's last token
     keys_YPKDS: Tensor
     values_YPKSD: Tensor
 
-    def only(self, prompt: int) -> "Prefix":
+    def select(self, prompt: int) -> "Prefix":
         """A copy of one prompt's part, so that the others' memory can go."""
         one = slice(prompt, prompt + 1)
         return Prefix(
@@ -256,7 +256,7 @@ class LocalModel:
         return self._adapted(layer, "down", product, torch.addmm(hidden_TH, product, layer.down))
 
     def _adapted(self, layer: Layer, field: str, x: Tensor, output: Tensor) -> Tensor:
-        """With what the adapter of this matrix adds, where it has one."""
+        """With what the adapter of this matrix adds, if it has one."""
         adapter = layer.adapters.get(field)
         return output if adapter is None else torch.addmm(output, torch.mm(x, adapter.down), adapter.up)
 

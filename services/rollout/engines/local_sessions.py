@@ -1,4 +1,4 @@
-"""Keys and values of the last turn of each session: the next turn computes only what it adds.
+"""Keys and values of each session's last turn, so that the next turn computes only its new tokens.
 
 Letters in shapes: L kept positions, S positions of a sequence.
 """
@@ -31,7 +31,7 @@ class SessionCache:
         return session in self._kept
 
     def keep(self, session: str, token_ids_L: Int32, past: Past) -> None:
-        """In place of what the session's turn before left."""
+        """Replaces the cache of the session's previous turn."""
         self._forget(session)
         self._kept[session] = _Kept(token_ids_L, past)
         self._num_positions += len(token_ids_L)

@@ -1,7 +1,7 @@
 """The local engine's parameters: a Hugging Face folder in one flat buffer.
 
 Tensors that the forward pass multiplies as one (q, k, v; gate, up) are neighbours in the buffer, so
-"fused" is only a wider view, and the catalog needs one box per canonical tensor.
+"fused" is only a wider view, and the shard layout needs one box per canonical tensor.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import ModelSpec
-from atoll.wire.types import BOX, Catalog
+from atoll.wire.types import BOX, ShardLayout
 
 ALIGNMENT = 32  # elements: a fused parameter starts on a cache line in both dtypes
 
@@ -57,7 +57,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FlatTensor:
     """One canonical tensor; a vector is a column."""
 
     name: str
@@ -65,7 +65,7 @@ class Piece:
     columns: int = 1
 
 
-class Layout:
+class BufferLayout:
     """Where each canonical tensor of a model lies in the flat buffer."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -82,17 +82,17 @@ class Layout:
                     self._size += piece.rows * piece.columns
 
     @cached_property
-    def catalog(self) -> Catalog:
+    def shard_layout(self) -> ShardLayout:
         boxes = [
             (t, 0, piece.rows, 0, piece.columns, 0, self._starts[piece.name], piece.columns)
             for t, piece in enumerate(self._pieces())
         ]
-        return Catalog(tuple(piece.name for piece in self._pieces()), np.array(boxes, BOX))
+        return ShardLayout(tuple(piece.name for piece in self._pieces()), np.array(boxes, BOX))
 
     def read(self, folder: Path, dtype: torch.dtype) -> torch.Tensor:
         """The flat buffer, filled from the folder's safetensors and cast to `dtype`.
 
-        Raises UserError where a tensor is missing, unknown or of another shape.
+        Raises UserError if a tensor is missing, unknown or of another shape.
         """
         buffer = torch.zeros(self._size, dtype=dtype)
         targets = {piece.name: self._view(buffer, [piece]) for piece in self._pieces()}
@@ -124,7 +124,9 @@ class Layout:
             head=outer.get("head", outer["embedding"]),
         )
 
-    def _tensors(self, buffer: torch.Tensor, fields: Mapping[str, list[Piece]]) -> dict[str, torch.Tensor]:
+    def _tensors(
+        self, buffer: torch.Tensor, fields: Mapping[str, list[FlatTensor]]
+    ) -> dict[str, torch.Tensor]:
         """Matrices as [in, out]."""
         return {
             field: _norm_scale(self._view(buffer, pieces))
@@ -133,12 +135,12 @@ class Layout:
             for field, pieces in fields.items()
         }
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[FlatTensor]:
         return [
             piece for fields in (self._outer, *self.layers) for pieces in fields.values() for piece in pieces
         ]
 
-    def _view(self, buffer: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:
+    def _view(self, buffer: torch.Tensor, pieces: list[FlatTensor]) -> torch.Tensor:
         """The neighbours as one tensor, top to bottom."""
         rows, columns = sum(piece.rows for piece in pieces), pieces[0].columns
         flat = buffer.narrow(0, self._starts[pieces[0].name], rows * columns)
@@ -150,17 +152,17 @@ def _norm_scale(weight: torch.Tensor) -> torch.Tensor:
     return weight.float().mul(len(weight) ** 0.5)
 
 
-def _outer_pieces(spec: ModelSpec) -> dict[str, list[Piece]]:
+def _outer_pieces(spec: ModelSpec) -> dict[str, list[FlatTensor]]:
     """The fields of `Weights`; tied models have no head of their own."""
     pieces = {
-        "embedding": [Piece("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)],
-        "norm": [Piece("model.norm.weight", spec.hidden_size)],
+        "embedding": [FlatTensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)],
+        "norm": [FlatTensor("model.norm.weight", spec.hidden_size)],
     }
-    head = {"head": [Piece("lm_head.weight", spec.vocab_size, spec.hidden_size)]}
+    head = {"head": [FlatTensor("lm_head.weight", spec.vocab_size, spec.hidden_size)]}
     return pieces if spec.tied else pieces | head
 
 
-def _layer_pieces(spec: ModelSpec, i: int) -> dict[str, list[Piece]]:
+def _layer_pieces(spec: ModelSpec, i: int) -> dict[str, list[FlatTensor]]:
     """The fields of `Layer` that the model has, and the canonical tensors that each is made of."""
     layer, hidden = f"model.layers.{i}", spec.hidden_size
     mlps, ffn = [f"{layer}.mlp"], spec.intermediate_size
@@ -170,22 +172,24 @@ def _layer_pieces(spec: ModelSpec, i: int) -> dict[str, list[Piece]]:
     heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     rows = {"q_proj": heads, "k_proj": kv, "v_proj": kv}
     pieces = {
-        "input_norm": [Piece(f"{layer}.input_layernorm.weight", hidden)],
-        "qkv": [Piece(f"{layer}.self_attn.{name}.weight", n, hidden) for name, n in rows.items()],
-        "out": [Piece(f"{layer}.self_attn.o_proj.weight", hidden, heads)],
-        "mlp_norm": [Piece(f"{layer}.post_attention_layernorm.weight", hidden)],
+        "input_norm": [FlatTensor(f"{layer}.input_layernorm.weight", hidden)],
+        "qkv": [FlatTensor(f"{layer}.self_attn.{name}.weight", n, hidden) for name, n in rows.items()],
+        "out": [FlatTensor(f"{layer}.self_attn.o_proj.weight", hidden, heads)],
+        "mlp_norm": [FlatTensor(f"{layer}.post_attention_layernorm.weight", hidden)],
         "gate_up": [
-            Piece(f"{mlp}.{name}.weight", ffn, hidden) for mlp in mlps for name in ("gate_proj", "up_proj")
+            FlatTensor(f"{mlp}.{name}.weight", ffn, hidden)
+            for mlp in mlps
+            for name in ("gate_proj", "up_proj")
         ],
-        "down": [Piece(f"{mlp}.down_proj.weight", hidden, ffn) for mlp in mlps],
+        "down": [FlatTensor(f"{mlp}.down_proj.weight", hidden, ffn) for mlp in mlps],
     }
     if spec.experts is not None:
-        pieces["router"] = [Piece(f"{layer}.mlp.gate.weight", spec.experts.num, hidden)]
+        pieces["router"] = [FlatTensor(f"{layer}.mlp.gate.weight", spec.experts.num, hidden)]
     if spec.qkv_bias:
-        pieces["qkv_bias"] = [Piece(f"{layer}.self_attn.{name}.bias", n) for name, n in rows.items()]
+        pieces["qkv_bias"] = [FlatTensor(f"{layer}.self_attn.{name}.bias", n) for name, n in rows.items()]
     if spec.qk_norm:
-        pieces["q_norm"] = [Piece(f"{layer}.self_attn.q_norm.weight", spec.head_dim)]
-        pieces["k_norm"] = [Piece(f"{layer}.self_attn.k_norm.weight", spec.head_dim)]
+        pieces["q_norm"] = [FlatTensor(f"{layer}.self_attn.q_norm.weight", spec.head_dim)]
+        pieces["k_norm"] = [FlatTensor(f"{layer}.self_attn.k_norm.weight", spec.head_dim)]
     return pieces
 
 

@@ -1,7 +1,7 @@
-"""What every client of a service is: a channel, and the one place where calls are made.
+"""Base of all clients: a channel, and the only place that makes calls.
 
-Every call has a deadline and carries the caller's fence and token; transport errors, and answers that cannot
-be read, become our exceptions. Calls that are safe to repeat are retried while the peer is unavailable.
+Every call has a deadline and carries the caller's fence and token; transport errors and unreadable responses
+are translated to Atoll's exceptions. Calls that are safe to repeat are retried while the peer is unavailable.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 MAX_MESSAGE_BYTES = 64 << 20
 FENCE_KEY = "atoll-fence"
-CEILING_S = 30 * 86400.0  # of calls that take as long as their work: it is their silence that is bounded
+CEILING_S = 30 * 86400.0  # of calls of unbounded length: only their silence is bounded
 ERROR_KEY = "atoll-error"  # trailing metadata: the class in runtime/errors.py
 
 _ERRORS = {
@@ -33,7 +33,7 @@ _ERRORS = {
     if isinstance(cls, type) and issubclass(cls, errors.AtollError)
 }
 
-# grpc.aio's own words, with status INTERNAL, where a peer dies while a stream of requests is on its way
+# grpc.aio's own words, with status INTERNAL, if a peer dies while a request stream is being sent
 _SEND_FAILED = "Internal error from Core"
 
 # Generate joins what runs or has finished, and every trainer call is keyed, so all may be repeated.
@@ -93,8 +93,8 @@ class Client:
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.enable_http_proxy", 0),  # one that the environment names would see the token
-                ("grpc.max_reconnect_backoff_ms", 2000),  # else two minutes after a long absence
+                ("grpc.enable_http_proxy", 0),  # a proxy from the environment would see the token
+                ("grpc.max_reconnect_backoff_ms", 2000),  # otherwise two minutes after a long outage
                 ("grpc.service_config", _RETRY),
             ],
         )
@@ -131,7 +131,7 @@ class Client:
         timeout_s: float = CEILING_S,
         silence_s: float | None = None,
     ) -> AsyncGenerator[T, None]:
-        """The replies as they come, decoded as in `_query`. Closing the generator cancels the call. Raises
+        """Yields replies, decoded as in `_query`. Closing the generator cancels the call. Raises
         ServiceUnavailableError if nothing comes for `silence_s`, unless that is None."""
         with self._translate(method, timeout_s):
             call = method(request, timeout=timeout_s, metadata=self._metadata)
@@ -159,16 +159,16 @@ class Client:
         except grpc.aio.AioRpcError as error:
             raise self._exception(method, error, timeout_s) from error
         except (asyncio.CancelledError, grpc.aio.UsageError) as error:
-            # closing a channel cancels its calls: to the caller that is a lost peer, not its own cancellation
+            # closing a channel cancels its calls, which the caller must see as a lost peer
             task = asyncio.current_task()
             if not self._closed or (task is not None and task.cancelling()):
                 raise
             raise errors.ServiceUnavailableError(f"{self._where(method)}: the client closed") from error
         except errors.AtollError:
             raise
-        except Exception as error:  # of what is done under it only decoding can fail: the answer is garbled
-            raise errors.BadAnswerError(
-                f"{self._where(method)}: its answer cannot be read: {type(error).__name__}: {error}"
+        except Exception as error:  # only decoding can fail here: the response is garbled
+            raise errors.ProtocolError(
+                f"{self._where(method)}: its response cannot be decoded: {type(error).__name__}: {error}"
             ) from error
 
     def _where(self, method: object) -> str:
@@ -184,7 +184,7 @@ class Client:
         reason = {
             grpc.StatusCode.UNAVAILABLE: "the connection failed; the service may have died: see its log",
             grpc.StatusCode.DEADLINE_EXCEEDED: f"no answer within {timeout_s:g} s",
-            grpc.StatusCode.CANCELLED: "the service ends, and calls in progress with it",
+            grpc.StatusCode.CANCELLED: "the service is shutting down",
         }.get(error.code())
         if error.details() == _SEND_FAILED:
             reason = "the connection failed during the request; the service may have died: see its log"

@@ -13,7 +13,7 @@ from atoll.wire.codec.rewards import (
     encode_score,
 )
 from atoll.wire.info import RewardInfo
-from atoll.wire.types import Execution, Limits, ScoreItem, Verdict
+from atoll.wire.types import Execution, ProgramLimits, ScoreItem, Verdict
 from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 
 
@@ -36,7 +36,7 @@ class RewardClient(Client):
             nonlocal size
             size += reply.ByteSize()
             if size > MAX_MESSAGE_BYTES:
-                raise errors.BadAnswerError(
+                raise errors.ProtocolError(
                     f"Score at {self.address}: got more than {MAX_MESSAGE_BYTES:,} bytes of verdicts "
                     f"on {len(items)} items, expected less"
                 )
@@ -55,8 +55,8 @@ class RewardClient(Client):
         async with aclosing(self.verdicts(items, self._timeout_s, by_group=False)) as stream:
             return [verdict async for some in stream for verdict in some]
 
-    async def execute(self, source: str, stdin: bytes, limits: Limits) -> Execution:
-        """Runs a Python program in a sandbox. Raises UserError where the service has none, SandboxError where
+    async def execute(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
+        """Runs a Python program in a sandbox. Raises UserError if the service has none, SandboxError if
         it cannot be set up."""
         return await self._query(self._stub.Execute, encode_execute(source, stdin, limits), decode_execution)
 
@@ -64,5 +64,5 @@ class RewardClient(Client):
         return await self._query(self._stub.Describe, reward_pb2.DescribeRequest(), decode_reward_info)
 
     async def reload(self) -> None:
-        """Raises UserError where a grader of the user's cannot be loaded; the old ones then stay."""
+        """Raises UserError if a grader of the user's cannot be loaded; the old ones then stay."""
         await self._call(self._stub.Reload, reward_pb2.ReloadRequest())

@@ -31,17 +31,17 @@ from atoll.wire.types import (
 )
 from atoll.wire.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2
 
-ABORT_S = 5.0  # for an abort, which saves work and nothing else
+ABORT_S = 5.0  # for an abort, which only saves work
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
-    """Samples that finished together, and the bytes that they came in, as the journal keeps them."""
+    """Samples that finished together, and their encoded bytes, which the journal stores."""
 
     samples: list[Trajectory]
     versions: tuple[Version, ...]  # that made their tokens
     num_tokens: int
-    largest_id: int  # of all their tokens; -1: they have none
+    largest_id: int  # of all their tokens; -1 if there are none
     payload: bytes
 
     @classmethod
@@ -55,7 +55,7 @@ class Arrival:
             versions = tuple(map(decode_version, message.versions))
             return cls(samples, versions, len(token_ids), int(token_ids.max(initial=-1)), payload)
         except ValueError as error:
-            raise errors.BadAnswerError(str(error)) from error
+            raise errors.ProtocolError(str(error)) from error
 
 
 def _check_single_turns(message: types_pb2.Trajectories) -> None:
@@ -74,9 +74,9 @@ class RolloutClient(Client):
 
     def generate(self, model: str, requests: Sequence[TurnRequest]) -> AsyncGenerator[Arrival, None]:
         """Turns of any of the requests as they finish, each a trajectory of its own, those of one message
-        together. Raises BadAnswerError for a message that does not make sense in itself."""
+        together. Raises BadAnswerError for an inconsistent message."""
         request = rollout_pb2.GenerateRequest(model=model, turns=map(encode_turn_request, requests))
-        # as long as the responses take: silence is for the caller to judge
+        # unbounded: the caller watches for silence
         return self._stream(
             self._stub.Generate, request, lambda reply: Arrival.parse(reply.turns), timeout_s=CEILING_S
         )
@@ -101,12 +101,12 @@ class RolloutClient(Client):
     async def commit_weights(self, version: Version, *, finish_running: bool) -> float:
         """Makes the staged version live; returns the seconds that generation stood still.
 
-        `finish_running`: first the running sequences end; else they go on with the new weights.
+        `finish_running`: running sequences end first; otherwise they continue with the new weights.
         """
         request = rollout_pb2.CommitWeightsRequest(
             version=encode_version(version), finish_running=finish_running
         )
-        # as long as running sequences take: silence is for the caller to judge
+        # unbounded: the caller watches for silence
         reply = await self._call(self._stub.CommitWeights, request, CEILING_S)
         return reply.stall_s
 
@@ -116,7 +116,7 @@ class RolloutClient(Client):
 
     async def score_tokens(self, sequences: Sequence[Int32]) -> list[Float32]:
         """Of each sequence [T], float32 [T-1]: log-probability of each token but the first, untempered."""
-        # it may wait until running sequences leave room: silence is for the caller to judge
+        # may wait for running sequences: the caller watches for silence
         return await self._query(
             self._stub.ScoreTokens,
             encode_score_tokens(sequences),
@@ -129,7 +129,7 @@ class RolloutClient(Client):
         return await self._query(self._stub.Checksums, rollout_pb2.ChecksumsRequest(), decode_checksums)
 
     async def progress(self) -> int:
-        """Another number for as long as it produces tokens."""
+        """A number that changes while it produces tokens."""
         return (await self._call(self._stub.Progress, types_pb2.ProgressRequest())).count
 
     async def info(self) -> RolloutInfo:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.runtime.clients.base import CEILING_S, Caller, Client, Method, Reply, Request
-from atoll.runtime.patience import while_it_progresses
+from atoll.runtime.progress_timeout import await_with_progress
 from atoll.wire.codec.batches import (
     MAX_CHUNK_BYTES,
     encode_forward_backward,
@@ -19,14 +19,14 @@ from atoll.wire.codec.trainer import decode_trainer_info
 from atoll.wire.codec.values import decode_tensor
 from atoll.wire.codec.weights import decode_published, encode_publish
 from atoll.wire.info import TrainerInfo
-from atoll.wire.types import Batch, Float32, Published, PublishRequest, Segments, StepKey, Written
+from atoll.wire.types import Batch, CheckpointWrite, Float32, PublishedPart, PublishRequest, Segments, StepKey
 from atoll.wire.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2
 
 
 class TrainerClient(Client):
     """`role` is the model's part in the algorithm: actor, critic, reference, reward model.
 
-    Its calls take as long as their work does, or wait for another's: `timeout_s` is the longest silence.
+    Calls may take long or wait for others: `timeout_s` bounds their silence.
     """
 
     def __init__(self, address: str, caller: Caller, timeout_s: float = 600.0, role: str = "actor") -> None:
@@ -43,10 +43,10 @@ class TrainerClient(Client):
         return await self._while_it_progresses(super()._call(method, request, CEILING_S))
 
     async def _while_it_progresses(self, call: Awaitable[Reply]) -> Reply:
-        return await while_it_progresses(call, self.progress, self._timeout_s)
+        return await await_with_progress(call, self.progress, self._timeout_s)
 
     async def progress(self) -> int:
-        """Another number for as long as it gets on with its work."""
+        """A number that changes while it makes progress."""
         request = types_pb2.ProgressRequest()
         return (await self._call(self._stub.Progress, request, self._timeout_s)).count
 
@@ -88,27 +88,27 @@ class TrainerClient(Client):
         request = trainer_pb2.OptimStepRequest(key=encode_step_key(key), learning_rate=learning_rate)
         return dict((await self._call(self._stub.OptimStep, request)).metrics)
 
-    async def publish_weights(self, request: PublishRequest) -> Published:
+    async def publish_weights(self, request: PublishRequest) -> PublishedPart:
         """Sends a part of the current weights, cast to its dtype, to the members of each plan.
 
-        Returns once readers may read; a transport that both ends enter goes on in the background.
+        Returns once readers may read; collective transports continue in the background.
         """
         message = encode_publish(self._role, request)
         return await self._query(self._stub.PublishWeights, message, decode_published)
 
     async def save_checkpoint(self, path: Path) -> None:
-        """Begins to write a folder, in place of one of that name; the state is that of now."""
+        """Begins to write the current state to a folder, replacing one of that name."""
         request = trainer_pb2.SaveCheckpointRequest(role=self._role, path=str(path))
         await self._call(self._stub.SaveCheckpoint, request)
 
-    async def wait_checkpoint(self, path: Path) -> Written:
-        """Returns once the folder is written. Raises CheckpointError where it cannot be."""
+    async def wait_checkpoint(self, path: Path) -> CheckpointWrite:
+        """Returns once the folder is written. Raises CheckpointError if it cannot be."""
         request = trainer_pb2.WaitCheckpointRequest(role=self._role, path=str(path))
         reply = await self._call(self._stub.WaitCheckpoint, request)
-        return Written(reply.num_bytes, reply.seconds)
+        return CheckpointWrite(reply.num_bytes, reply.seconds)
 
     async def load_checkpoint(self, path: Path | None) -> None:
-        """None: goes back to what the model was when the service started."""
+        """None: resets the model to its state at service start."""
         request = trainer_pb2.LoadCheckpointRequest(role=self._role, path=str(path or ""))
         await self._call(self._stub.LoadCheckpoint, request)
 
@@ -117,7 +117,7 @@ class TrainerClient(Client):
         return (await self._call(self._stub.ExportHF, request)).num_bytes
 
     async def load_hf(self, path: Path) -> None:
-        """Takes the weights of a Hugging Face folder, such as another role has exported."""
+        """Loads the weights of a Hugging Face folder, such as one exported by another role."""
         request = trainer_pb2.LoadHFRequest(role=self._role, path=str(path))
         await self._call(self._stub.LoadHF, request)
 

@@ -2,8 +2,8 @@
 
 from atoll.runtime.clients.base import Caller, Client
 from atoll.wire.codec.values import encode_version
-from atoll.wire.codec.weights import decode_catalog, encode_attach, encode_catalog, encode_push_part
-from atoll.wire.types import Catalog, PushPart, ReceiverSetup, Version
+from atoll.wire.codec.weights import decode_shard_layout, encode_attach, encode_push_part, encode_shard_layout
+from atoll.wire.types import PushPart, ReceiverSetup, ShardLayout, Version
 from atoll.wire.v1 import rollout_pb2, worker_pb2, worker_pb2_grpc
 
 
@@ -12,12 +12,12 @@ class WorkerClient(Client):
         super().__init__(address, Caller(), timeout_s)
         self._stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(self._channel)
 
-    async def attach(self, version: Version, setup: ReceiverSetup) -> tuple[Catalog, str]:
-        """`version` names the weights that it has loaded. Returns the rank's catalog and its dtype."""
+    async def attach(self, version: Version, setup: ReceiverSetup) -> tuple[ShardLayout, str]:
+        """`version` names the weights that it has loaded. Returns the rank's shard layout and its dtype."""
         return await self._query(
             self._stub.Attach,
             encode_attach(version, setup),
-            lambda reply: (decode_catalog(reply.boxes), reply.dtype),
+            lambda reply: (decode_shard_layout(reply.shard_layout), reply.dtype),
         )
 
     async def receive(self, part: PushPart) -> int:
@@ -30,9 +30,11 @@ class WorkerClient(Client):
         await self._call(self._stub.Rollback, request)
 
     async def prepare(self, version: Version) -> None:
-        """The next call on SGLang's scheduler thread commits it. Raises where it is not staged whole."""
+        """The next call on SGLang's scheduler thread commits it. Raises if it is not staged whole."""
         await self._call(self._stub.Prepare, worker_pb2.PrepareRequest(version=encode_version(version)))
 
-    async def read(self, boxes: Catalog) -> bytes:
+    async def read(self, boxes: ShardLayout) -> bytes:
         """The live bytes, box after box, each row-major and dense."""
-        return (await self._call(self._stub.Read, worker_pb2.ReadRequest(boxes=encode_catalog(boxes)))).data
+        return (
+            await self._call(self._stub.Read, worker_pb2.ReadRequest(boxes=encode_shard_layout(boxes)))
+        ).data

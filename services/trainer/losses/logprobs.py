@@ -111,7 +111,7 @@ def gradients_through_logits(
     """Gradients of the hidden states and of the weight, from those of each chunk's logits; none of a weight
     that does not learn, as below adapters.
 
-    `gradient(n, logits_nV)` is asked for chunk after chunk of `rows` rows and may overwrite the logits.
+    `gradient(n, logits_nV)` is called for chunks of `rows` rows and may overwrite the logits.
     """
     grad_hidden_NH = torch.empty_like(hidden_NH)
     grad_weight_VH = None

@@ -1,6 +1,6 @@
 """Low-rank adapters on Megatron's linear layers: y = W x + alpha / rank * B A x (arXiv:2106.09685).
 
-Each canonical projection has its own A and B, also where Megatron multiplies several as one (q, k and v;
+Each canonical projection has its own A and B, also if Megatron multiplies several as one (q, k and v;
 gate and up), so that an adapter is what PEFT calls one.
 
 Letters in shapes: T tokens, I inputs and O outputs of a layer on this rank, R rank of the adapters.
@@ -22,15 +22,15 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from atoll.weights.pieces import Piece
+from atoll.weights.tensor_slices import TensorSlice
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
 
 
 class Adapter(torch.nn.Module):
-    """Of one canonical projection: this rank's part of A and B, and where it lies in the whole ones."""
+    """Of one canonical projection: this rank's part of A and B, and if it lies in the whole ones."""
 
-    def __init__(self, tensor: str, a: Piece, b: Piece, scale: float, linear: Linear) -> None:
+    def __init__(self, tensor: str, a: TensorSlice, b: TensorSlice, scale: float, linear: Linear) -> None:
         super().__init__()
         self.tensor, self.a, self.b, self.scale = tensor, a, b, scale
         like = linear.weight
@@ -51,14 +51,14 @@ class Adapter(torch.nn.Module):
         return kind == self._split
 
     @property
-    def parts(self) -> tuple[tuple[str, Piece, torch.nn.Parameter], ...]:
+    def parts(self) -> tuple[tuple[str, TensorSlice, torch.nn.Parameter], ...]:
         return ("lora_A", self.a, self.lora_A), ("lora_B", self.b, self.lora_B)
 
 
-class Adapters(torch.nn.ModuleDict):
+class LayerAdapters(torch.nn.ModuleDict):
     """Those of one linear layer, by projection; what they add lies as the layer's own output does."""
 
-    def __init__(self, linear: Linear, layout: Sequence[Piece], adapters: Sequence[Adapter]) -> None:
+    def __init__(self, linear: Linear, layout: Sequence[TensorSlice], adapters: Sequence[Adapter]) -> None:
         """`layout` says which rows of which canonical tensor the layer's outputs are, in their order."""
         super().__init__({each.tensor.split(".")[-2]: each for each in adapters})
         self._layout = layout
@@ -95,7 +95,7 @@ class Adapters(torch.nn.ModuleDict):
         return exchange(low, group=self._group)  # type: ignore[no-any-return]
 
 
-def add_adapters(linear: Linear, adapters: Adapters) -> None:
+def add_adapters(linear: Linear, adapters: LayerAdapters) -> None:
     """The layer's output is the sum from now on. Its own parameters keep their names."""
     linear.adapters = adapters
     linear.register_forward_hook(_add)
@@ -106,6 +106,6 @@ def _add(linear: Linear, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | N
     return result + linear.adapters(inputs[0]), bias
 
 
-def is_adapters(parameter: str) -> bool:
+def is_adapter_parameter(parameter: str) -> bool:
     """By its name in the network."""
     return ".adapters." in parameter

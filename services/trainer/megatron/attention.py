@@ -49,7 +49,7 @@ class AttentionInputs:
     """What Megatron hands to every layer's core attention as its `packed_seq_params`."""
 
     plan: AttentionPlan
-    turn: Rotation
+    rotation: Rotation
     qkv_format: str = "thd"  # read by Megatron: queries, keys and values come as [T, heads, D]
 
 
@@ -71,16 +71,16 @@ class TreeAttention(torch.nn.Module):
         packed_seq_params: AttentionInputs,
         **_: object,
     ) -> Tensor:
-        """Turns queries and keys by their positions, then attends. Returns [t, H * D]."""
-        plan, turn = packed_seq_params.plan, packed_seq_params.turn
-        query_tHD, key_tGD = rotate(query_tHD, turn), rotate(key_tGD, turn)
+        """Rotates queries and keys by their positions, then attends. Returns [t, H * D]."""
+        plan, rotation = packed_seq_params.plan, packed_seq_params.rotation
+        query_tHD, key_tGD = rotate(query_tHD, rotation), rotate(key_tGD, rotation)
         if self._context.size() == 1:
             return plan.attend(query_tHD, key_tGD, value_tGD)
         both_T2GD = gather_tokens(torch.stack([key_tGD, value_tGD], 1), self._context)
         return plan.attend(query_tHD, *both_T2GD.unbind(1))
 
 
-class Part(NamedTuple):
+class SegmentPart(NamedTuple):
     """Consecutive tokens of one segment."""
 
     segment: int
@@ -90,7 +90,7 @@ class Part(NamedTuple):
     end: int
 
 
-def parts_of(segments: Segments, spans: list[tuple[int, int]]) -> Iterator[Part]:
+def cut_segments(segments: Segments, spans: list[tuple[int, int]]) -> Iterator[SegmentPart]:
     """The segments cut to the `spans` of tokens, in order; nothing of those that lie outside."""
     offsets, parents = segments.offsets.tolist(), segments.parents.tolist()
     paths: dict[int, Int64] = {-1: np.empty(0, np.int64)}  # tokens of a parent and of its ancestors
@@ -102,9 +102,9 @@ def parts_of(segments: Segments, spans: list[tuple[int, int]]) -> Iterator[Part]
         for span_start, span_end in spans:
             start, end = max(first, span_start), min(last, span_end)
             if start == first < end:
-                yield Part(s, parent, paths[parent], start, end)
+                yield SegmentPart(s, parent, paths[parent], start, end)
             elif start < end:
-                yield Part(s, s, np.concatenate([paths[parent], np.arange(first, start)]), start, end)
+                yield SegmentPart(s, s, np.concatenate([paths[parent], np.arange(first, start)]), start, end)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ def _take(values_THD: Tensor, tokens_NQ: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class _Row:
+class _AttentionRow:
     """Consecutive tokens: a segment, a part of a long one, or several short ones."""
 
     base: int  # the segment that they hang off; -1: none
@@ -155,7 +155,7 @@ class _Row:
     parts: list[tuple[int, int]] = field(default_factory=list)  # of each segment: base's last token, end
     last: dict[int, int] = field(default_factory=dict)  # of each segment: its last token; all from `start`
 
-    def fits(self, part: Part) -> bool:
+    def fits(self, part: SegmentPart) -> bool:
         follows = part.start == self.end and part.end - self.start <= ROW_TOKENS
         return follows and (part.base == self.base or part.base in self.last)
 
@@ -191,7 +191,7 @@ def plan_rows(segments: Segments, device: torch.device, split: ContextSplit) -> 
     """Groups the segments of one micro-batch into padded attention calls."""
     num_tokens = len(segments.token_ids)
     rows = sorted(_rows(segments, split), key=lambda row: row.bucket)
-    buckets: list[list[_Row]] = []
+    buckets: list[list[_AttentionRow]] = []
     for row in rows:
         masked, before, tokens = row.bucket
         capacity = max(1, MASK_LIMIT // (tokens * (before + tokens))) if masked else len(rows)
@@ -206,17 +206,17 @@ def plan_rows(segments: Segments, device: torch.device, split: ContextSplit) -> 
         for row in bucket:
             outputs_T[row.start : row.end] = np.arange(place, place + row.num_tokens)
             place += width
-    query_places_T = np.maximum(split.places(num_tokens), 0)  # padding may name another rank's token
-    key_places_T = split.gathered(num_tokens)
+    query_places_T = np.maximum(split.local_index(num_tokens), 0)  # padding may name another rank's token
+    key_places_T = split.gathered_index(num_tokens)
     return TreePlan(
         buckets=tuple(_pad(bucket, query_places_T, key_places_T, device) for bucket in buckets),
-        outputs_t=torch.from_numpy(outputs_T[split.held(num_tokens)]).to(device),
+        outputs_t=torch.from_numpy(outputs_T[split.local_tokens(num_tokens)]).to(device),
     )
 
 
-def _rows(segments: Segments, split: ContextSplit) -> list[_Row]:
-    rows: list[_Row] = []
-    for part in parts_of(segments, split.spans(len(segments.token_ids))):
+def _rows(segments: Segments, split: ContextSplit) -> list[_AttentionRow]:
+    rows: list[_AttentionRow] = []
+    for part in cut_segments(segments, split.spans(len(segments.token_ids))):
         if rows and rows[-1].fits(part):
             rows[-1].add(part.segment, part.base, part.end)
             continue
@@ -225,7 +225,7 @@ def _rows(segments: Segments, split: ContextSplit) -> list[_Row]:
         block = max(1, MASK_LIMIT // (len(part.before) + length)) if len(part.before) else length
         for first in range(part.start, part.end, block):
             above = np.concatenate([part.before, np.arange(part.start, first)])
-            rows.append(_Row(part.segment if first > part.start else part.base, above, first, first))
+            rows.append(_AttentionRow(part.segment if first > part.start else part.base, above, first, first))
             rows[-1].add(part.segment, part.base, min(first + block, part.end))
     return rows
 
@@ -235,7 +235,9 @@ def _round_up(length: int) -> int:
     return max(SHORTEST_BUCKET, 1 << (length - 1).bit_length()) if length else 0
 
 
-def _pad(bucket: list[_Row], query_places_T: Int64, key_places_T: Int64, device: torch.device) -> Bucket:
+def _pad(
+    bucket: list[_AttentionRow], query_places_T: Int64, key_places_T: Int64, device: torch.device
+) -> Bucket:
     num_queries = max(row.num_tokens for row in bucket)
     num_before = max(len(row.before) for row in bucket)
     queries_NQ = np.zeros((len(bucket), num_queries), np.int64)
@@ -289,7 +291,7 @@ class FlashPlan:
 
 def plan_flash(segments: Segments, device: torch.device, split: ContextSplit) -> FlashPlan:
     num_tokens = len(segments.token_ids)
-    parts = list(parts_of(segments, split.spans(num_tokens)))
+    parts = list(cut_segments(segments, split.spans(num_tokens)))
     num_queries = [part.end - part.start for part in parts]
     num_keys = [len(part.before) + part.end - part.start for part in parts]
     keys = [tokens for part in parts for tokens in (part.before, np.arange(part.start, part.end))]
@@ -298,7 +300,7 @@ def plan_flash(segments: Segments, device: torch.device, split: ContextSplit) ->
         return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
 
     return FlashPlan(
-        keys_C=torch.from_numpy(split.gathered(num_tokens)[np.concatenate(keys)]).to(device),
+        keys_C=torch.from_numpy(split.gathered_index(num_tokens)[np.concatenate(keys)]).to(device),
         query_bounds=bounds(num_queries),
         key_bounds=bounds(num_keys),
         max_queries=max(num_queries),
@@ -322,7 +324,7 @@ BACKENDS = {
 
 
 def backend(name: str) -> Backend:
-    """Raises UserError where this machine cannot compute it."""
+    """Raises UserError if this machine cannot compute it."""
     if name == "flash" and not (torch.cuda.is_available() and find_spec("flash_attn")):
         missing = "flash-attn is not installed" if torch.cuda.is_available() else "there is no CUDA device"
         raise UserError(

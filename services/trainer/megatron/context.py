@@ -44,20 +44,20 @@ class ContextSplit:
             return [(borders[0], borders[3])]
         return [(borders[0], borders[1]), (borders[2], borders[3])]
 
-    def held(self, num_tokens: int) -> Int64:
+    def local_tokens(self, num_tokens: int) -> Int64:
         """[t] the tokens that this rank holds, ascending."""
         return np.concatenate([np.arange(*span) for span in self.spans(num_tokens)])
 
-    def places(self, num_tokens: int) -> Int64:
+    def local_index(self, num_tokens: int) -> Int64:
         """[T] each token's place among those that this rank holds; -1 for the others."""
-        held = self.held(num_tokens)
+        held = self.local_tokens(num_tokens)
         places_T = np.full(num_tokens, -1)
         places_T[held] = np.arange(len(held))
         return places_T
 
-    def gathered(self, num_tokens: int) -> Int64:
+    def gathered_index(self, num_tokens: int) -> Int64:
         """[T] each token's place after `gather_tokens`: all of rank 0, then all of rank 1, ..."""
-        ranks = [ContextSplit(rank, self.size).held(num_tokens) for rank in range(self.size)]
+        ranks = [ContextSplit(rank, self.size).local_tokens(num_tokens) for rank in range(self.size)]
         places_T = np.empty(num_tokens, np.int64)
         places_T[np.concatenate(ranks)] = np.arange(num_tokens)
         return places_T
@@ -71,7 +71,7 @@ def gather_tokens(x_t: Tensor, context: ProcessGroup) -> Tensor:
 def join(values_n: Tensor, which_n: Tensor, count: int, context: ProcessGroup) -> Tensor:
     """[N] values of which this rank has computed numbers `which_n`, and others the rest.
 
-    Every rank goes on with all of them and computes the same loss. Backward, each takes the gradient of its
+    Every rank continues with all of them and computes the same loss. Backward, each takes the gradient of its
     own values alone, so that the sum over ranks has everything once.
     """
     values_N = torch.zeros(count, dtype=values_n.dtype, device=values_n.device)

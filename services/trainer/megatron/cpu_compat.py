@@ -31,17 +31,17 @@ if not torch.cuda.is_available():
     _import_without_compiler()
 
 
-class _Nothing:
+class _NullObject:
     """Stands in for a stream or an event: every method does nothing and returns another such."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
-    def __getattr__(self, name: str) -> "Callable[..., _Nothing]":
+    def __getattr__(self, name: str) -> "Callable[..., _NullObject]":
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Nothing
+        return _NullObject
 
-    def __enter__(self) -> "_Nothing":
+    def __enter__(self) -> "_NullObject":
         return self
 
     def __exit__(self, *_: object) -> None: ...
@@ -75,11 +75,11 @@ TORCH_CUDA: Mapping[str, object] = {
     "current_device": lambda: CPU,
     "synchronize": lambda device=None: None,
     "empty_cache": lambda: None,
-    "current_stream": lambda device=None: _Nothing(),
-    "default_stream": lambda device=None: _Nothing(),
+    "current_stream": lambda device=None: _NullObject(),
+    "default_stream": lambda device=None: _NullObject(),
     "stream": lambda stream: nullcontext(),
-    "Stream": _Nothing,
-    "Event": _Nothing,
+    "Stream": _NullObject,
+    "Event": _NullObject,
     "get_rng_state": _get_rng_state,
     "set_rng_state": _set_rng_state,
     "manual_seed": _manual_seed,
@@ -99,7 +99,7 @@ _TYPE_NAMES = {
 }
 
 
-class _OnCpu(TorchFunctionMode):
+class _CpuDeviceMode(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -137,4 +137,4 @@ def apply() -> AbstractContextManager[object]:
     _patch(random, MEGATRON_RANDOM)
     _patch(layers, MEGATRON_LAYERS)
     _patch(token_dispatcher, MEGATRON_DISPATCHER)
-    return _OnCpu()
+    return _CpuDeviceMode()

@@ -21,7 +21,7 @@ from atoll.trainer.batch import (
     Selection,
     check_segments,
     flatten_trees,
-    padded,
+    pad,
     plan_microbatches,
     select,
     take,
@@ -30,18 +30,18 @@ from atoll.trainer.losses.logprobs import token_logprobs
 from atoll.trainer.megatron import pipeline
 from atoll.trainer.megatron.attention import Backend
 from atoll.trainer.megatron.context import ContextSplit, join
-from atoll.trainer.megatron.model import Model, output_weight
+from atoll.trainer.megatron.model import MegatronModel, output_weight
 from atoll.wire.types import Batch, Bool, Float32, Int32, Int64, PolicyBatch, Segments
 
 B = TypeVar("B", bound=Batch)
 
 
-class Part(Protocol):
+class HasSegments(Protocol):
     @property
     def segments(self) -> Segments: ...
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=HasSegments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Budget:
     """Tokens of a micro-batch."""
 
     training: int
-    forward: int  # of a pass that keeps nothing for a backward pass
+    forward: int  # of a forward pass without backward
 
 
 class Forward:
@@ -58,7 +58,7 @@ class Forward:
     `temperature` is that of the policy's distribution.
     """
 
-    def __init__(self, model: Model, budget: Budget, attention: Backend, temperature: float) -> None:
+    def __init__(self, model: MegatronModel, budget: Budget, attention: Backend, temperature: float) -> None:
         self.model = model
         self.temperature = temperature
         self.device = next(model.parameters).device
@@ -115,7 +115,7 @@ class Forward:
             return last(part, self._whole_sequence(hidden_T1H))
 
         num_tokens = self._multiple
-        if len(self.model.chunks) > 1:  # between turns, Megatron exchanges hidden states of one size
+        if len(self.model.chunks) > 1:  # between virtual stages, Megatron exchanges hidden states of one size
             longest = max((len(part.segments.token_ids) for part in parts), default=0)
             num_tokens *= max(1, -(-longest // self._multiple))
 
@@ -134,7 +134,7 @@ class Forward:
         self, hidden_tH: Tensor, segments: Segments, targets: Int64, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [N] of the distributions that the target tokens came from."""
-        hidden_nH, which = self.held(hidden_tH, segments.predecessors[targets])
+        hidden_nH, which = self.local_hidden(hidden_tH, segments.predecessors[targets])
         logprobs_n, entropy_n = token_logprobs(
             hidden_nH,
             output_weight(self.model),
@@ -146,13 +146,13 @@ class Forward:
 
     def values(self, hidden_tH: Tensor, after: Int64) -> Tensor:
         """[N] what the value head says after the tokens `after`; carries gradients."""
-        hidden_nH, which = self.held(hidden_tH, after)
+        hidden_nH, which = self.local_hidden(hidden_tH, after)
         return self.join(self.model.output.output_layer(hidden_nH), which, len(after))
 
-    def held(self, hidden_tH: Tensor, tokens: Int64) -> tuple[Tensor, Int64]:
+    def local_hidden(self, hidden_tH: Tensor, tokens: Int64) -> tuple[Tensor, Int64]:
         """[n, H] hidden states of those of the N `tokens` that this context rank holds, and [n] which of them
         these are."""
-        places_N = self._split.places(len(hidden_tH) * self._split.size)[tokens]
+        places_N = self._split.local_index(len(hidden_tH) * self._split.size)[tokens]
         which = np.flatnonzero(places_N >= 0)
         return hidden_tH.index_select(0, self.tensor(places_N[which])), which
 
@@ -178,7 +178,7 @@ class Forward:
         return torch.from_numpy(array).to(self.device)
 
     def check(self, segments: Segments) -> None:
-        """Raises UserError where the model cannot compute `segments`."""
+        """Raises UserError if the model cannot compute `segments`."""
         check_segments(segments, self.model.spec.vocab_size, self.model.spec.max_positions)
 
     def _compute(
@@ -205,9 +205,9 @@ class Forward:
         return answers_T.cpu().numpy()
 
     def _inputs(self, segments: Segments, at_least: int = 1) -> pipeline.Inputs:
-        segments = padded(segments, self._multiple, at_least)
+        segments = pad(segments, self._multiple, at_least)
         self.num_tokens = len(segments.token_ids)
-        held = self._split.held(len(segments.token_ids))
+        held = self._split.local_tokens(len(segments.token_ids))
         return (
             self.tensor(segments.token_ids[held]).long(),
             self.tensor(segments.positions[held]),
@@ -231,7 +231,7 @@ class Forward:
         self, segments: Segments, is_asked: Bool, max_tokens: int, samples: Int32 | None = None
     ) -> Iterator[Selection]:
         """The micro-batches of this data-parallel rank, some of them empty where a layout needs them."""
-        turns = len(self.model.chunks)
+        num_chunks = len(self.model.chunks)
         plan = plan_microbatches(
             segments,
             is_asked,
@@ -239,7 +239,7 @@ class Forward:
             parallel_state.get_data_parallel_world_size(),
             samples,
             alike=parallel_state.get_expert_model_parallel_world_size() > 1,
-            multiple=parallel_state.get_pipeline_model_parallel_world_size() if turns > 1 else 1,
+            multiple=parallel_state.get_pipeline_model_parallel_world_size() if num_chunks > 1 else 1,
         )
         for chosen in plan[parallel_state.get_data_parallel_rank()]:
             yield select(segments, chosen)

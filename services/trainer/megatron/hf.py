@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder into this rank's parameters and back, box by box."""
+"""Loads weights of a Hugging Face folder into this rank's parameters, and exports them, box by box."""
 
 import json
 import shutil
@@ -18,8 +18,8 @@ from torch import Tensor
 from atoll.runtime.errors import CheckpointError, UserError
 from atoll.runtime.model_spec import ARCHITECTURES, ModelSpec, read_spec, with_value_head
 from atoll.trainer import progress
-from atoll.trainer.megatron.lora import adapters, attach_adapters, check_targets, merged
-from atoll.trainer.megatron.model import Model, ModelSettings, build
+from atoll.trainer.megatron.lora import adapters, attach_adapters, check_targets, merge_adapter
+from atoll.trainer.megatron.model import MegatronModel, ModelSettings, build
 from atoll.trainer.megatron.names import shapes
 from atoll.trainer.megatron.peft import load_adapter, write_adapter
 from atoll.trainer.megatron.shards import boxes_of
@@ -30,9 +30,9 @@ ADAPTER = "adapter"
 COPIED = {".json", ".txt", ".jinja", ".model"}  # tokenizer and generation settings
 
 
-def load_model(folder: Path, spec: ModelSpec, settings: ModelSettings) -> Model:
+def load_model(folder: Path, spec: ModelSpec, settings: ModelSettings) -> MegatronModel:
     """This rank's part of the folder's model, as `spec` says. Call it inside `cpu_compat.apply()`, after
-    `initialize_parallel`. Raises UserError where the folder does not hold such a model."""
+    `initialize_parallel`. Raises UserError if the folder does not hold such a model."""
     if settings.lora is not None:
         check_targets(spec, settings.lora)
     model = build(folder, spec, settings)
@@ -44,11 +44,11 @@ def load_model(folder: Path, spec: ModelSpec, settings: ModelSettings) -> Model:
     return model
 
 
-def load_weights(model: Model, folder: Path) -> None:
+def load_weights(model: MegatronModel, folder: Path) -> None:
     """Fills every parameter of this rank, reading only its own slices.
 
-    A value model takes a policy's folder, too: its head stays as it is. Raises UserError where a file or
-    tensor is missing, unknown, or of a wrong shape, and where the folder holds another model than `spec`.
+    A value model takes a policy's folder, too: its head stays as it is. Raises UserError if a file or
+    tensor is missing, unknown, or of a wrong shape, and if the folder holds another model than `spec`.
     """
     spec = model.spec
     theirs = read_spec(folder, ("language", "value") if spec.head == "value" else ("language",))
@@ -123,7 +123,7 @@ def _check_tensors(
             )
 
 
-def export_hf(model: Model, target: Path) -> int:
+def export_hf(model: MegatronModel, target: Path) -> int:
     """Writes a folder that transformers loads with bit-equal weights, in the parameters' dtype. Adapters are
     merged into them, and lie below in `adapter`, as peft loads them on top of the model's own folder.
 
@@ -156,7 +156,7 @@ def export_hf(model: Model, target: Path) -> int:
 
 
 def _write(
-    model: Model, target: Path, gathered: Iterator[tuple[str, Tensor | None]], dtype: torch.dtype
+    model: MegatronModel, target: Path, gathered: Iterator[tuple[str, Tensor | None]], dtype: torch.dtype
 ) -> int:
     spec, source = model.spec, model.folder
     files = _files(spec, dtype.itemsize)
@@ -203,10 +203,10 @@ def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def _gather(model: Model) -> Iterator[tuple[str, Tensor | None]]:
+def _gather(model: MegatronModel) -> Iterator[tuple[str, Tensor | None]]:
     """Canonical name and whole tensor on rank 0, None on the others; one at a time.
 
-    Of the ranks that hold a box alike, the first sends it.
+    Of the ranks that hold the same box, the first sends it.
     """
     rank = dist.get_rank()
     mine = {(name, int(box["row"]), int(box["column"])): memory for name, box, memory in boxes_of(model)}
@@ -214,7 +214,7 @@ def _gather(model: Model) -> Iterator[tuple[str, Tensor | None]]:
     owned, own = _owned_boxes(model), adapters(model)
 
     def held(name: str, row: int, column: int) -> Tensor:
-        return merged(own.get(name), row, column, mine[name, row, column])
+        return merge_adapter(own.get(name), row, column, mine[name, row, column])
 
     for name, shape in shapes(model.spec).items():
         progress.advance()
@@ -234,7 +234,7 @@ def _gather(model: Model) -> Iterator[tuple[str, Tensor | None]]:
         yield name, whole
 
 
-def _owned_boxes(model: Model) -> dict[str, list[tuple[int, ...]]]:
+def _owned_boxes(model: MegatronModel) -> dict[str, list[tuple[int, ...]]]:
     """Of each tensor, its distinct boxes (first rank that holds it, row, rows, column, columns); all ranks
     call it and get the same."""
     numbers = {name: i for i, name in enumerate(shapes(model.spec))}

@@ -92,8 +92,8 @@ class GatedMLP(MLP):  # type: ignore[misc]
         return output, None
 
 
-class Router(TopKRouter):  # type: ignore[misc]
-    """Megatron's router, but for its product, which asks for TransformerEngine even where there is none."""
+class ExpertRouter(TopKRouter):  # type: ignore[misc]
+    """Megatron's router, but for its product, which asks for TransformerEngine even if there is none."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config, pg_collection)
@@ -106,10 +106,10 @@ class Router(TopKRouter):  # type: ignore[misc]
 
 def silu_gate(gate_up: Tensor) -> Tensor:
     """silu(gate) * up [..., F] of [gate; up] side by side in the last dimension."""
-    return _Gate.apply(gate_up)  # type: ignore[no-any-return, no-untyped-call]
+    return _SiluGate.apply(gate_up)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Gate(torch.autograd.Function):
+class _SiluGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         gate_NF, up_NF = gate_up.chunk(2, -1)

@@ -1,4 +1,4 @@
-"""A model that learns in low-rank adapters alone: attached, described, merged. Their maths is in adapter.py.
+"""Training of low-rank adapters only: attaching, describing and merging them. Their maths is in adapter.py.
 
 For everyone outside of the trainer, a canonical matrix W is W + alpha / rank * B A.
 
@@ -18,19 +18,19 @@ from torch import Tensor
 from atoll.config.schema import LoraConfig
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import ModelSpec
-from atoll.trainer.megatron.adapter import Adapter, Adapters, add_adapters
-from atoll.trainer.megatron.model import Model, Network
-from atoll.trainer.megatron.names import pieces, shapes
-from atoll.trainer.megatron.shards import boxes_of, catalog, chunk_of
+from atoll.trainer.megatron.adapter import Adapter, LayerAdapters, add_adapters
+from atoll.trainer.megatron.model import MegatronModel, Network
+from atoll.trainer.megatron.names import shapes, tensor_slices
+from atoll.trainer.megatron.shards import boxes_of, chunk_of, shard_layout
 from atoll.weights.adapters import adapter_names, is_target
 from atoll.weights.boxes import box_view
-from atoll.weights.pieces import Piece
-from atoll.wire.types import BOX, Catalog
+from atoll.weights.tensor_slices import TensorSlice
+from atoll.wire.types import BOX, ShardLayout
 
 EXPERTS = ("gate_proj", "up_proj", "down_proj")  # in a mixture of them
 
 
-def attach_adapters(model: Model, lora: LoraConfig, seed: int) -> None:
+def attach_adapters(model: MegatronModel, lora: LoraConfig, seed: int) -> None:
     """Freezes the model and gives its target layers new adapters, which change nothing yet: B is 0.
 
     A is drawn as PEFT draws it, uniform within 1 / sqrt(inputs), from `seed` and its own name: the same on
@@ -40,7 +40,7 @@ def attach_adapters(model: Model, lora: LoraConfig, seed: int) -> None:
     for network in model.chunks:
         network.requires_grad_(False)
         modules = dict(network.named_modules())
-        for name, layout in pieces(model.spec, chunk_of(network)).items():
+        for name, layout in tensor_slices(model.spec, chunk_of(network)).items():
             tensors = dict.fromkeys(p.tensor for p in layout if is_target(p.tensor, lora.targets))
             if not tensors:
                 continue
@@ -51,14 +51,14 @@ def attach_adapters(model: Model, lora: LoraConfig, seed: int) -> None:
                 adapter = Adapter(tensor, *parts, lora.alpha / lora.rank, linear)
                 _draw(adapter, seed, num_inputs=whole[tensor][1])
                 adapters.append(adapter)
-            add_adapters(linear, Adapters(linear, layout, adapters))
+            add_adapters(linear, LayerAdapters(linear, layout, adapters))
         if network.pre_process and network.config.recompute_granularity == "full":
             # a recomputed layer is differentiated where its input is, and the frozen embedding is not
             network.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_())
 
 
 def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
-    """Raises UserError where the model has a target that no adapter can be put on."""
+    """Raises UserError if the model has a target that no adapter can be put on."""
     if spec.experts is not None and (refused := [name for name in lora.targets if name in EXPERTS]):
         raise UserError(
             f"trainer.lora.targets has {', '.join(refused)}, which lie in this model's experts: adapters go "
@@ -66,11 +66,11 @@ def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
         )
 
 
-def _parts(held: list[Piece], rank: int) -> tuple[Piece, Piece]:
+def _parts(held: list[TensorSlice], rank: int) -> tuple[TensorSlice, TensorSlice]:
     """Where A and B of this rank's part of a matrix lie in the whole ones."""
     a, b = adapter_names(held[0].tensor)
     first_row, rows = min(piece.row for piece in held), sum(piece.rows for piece in held)
-    return Piece(a, 0, rank, held[0].column, held[0].columns), Piece(b, first_row, rows, 0, rank)
+    return TensorSlice(a, 0, rank, held[0].column, held[0].columns), TensorSlice(b, first_row, rows, 0, rank)
 
 
 def _draw(adapter: Adapter, seed: int, num_inputs: int) -> None:
@@ -86,23 +86,23 @@ def adapters_of(network: Network) -> dict[str, Adapter]:
     return {name: module for name, module in network.named_modules() if isinstance(module, Adapter)}
 
 
-def adapters(model: Model) -> dict[str, Adapter]:
-    """By their canonical matrices; none where every weight is trained."""
+def adapters(model: MegatronModel) -> dict[str, Adapter]:
+    """By their canonical matrices; none if every weight is trained."""
     return {each.tensor: each for network in model.chunks for each in adapters_of(network).values()}
 
 
-def adapter_catalog(model: Model) -> tuple[Catalog, list[Tensor]]:
-    """The boxes of PEFT's tensors that this rank holds, and their memory, as shards.catalog says it."""
+def adapter_shard_layout(model: MegatronModel) -> tuple[ShardLayout, list[Tensor]]:
+    """The boxes of PEFT's tensors that this rank holds, and their memory, as from `shards.shard_layout`."""
     parts = [part for each in adapters(model).values() for part in each.parts]
     boxes = [
         (i, piece.row, piece.rows, piece.column, piece.columns, i, 0, piece.columns)
         for i, (_, piece, _) in enumerate(parts)
     ]
     tensors = tuple(piece.tensor for _, piece, _ in parts)
-    return Catalog(tensors, np.array(boxes, BOX)), [memory.detach().view(-1) for _, _, memory in parts]
+    return ShardLayout(tensors, np.array(boxes, BOX)), [memory.detach().view(-1) for _, _, memory in parts]
 
 
-def merged(adapter: Adapter | None, row: int, column: int, memory_RC: Tensor) -> Tensor:
+def merge_adapter(adapter: Adapter | None, row: int, column: int, memory_RC: Tensor) -> Tensor:
     """The box [R, C] that begins at `row` and `column` of a canonical tensor, with what its adapter adds: in
     new memory, since merging in place and taking it out again would leave rounding errors behind."""
     if adapter is None:
@@ -134,21 +134,21 @@ def adapter_state(network: Network) -> dict[str, ShardedTensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pushed:
-    """What replicas get of a model."""
+class PushedWeights:
+    """The weights that are pushed to replicas."""
 
-    catalog: Catalog
-    buffers: list[Tensor]  # that the catalog indexes
-    refresh: Callable[[], None] | None = None  # brings them up to date; none: they are the live weights
+    shard_layout: ShardLayout
+    buffers: list[Tensor]  # that the shard layout indexes
+    refresh: Callable[[], None] | None = None  # updates the buffers; None: they are the live weights
 
 
-def pushed(model: Model) -> Pushed:
+def weights_to_push(model: MegatronModel) -> PushedWeights:
     """Every weight, merged, or the adapters alone: see LoraConfig.push."""
     if model.lora is None:
-        return Pushed(*catalog(model))
+        return PushedWeights(*shard_layout(model))
     if model.lora.push == "adapter":
-        return Pushed(*adapter_catalog(model))
-    listing, buffers = catalog(model)
+        return PushedWeights(*adapter_shard_layout(model))
+    listing, buffers = shard_layout(model)
     own = adapters(model)
     adapted = {int(box["buffer"]) for box in listing.boxes if listing.tensors[box["tensor"]] in own}
     for buffer in adapted:
@@ -159,6 +159,6 @@ def pushed(model: Model) -> Pushed:
             _, row, rows, column, columns, buffer, offset, stride = box.item()
             if buffer in adapted:
                 view = box_view(buffers[buffer], rows, columns, offset, stride)
-                view.copy_(merged(own.get(tensor), row, column, memory))
+                view.copy_(merge_adapter(own.get(tensor), row, column, memory))
 
-    return Pushed(listing, buffers, refresh)
+    return PushedWeights(listing, buffers, refresh)

@@ -41,8 +41,8 @@ from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import ModelSpec
 from atoll.trainer.megatron import cpu_compat
 from atoll.trainer.megatron.attention import AttentionInputs, AttentionPlan, TreeAttention
-from atoll.trainer.megatron.layers import GatedMLP, RMSNorm, Router, ValueHead
-from atoll.trainer.megatron.rope import rotation
+from atoll.trainer.megatron.layers import ExpertRouter, GatedMLP, RMSNorm, ValueHead
+from atoll.trainer.megatron.rope import compute_rotation
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -56,7 +56,7 @@ RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
 
 
 class Network(GPTModel):  # type: ignore[misc]
-    """The layers of one pipeline stage, or of one of its turns, over packed trees of segments.
+    """The layers of one pipeline stage, or of one of its virtual stages, over packed trees of segments.
 
     The first stage embeds. The last one stops before the output layer, or the value head in its place:
     log-probabilities are computed from hidden states at the needed positions only, so that the
@@ -70,9 +70,9 @@ class Network(GPTModel):  # type: ignore[misc]
         if self.pre_process:
             embedded_T1H = self.embedding(input_ids=tokens_T.unsqueeze(0), position_ids=None)
         config = self.config
-        turn = rotation(positions_T, self.frequencies, config.params_dtype)
+        rotation = compute_rotation(positions_T, self.frequencies, config.params_dtype)
         return self.decoder(  # type: ignore[no-any-return]
-            hidden_states=embedded_T1H, attention_mask=None, packed_seq_params=AttentionInputs(plan, turn)
+            hidden_states=embedded_T1H, attention_mask=None, packed_seq_params=AttentionInputs(plan, rotation)
         )
 
 
@@ -83,7 +83,7 @@ class ModelSettings:
     dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
-    lora: LoraConfig | None = None  # none: every weight is trained
+    lora: LoraConfig | None = None  # default: train all weights
     seed: int = 0  # of new adapters
 
 
@@ -100,10 +100,10 @@ LOCAL = Linears(RMSNorm, ColumnParallelLinear, RowParallelLinear)
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class MegatronModel:
     """This rank's part of a policy, or of a value model: see spec.head."""
 
-    chunks: tuple[Network, ...]  # one, or with virtual pipeline stages one for each turn
+    chunks: tuple[Network, ...]  # one, or one per virtual pipeline stage
     spec: ModelSpec
     folder: Path  # where the weights came from; exports take the tokenizer from here
     lora: LoraConfig | None = None  # none: it has no adapters
@@ -122,7 +122,7 @@ class Model:
 def initialize_parallel(parallel: ParallelConfig, section: str = "trainer") -> None:
     """Joins the process groups that torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT describe.
 
-    Raises UserError where these are not the ranks that `section` of the config asks for.
+    Raises UserError if these are not the ranks that `section` of the config asks for.
     """
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -150,7 +150,7 @@ def initialize_parallel(parallel: ParallelConfig, section: str = "trainer") -> N
         model_parallel_cuda_manual_seed(0)
 
 
-def build(folder: Path, spec: ModelSpec, settings: ModelSettings) -> Model:
+def build(folder: Path, spec: ModelSpec, settings: ModelSettings) -> MegatronModel:
     """This rank's part of a model as `spec` says, its weights not read yet; a value head says 0.
 
     Call it inside `cpu_compat.apply()`, after `initialize_parallel`.
@@ -158,10 +158,10 @@ def build(folder: Path, spec: ModelSpec, settings: ModelSettings) -> Model:
     config = _transformer_config(spec, settings)
     # an adapter reads what the norm returns, which TransformerEngine keeps inside of a fused layer
     linears = _fused_linears() if uses_transformer_engine() and settings.lora is None else LOCAL
-    turns = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    stages = [None] if turns is None else list(range(turns))
+    num_vp_stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    stages = [None] if num_vp_stages is None else list(range(num_vp_stages))
     networks = tuple(_network(spec, config, linears, stage) for stage in stages)
-    return Model(networks, spec, folder, settings.lora)
+    return MegatronModel(networks, spec, folder, settings.lora)
 
 
 def uses_transformer_engine() -> bool:
@@ -177,18 +177,18 @@ def _fused_linears() -> Linears:
     return Linears(IdentityOp, column, row)
 
 
-def _network(spec: ModelSpec, config: TransformerConfig, linears: Linears, turn: int | None) -> Network:
-    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=turn)
+def _network(spec: ModelSpec, config: TransformerConfig, linears: Linears, vp_stage: int | None) -> Network:
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     network = Network(
         config=config,
-        transformer_layer_spec=_block(spec, config, linears, turn),
+        transformer_layer_spec=_block(spec, config, linears, vp_stage),
         vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=turn),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=is_last,
         share_embeddings_and_output_weights=spec.tied,
         position_embedding_type="none",  # positions enter in the core attention
-        vp_stage=turn,
+        vp_stage=vp_stage,
     )
     even = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=torch.cuda.current_device())
     network.register_buffer("frequencies", spec.rotary_frequencies(even), persistent=False)
@@ -219,10 +219,10 @@ def _is_copied_expert(module: ColumnParallelLinear | RowParallelLinear) -> bool:
     return bool(module.is_expert and module.config.expert_model_parallel_size == 1)
 
 
-def output_weight(model: Model) -> Tensor:
-    """The vocabulary-parallel output weight [V, H], also where it is the embedding. On the last stage.
+def output_weight(model: MegatronModel) -> Tensor:
+    """The vocabulary-parallel output weight [V, H], also if it is the embedding. On the last stage.
 
-    Whoever multiplies hidden states with it sums their gradient over the tensor-parallel ranks: each
+    Callers that multiply hidden states with it must sum their gradient over the tensor-parallel ranks: each
     rank's covers only its own part of the vocabulary.
     """
     network = model.output
@@ -233,7 +233,7 @@ def output_weight(model: Model) -> Tensor:
 
 def _transformer_config(spec: ModelSpec, settings: ModelSettings) -> TransformerConfig:
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
-    turns = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    num_vp_stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -256,14 +256,14 @@ def _transformer_config(spec: ModelSpec, settings: ModelSettings) -> Transformer
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         sequence_parallel=settings.sequence_parallel,
         pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=turns,
+        virtual_pipeline_model_parallel_size=num_vp_stages,
         # No two micro-batches have equally many tokens: stages tell each other sizes before they send. With
-        # turns they cannot: of two stages, each is before and behind the other, Megatron posts both messages
-        # at once, and either may be taken for the other. Then all sizes are equal, and the two directions
-        # take different groups, as Megatron does where it does not send in batches.
-        variable_seq_lengths=pipeline > 1 and turns is None,
-        batch_p2p_comm=turns is None,
-        overlap_p2p_comm=turns is not None,
+        # virtual stages they cannot: of two stages, each is before and behind the other, Megatron posts both
+        # messages at once, and either may be taken for the other. Then all sizes are equal, and the two
+        # directions take different groups, as Megatron does where it does not send in batches.
+        variable_seq_lengths=pipeline > 1 and num_vp_stages is None,
+        batch_p2p_comm=num_vp_stages is None,
+        overlap_p2p_comm=num_vp_stages is not None,
         moe_token_dispatcher_type="alltoall",  # the only one that Megatron takes with variable lengths
         **_expert_settings(spec),
         calculate_per_token_loss=True,  # data-parallel gradients are summed: the loss weights carry the mean
@@ -293,7 +293,7 @@ def _expert_settings(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _block(
-    spec: ModelSpec, config: TransformerConfig, linears: Linears, turn: int | None
+    spec: ModelSpec, config: TransformerConfig, linears: Linears, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Megatron's own layers of this stage, with our norm and core attention."""
     head_norm = RMSNorm if spec.qk_norm else IdentityOp
@@ -316,7 +316,7 @@ def _block(
     )
     return TransformerBlockSubmodules(
         layer_specs=[ModuleSpec(module=TransformerLayer, submodules=layer)]
-        * get_num_layers_to_build(config, vp_stage=turn),
+        * get_num_layers_to_build(config, vp_stage=vp_stage),
         layer_norm=RMSNorm,
     )
 
@@ -331,5 +331,7 @@ def _experts() -> ModuleSpec:
     each = MLPSubmodules(linear_fc1=LOCAL.column, linear_fc2=LOCAL.row)
     return ModuleSpec(
         module=MoELayer,
-        submodules=MoESubmodules(router=Router, experts=ModuleSpec(module=SequentialMLP, submodules=each)),
+        submodules=MoESubmodules(
+            router=ExpertRouter, experts=ModuleSpec(module=SequentialMLP, submodules=each)
+        ),
     )

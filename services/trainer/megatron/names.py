@@ -1,4 +1,4 @@
-"""Where each Megatron parameter of one model chunk lies in the canonical (Hugging Face) tensors.
+"""Maps each Megatron parameter of a model chunk to slices of canonical (Hugging Face) tensors.
 
 The only place that knows the two layouts: loading, exporting and pushing weights all read it.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from atoll.runtime.model_spec import Experts, ModelSpec
-from atoll.weights.pieces import Piece
+from atoll.weights.tensor_slices import TensorSlice
 
 # Megatron's own layers, or TransformerEngine's, which join a norm to the linear layer behind it
 Flavour = Literal["local", "transformer_engine"]
@@ -31,18 +31,18 @@ def whole_model(spec: ModelSpec) -> Chunk:
     return Chunk(range(spec.num_layers), is_first=True, is_last=True, experts=experts)
 
 
-def pieces(spec: ModelSpec, chunk: Chunk, flavour: Flavour = "local") -> dict[str, list[Piece]]:
+def tensor_slices(spec: ModelSpec, chunk: Chunk, flavour: Flavour = "local") -> dict[str, list[TensorSlice]]:
     """Megatron parameter name -> what it holds in this chunk."""
     hidden, rank, size = spec.hidden_size, chunk.rank, chunk.size
 
-    def rows_of(tensor: str, rows: int, columns: int) -> list[Piece]:
-        return [Piece(tensor, rank * rows // size, rows // size, 0, columns)]
+    def rows_of(tensor: str, rows: int, columns: int) -> list[TensorSlice]:
+        return [TensorSlice(tensor, rank * rows // size, rows // size, 0, columns)]
 
-    def columns_of(tensor: str, rows: int, columns: int) -> list[Piece]:
-        return [Piece(tensor, 0, rows, rank * columns // size, columns // size)]
+    def columns_of(tensor: str, rows: int, columns: int) -> list[TensorSlice]:
+        return [TensorSlice(tensor, 0, rows, rank * columns // size, columns // size)]
 
-    def whole(tensor: str, length: int) -> list[Piece]:
-        return [Piece(tensor, 0, length, 0, 1)]
+    def whole(tensor: str, length: int) -> list[TensorSlice]:
+        return [TensorSlice(tensor, 0, length, 0, 1)]
 
     found = {}
     embedding = rows_of("model.embed_tokens.weight", spec.vocab_size, hidden)
@@ -51,7 +51,7 @@ def pieces(spec: ModelSpec, chunk: Chunk, flavour: Flavour = "local") -> dict[st
     if chunk.is_last:
         found["decoder.final_layernorm.weight"] = whole("model.norm.weight", hidden)
         if spec.head == "value":
-            found["output_layer.weight"] = [Piece("score.weight", 0, 1, 0, hidden)]
+            found["output_layer.weight"] = [TensorSlice("score.weight", 0, 1, 0, hidden)]
         elif not spec.tied:
             found["output_layer.weight"] = rows_of("lm_head.weight", spec.vocab_size, hidden)
         elif not chunk.is_first:
@@ -96,35 +96,37 @@ def pieces(spec: ModelSpec, chunk: Chunk, flavour: Flavour = "local") -> dict[st
     return found
 
 
-def _experts(experts: Experts, held: range, ours: str, theirs: str, hidden: int) -> dict[str, list[Piece]]:
+def _experts(
+    experts: Experts, held: range, ours: str, theirs: str, hidden: int
+) -> dict[str, list[TensorSlice]]:
     """The router, and these experts of one layer, each of them whole."""
     ffn = experts.intermediate_size
-    found = {f"{ours}.router.weight": [Piece(f"{theirs}.gate.weight", 0, experts.num, 0, hidden)]}
+    found = {f"{ours}.router.weight": [TensorSlice(f"{theirs}.gate.weight", 0, experts.num, 0, hidden)]}
     for i, number in enumerate(held):
         local, expert = f"{ours}.experts.local_experts.{i}", f"{theirs}.experts.{number}"
         found[f"{local}.linear_fc1.weight"] = [
-            Piece(f"{expert}.{name}.weight", 0, ffn, 0, hidden) for name in ("gate_proj", "up_proj")
+            TensorSlice(f"{expert}.{name}.weight", 0, ffn, 0, hidden) for name in ("gate_proj", "up_proj")
         ]
-        found[f"{local}.linear_fc2.weight"] = [Piece(f"{expert}.down_proj.weight", 0, hidden, 0, ffn)]
+        found[f"{local}.linear_fc2.weight"] = [TensorSlice(f"{expert}.down_proj.weight", 0, hidden, 0, ffn)]
     return found
 
 
 def _interleaved_qkv(
     spec: ModelSpec, attention: str, kind: str, columns: int, rank: int, size: int
-) -> Iterator[Piece]:
+) -> Iterator[TensorSlice]:
     """Megatron keeps, for each key-value group: the group's query heads, its key head, its value head."""
     groups = spec.num_kv_heads // size
     queries = spec.num_heads // spec.num_kv_heads * spec.head_dim  # rows of one group
     for group in range(rank * groups, (rank + 1) * groups):
-        yield Piece(f"{attention}.q_proj.{kind}", group * queries, queries, 0, columns)
+        yield TensorSlice(f"{attention}.q_proj.{kind}", group * queries, queries, 0, columns)
         for name in ("k_proj", "v_proj"):
-            yield Piece(f"{attention}.{name}.{kind}", group * spec.head_dim, spec.head_dim, 0, columns)
+            yield TensorSlice(f"{attention}.{name}.{kind}", group * spec.head_dim, spec.head_dim, 0, columns)
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape, for every tensor that the model folder must hold."""
     extents: dict[str, tuple[int, int]] = {}
-    for held in pieces(spec, whole_model(spec)).values():
+    for held in tensor_slices(spec, whole_model(spec)).values():
         for piece in held:
             rows, columns = extents.get(piece.tensor, (0, 0))
             extents[piece.tensor] = (

@@ -15,15 +15,15 @@ from torch import Tensor
 from atoll.config.schema import LoraConfig
 from atoll.runtime.errors import UserError
 from atoll.trainer.megatron.lora import adapters
-from atoll.trainer.megatron.model import Model
+from atoll.trainer.megatron.model import MegatronModel
 from atoll.trainer.megatron.names import shapes
 from atoll.weights.adapters import adapter_names, is_target
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def load_adapter(model: Model, folder: Path) -> None:
-    """Fills this rank's adapters, reading only its own slices. Raises UserError where the folder holds no
+def load_adapter(model: MegatronModel, folder: Path) -> None:
+    """Fills this rank's adapters, reading only its own slices. Raises UserError if the folder holds no
     such adapter: another rank, alpha or other targets than the model's, or no readable files."""
     assert model.lora is not None
     _check_config(folder, model.lora)
@@ -73,7 +73,7 @@ def _check_config(folder: Path, lora: LoraConfig) -> None:
             raise UserError(f"{folder / CONFIG}: {key} is {got!r}, expected {ours!r}: {remedy}")
 
 
-def write_adapter(model: Model, folder: Path) -> None:
+def write_adapter(model: MegatronModel, folder: Path) -> None:
     """Writes `folder` so that peft's `PeftModel.from_pretrained(base, folder)` is the policy. Every rank
     calls it; rank 0 writes."""
     assert model.lora is not None
@@ -98,7 +98,7 @@ def write_adapter(model: Model, folder: Path) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=2))
 
 
-def adapter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(model: MegatronModel) -> dict[str, tuple[int, ...]]:
     """PEFT's tensor name -> shape, of all adapters of the whole model."""
     assert model.lora is not None
     found: dict[str, tuple[int, ...]] = {}
@@ -109,7 +109,7 @@ def adapter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _whole_adapters(model: Model) -> dict[str, Tensor]:
+def _whole_adapters(model: MegatronModel) -> dict[str, Tensor]:
     """All adapters on each rank of one copy of the model: small, so that a single sum brings them together,
     to which each part is given by the one rank that has it, or by the first of those."""
     whole = adapter_shapes(model)

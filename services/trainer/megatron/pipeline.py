@@ -11,22 +11,22 @@ from torch import Tensor
 
 from atoll.trainer.megatron import cpu_compat
 from atoll.trainer.megatron.attention import AttentionPlan
-from atoll.trainer.megatron.model import Model, Network
+from atoll.trainer.megatron.model import MegatronModel, Network
 
 P = TypeVar("P")
 Inputs = tuple[Tensor, Tensor, AttentionPlan]  # what Network.forward takes
 
 
 def run(
-    model: Model,
+    model: MegatronModel,
     parts: Sequence[P],
     inputs: Callable[[P], Inputs],
     last: Callable[[P, Tensor], Tensor],
     backward: bool,
     num_tokens: int,
 ) -> None:
-    """Every rank of a pipeline calls it with the same parts. Where a stage has several turns, their number is
-    a multiple of that of the stages, and `inputs` gives each of them `num_tokens` tokens.
+    """Every rank of a pipeline calls it with the same parts. If a stage has several virtual stages, their
+    number is a multiple of that of the stages, and `inputs` gives each of them `num_tokens` tokens.
 
     `last(part, hidden_T1H)` runs on the last stage, part after part; with `backward`, the scalar that it
     returns is differentiated and gradients are accumulated.

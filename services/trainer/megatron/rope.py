@@ -16,8 +16,8 @@ class Rotation(NamedTuple):
     sin_T1D: Tensor  # negative in the first half, which receives minus the second half
 
 
-def rotation(positions_T: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
-    """Pair (i, i + D/2) of a token at position p turns by p * frequencies[i] radians; [D/2] in fp32."""
+def compute_rotation(positions_T: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
+    """Pair (i, i + D/2) of a token at position p rotates by p * frequencies[i] radians; [D/2] in fp32."""
     half_TD = torch.outer(positions_T.float(), frequencies)
     cos, sin = half_TD.cos(), half_TD.sin()
     return Rotation(
@@ -25,9 +25,9 @@ def rotation(positions_T: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Ro
     )
 
 
-def rotate(x_THD: Tensor, turn: Rotation) -> Tensor:
-    """Each token's heads turned by its own angles. [T, H, D]"""
-    return _Rotate.apply(x_THD, *turn)  # type: ignore[no-any-return, no-untyped-call]
+def rotate(x_THD: Tensor, rotation: Rotation) -> Tensor:
+    """Rotates each token's heads by its own angles. [T, H, D]"""
+    return _Rotate.apply(x_THD, *rotation)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Rotate(torch.autograd.Function):
@@ -36,13 +36,13 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
         ctx.save_for_backward(cos_T1D, sin_T1D)
-        return _turn(x_THD, cos_T1D, sin_T1D)
+        return _rotate_halves(x_THD, cos_T1D, sin_T1D)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos_T1D, sin_T1D = ctx.saved_tensors
-        return _turn(grads[0], cos_T1D, -sin_T1D), None, None
+        return _rotate_halves(grads[0], cos_T1D, -sin_T1D), None, None
 
 
-def _turn(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+def _rotate_halves(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     return torch.addcmul(x_THD * cos_T1D, x_THD.roll(x_THD.shape[-1] // 2, -1), sin_T1D)

@@ -1,4 +1,4 @@
-"""Which boxes of the canonical tensors this rank holds, and where in its memory."""
+"""The boxes of canonical tensors that this rank holds, and their place in its memory."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atoll.runtime.errors import UserError
-from atoll.trainer.megatron.adapter import is_adapters
-from atoll.trainer.megatron.model import Model, Network
-from atoll.trainer.megatron.names import Chunk, Flavour, pieces
+from atoll.trainer.megatron.adapter import is_adapter_parameter
+from atoll.trainer.megatron.model import MegatronModel, Network
+from atoll.trainer.megatron.names import Chunk, Flavour, tensor_slices
 from atoll.weights.boxes import box_view
-from atoll.weights.pieces import Piece, catalog_of
-from atoll.wire.types import Catalog
+from atoll.weights.tensor_slices import TensorSlice, shard_layout_of
+from atoll.wire.types import ShardLayout
 
 
 def chunk_of(network: Network) -> Chunk:
@@ -33,25 +33,25 @@ def chunk_of(network: Network) -> Chunk:
     )
 
 
-def catalog(model: Model) -> tuple[Catalog, list[Tensor]]:
+def shard_layout(model: MegatronModel) -> tuple[ShardLayout, list[Tensor]]:
     """The boxes of this rank, and the flat buffers that they index: one view per parameter.
 
-    What several ranks hold alike (the norms, copies of a tied embedding) is in the catalog of each.
+    Boxes held by several ranks (norms, copies of a tied embedding) are in the layout of each.
     The views stay valid until the parameters' storage is replaced. Raises UserError for a parameter that
     has no canonical name.
     """
     parameters: dict[str, Tensor] = {}
-    held: dict[str, list[Piece]] = {}
+    held: dict[str, list[TensorSlice]] = {}
     for i, network in enumerate(model.chunks):
         parameters |= {
             f"{i}.{name}": parameter
             for name, parameter in network.named_parameters()
-            if not is_adapters(name)
+            if not is_adapter_parameter(name)
         }
         flavour: Flavour = (
             "transformer_engine" if any("layer_norm_weight" in name for name in parameters) else "local"
         )
-        named = pieces(model.spec, chunk_of(network), flavour)
+        named = tensor_slices(model.spec, chunk_of(network), flavour)
         held |= {f"{i}.{name}": parts for name, parts in named.items()}
     if held.keys() != parameters.keys():
         name = min(held.keys() ^ parameters.keys())
@@ -63,12 +63,12 @@ def catalog(model: Model) -> tuple[Catalog, list[Tensor]]:
     for name, parts in held.items():
         assert sum(piece.rows * piece.columns for piece in parts) == parameters[name].numel(), name
     buffers = [parameters[name].detach().view(-1) for name in held]
-    return catalog_of(held.values()), buffers
+    return shard_layout_of(held.values()), buffers
 
 
-def boxes_of(model: Model) -> Iterator[tuple[str, NDArray[np.void], Tensor]]:
+def boxes_of(model: MegatronModel) -> Iterator[tuple[str, NDArray[np.void], Tensor]]:
     """Each box of this rank with its tensor's name and the parameter's memory [rows, columns] it names."""
-    listing, buffers = catalog(model)
+    listing, buffers = shard_layout(model)
     for box in listing.boxes:
         _, _, rows, _, columns, buffer, offset, stride = box.item()
         yield listing.tensors[box["tensor"]], box, box_view(buffers[buffer], rows, columns, offset, stride)

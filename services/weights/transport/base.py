@@ -1,7 +1,7 @@
-"""The two ends of a weight transport. What runs between them is bytes; which ones, the plan says.
+"""The two ends of a weight transport, which carries bytes as planned.
 
 Two kinds of transports keep to it. In memory that readers map or open (`shm`, `cuda_ipc`) a version stays as
-it was sent until the next but one: whoever comes late reads it without the sender doing anything. Those
+it was sent until the next but one: late readers need no work of the sender. Those
 that both ends enter together (`nccl`, `tcp`; see collective.py) have two buckets, so that one is packed while
 the other travels, and a communicator per epoch, source and target rank.
 """
@@ -29,7 +29,7 @@ class Sender(Protocol):
     def room(self, part: int) -> torch.Tensor:
         """uint8 [bytes of the part], where it is to be packed. Waits for the readers of what was there.
 
-        Raises WeightPushError where a part before it did not arrive in time, naming who is missing.
+        Raises WeightPushError if a part before it did not arrive in time, naming who is missing.
         """
         ...
 
@@ -45,8 +45,8 @@ class Receiver(Protocol):
     """A target rank's end. Calls come one at a time, from one thread."""
 
     def take(self, stream: StreamManifest, membership: Membership) -> torch.Tensor:
-        """uint8 [stream.num_bytes], valid until the next call. Raises WeightPushError where the sender is
-        gone or silent for longer than the deadline, and where the membership is of an epoch that is over."""
+        """uint8 [stream.num_bytes], valid until the next call. Raises WeightPushError if the sender is
+        gone or silent for longer than the deadline, and if the membership is of an epoch that is over."""
         ...
 
     def close(self) -> None: ...
@@ -54,17 +54,17 @@ class Receiver(Protocol):
 
 def open_sender(transport: str, deadline_s: float, host: str, part_bytes: Sequence[int]) -> Sender:
     """`host`: the address of this machine that members can reach. `part_bytes`: the size of each part. Raises
-    UserError where the transport cannot run here."""
+    UserError if the transport cannot run here."""
     match transport:
         case "shm":
             from atoll.weights.transport import shm
 
-            return shm.Sender(part_bytes)
+            return shm.ShmSender(part_bytes)
         case "cuda_ipc":
             _check_device(transport)
             from atoll.weights.transport import cuda_ipc
 
-            return cuda_ipc.Sender(part_bytes)
+            return cuda_ipc.CudaIpcSender(part_bytes)
         case "tcp":
             from atoll.weights.transport import tcp
 
@@ -79,17 +79,17 @@ def open_sender(transport: str, deadline_s: float, host: str, part_bytes: Sequen
 
 
 def open_receiver(transport: str, deadline_s: float) -> Receiver:
-    """Raises UserError where the transport cannot run here."""
+    """Raises UserError if the transport cannot run here."""
     match transport:
         case "shm":
             from atoll.weights.transport import shm
 
-            return shm.Receiver()
+            return shm.ShmReceiver()
         case "cuda_ipc":
             _check_device(transport)
             from atoll.weights.transport import cuda_ipc
 
-            return cuda_ipc.Receiver()
+            return cuda_ipc.CudaIpcReceiver()
         case "tcp":
             from atoll.weights.transport import tcp
 
@@ -112,6 +112,6 @@ def _check_device(transport: str) -> None:
         missing = "cupy is not installed here (pip install cupy-cuda13x, or cupy-cuda12x)"
     if missing:
         raise UserError(
-            f'weights.transport = "{transport}" keeps weights on GPUs, and {missing}: '
-            'mend that, or set it to "shm" or "tcp"'
+            f'weights.transport = "{transport}" keeps weights on GPUs, and {missing}: fix that, or set it to '
+            '"shm" or "tcp"'
         )

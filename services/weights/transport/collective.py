@@ -25,7 +25,7 @@ class Communicator(Protocol):
     def broadcast(self, part: torch.Tensor) -> None:
         """Rank 0's bytes arrive in everybody's `part`, uint8 [bytes]. The first call waits for all to enter.
 
-        Returns once `part` may be read, or packed anew. Raises WeightPushError where that takes longer than
+        Returns once `part` may be read, or repacked. Raises WeightPushError if that takes longer than
         the deadline, naming who is missing as far as it is known: the communicator is closed then.
         """
         ...
@@ -35,7 +35,7 @@ class Communicator(Protocol):
         ...
 
 
-class Source(Communicator, Protocol):
+class RootCommunicator(Communicator, Protocol):
     """Rank 0's end."""
 
     @property
@@ -49,11 +49,11 @@ class Source(Communicator, Protocol):
 
 
 Allocate = Callable[[int], torch.Tensor]  # uint8 [bytes], where communicators send from
-Found = Callable[[Membership], Source]
+Found = Callable[[Membership], RootCommunicator]
 Join = Callable[[str, Membership], Communicator]  # at a location, as rank 1 + member
 
 
-_Travel = tuple[Source, torch.Tensor, Future[None]]
+_Travel = tuple[RootCommunicator, torch.Tensor, Future[None]]
 T = TypeVar("T", bound=Communicator)
 
 
@@ -63,8 +63,8 @@ class _Channel(Generic[T]):
     num_bytes: int = 0  # broadcast so far: where the next part begins
 
 
-class Sender:
-    """Two buckets, packed in turn by the caller and broadcast by a thread of its own.
+class BroadcastSender:
+    """Two buckets, packed alternately by the caller and broadcast by a separate thread.
 
     The thread consumes packed buckets in order and waits, in each broadcast, for the members; their
     arrival, the deadline, a newer epoch and `close` unblock it.
@@ -74,10 +74,10 @@ class Sender:
         self._found = found
         self._part_bytes = part_bytes
         self._buckets = [allocate(max(part_bytes, default=0)) for _ in range(2)]
-        self._arrived = [_done(), _done()]  # the last part in each bucket
-        self._turn = 0  # the bucket that is packed
+        self._arrived = [_completed_future(), _completed_future()]  # the last part in each bucket
+        self._current = 0  # the bucket that is packed
         self._membership = Membership(-1, 0)
-        self._channels: dict[int, _Channel[Source]] = {}  # by target rank
+        self._channels: dict[int, _Channel[RootCommunicator]] = {}  # by target rank
         self._packed: SimpleQueue[_Travel | None] = SimpleQueue()  # None: the end
         Thread(target=self._run, name="broadcast", daemon=True).start()
 
@@ -91,19 +91,19 @@ class Sender:
             self._membership = membership
 
     def room(self, part: int) -> torch.Tensor:
-        self._arrived[self._turn].result()  # in time: a broadcast has a deadline
-        return self._buckets[self._turn][: self._part_bytes[part]]
+        self._arrived[self._current].result()  # in time: a broadcast has a deadline
+        return self._buckets[self._current][: self._part_bytes[part]]
 
     def send(self, part: int, target: int, num_bytes: int) -> tuple[str, int]:
         if target not in self._channels:
             self._channels[target] = _Channel(self._found(self._membership))
-        channel, bucket = self._channels[target], self._buckets[self._turn]
+        channel, bucket = self._channels[target], self._buckets[self._current]
         if bucket.is_cuda:
             torch.cuda.current_stream(bucket.device).synchronize()  # it is packed: others read it from now on
         arrived: Future[None] = Future()
         self._packed.put((channel.communicator, bucket[:num_bytes], arrived))
-        self._arrived[self._turn] = arrived
-        self._turn = 1 - self._turn
+        self._arrived[self._current] = arrived
+        self._current = 1 - self._current
         offset = channel.num_bytes
         channel.num_bytes += num_bytes
         return channel.communicator.location, offset
@@ -119,7 +119,7 @@ class Sender:
         wait(self._arrived)
         for channel in self._channels.values():
             channel.communicator.close()
-        self._channels, self._arrived = {}, [_done(), _done()]
+        self._channels, self._arrived = {}, [_completed_future(), _completed_future()]
 
     def _run(self) -> None:
         while (travel := self._packed.get()) is not None:
@@ -131,13 +131,13 @@ class Sender:
                 arrived.set_exception(error)  # raised where the bucket is needed next
 
 
-def _done() -> Future[None]:
+def _completed_future() -> Future[None]:
     done: Future[None] = Future()
     done.set_result(None)
     return done
 
 
-class Receiver:
+class BroadcastReceiver:
     """One bucket, as large as the largest part so far, and the communicators of one epoch."""
 
     def __init__(self, join: Join, allocate: Allocate) -> None:

@@ -11,38 +11,38 @@ import torch
 from cupy.cuda import runtime
 
 from atoll.runtime.errors import WeightPushError
-from atoll.weights.transport.halves import Halves
+from atoll.weights.transport.double_buffer import DoubleBuffer
 from atoll.wire.types import Membership, StreamManifest
 
 
-class Sender:
+class CudaIpcSender:
     """A segment of two halves."""
 
     def __init__(self, part_bytes: Sequence[int]) -> None:
-        self._halves = Halves(part_bytes)
+        self._double_buffer = DoubleBuffer(part_bytes)
         self._device = torch.cuda.current_device()
         with cupy.cuda.Device(self._device):
             # not from a pool: a handle names a whole allocation
-            self._pointer = runtime.malloc(self._halves.num_bytes)
+            self._pointer = runtime.malloc(self._double_buffer.num_bytes)
             handle = runtime.ipcGetMemHandle(self._pointer)
-        self._memory = _tensor(self._pointer, self._halves.num_bytes, self._device)
-        self._location = f"{_uuid(self._device)}#{self._halves.num_bytes}#{handle.hex()}"
+        self._memory = _tensor(self._pointer, self._double_buffer.num_bytes, self._device)
+        self._location = f"{_uuid(self._device)}#{self._double_buffer.num_bytes}#{handle.hex()}"
 
     def begin(self, membership: Membership) -> None:
-        self._halves.turn()
+        self._double_buffer.swap()
 
     def room(self, part: int) -> torch.Tensor:
-        return self._memory[self._halves.place(part)]
+        return self._memory[self._double_buffer.slot(part)]
 
     def send(self, part: int, target: int, num_bytes: int) -> tuple[str, int]:
         torch.cuda.current_stream(self._device).synchronize()  # it is packed: others read it from now on
-        return self._location, self._halves.place(part).start
+        return self._location, self._double_buffer.slot(part).start
 
     def close(self) -> None:
         runtime.free(self._pointer)
 
 
-class Receiver:
+class CudaIpcReceiver:
     """Opens each trainer rank's segment once."""
 
     def __init__(self) -> None:

@@ -21,14 +21,18 @@ from atoll.wire.types import Membership
 POLL_S = 1e-4  # CUDA cannot wait for an event and a deadline at once
 
 
-def open_sender(deadline_s: float, part_bytes: Sequence[int]) -> collective.Sender:
+def open_sender(deadline_s: float, part_bytes: Sequence[int]) -> collective.BroadcastSender:
     device = _device()
-    return collective.Sender(partial(_found, device, deadline_s), partial(_allocate, device), part_bytes)
+    return collective.BroadcastSender(
+        partial(_create_communicator, device, deadline_s), partial(_allocate, device), part_bytes
+    )
 
 
-def open_receiver(deadline_s: float) -> collective.Receiver:
+def open_receiver(deadline_s: float) -> collective.BroadcastReceiver:
     device = _device()
-    return collective.Receiver(partial(_join, device, deadline_s), partial(_allocate, device))
+    return collective.BroadcastReceiver(
+        partial(_join_communicator, device, deadline_s), partial(_allocate, device)
+    )
 
 
 def _allocate(device: int, num_bytes: int) -> torch.Tensor:
@@ -43,17 +47,19 @@ def _device() -> int:
     return torch.cuda.current_device()
 
 
-def _found(device: int, deadline_s: float, membership: Membership) -> "Communicator":
+def _create_communicator(device: int, deadline_s: float, membership: Membership) -> "NcclCommunicator":
     # CuPy gives the 128 bytes as signed numbers
     location = bytes(number & 0xFF for number in nccl.get_unique_id()).hex()
-    return Communicator(device, deadline_s, location, membership, 0)
+    return NcclCommunicator(device, deadline_s, location, membership, 0)
 
 
-def _join(device: int, deadline_s: float, location: str, membership: Membership) -> "Communicator":
-    return Communicator(device, deadline_s, location, membership, 1 + membership.member)
+def _join_communicator(
+    device: int, deadline_s: float, location: str, membership: Membership
+) -> "NcclCommunicator":
+    return NcclCommunicator(device, deadline_s, location, membership, 1 + membership.member)
 
 
-class Communicator:
+class NcclCommunicator:
     """One rank's end; it enters with its first broadcast. See collective.Source."""
 
     def __init__(

@@ -12,31 +12,31 @@ from collections.abc import Sequence
 import torch
 
 from atoll.runtime.errors import WeightPushError
-from atoll.weights.transport.halves import Halves
+from atoll.weights.transport.double_buffer import DoubleBuffer
 from atoll.wire.types import Membership, StreamManifest
 
 
-class Sender:
+class ShmSender:
     """A segment of two halves."""
 
     def __init__(self, part_bytes: Sequence[int]) -> None:
-        self._halves = Halves(part_bytes)
-        self._segment = Segment(self._halves.num_bytes)
+        self._double_buffer = DoubleBuffer(part_bytes)
+        self._segment = SharedSegment(self._double_buffer.num_bytes)
 
     def begin(self, membership: Membership) -> None:
-        self._halves.turn()
+        self._double_buffer.swap()
 
     def room(self, part: int) -> torch.Tensor:
-        return self._segment.memory[self._halves.place(part)]
+        return self._segment.memory[self._double_buffer.slot(part)]
 
     def send(self, part: int, target: int, num_bytes: int) -> tuple[str, int]:
-        return self._segment.location, self._halves.place(part).start
+        return self._segment.location, self._double_buffer.slot(part).start
 
     def close(self) -> None:
         self._segment.close()
 
 
-class Receiver:
+class ShmReceiver:
     """Maps each trainer rank's segment once."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Receiver:
         self._segments.clear()
 
 
-class Segment:
+class SharedSegment:
     """Memory that this process writes. Its pages are allocated and touched here, once."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -77,7 +77,7 @@ class Segment:
 def attach(location: str) -> torch.Tensor:
     """uint8 [bytes] of another process's segment; mapped as long as the tensor lives.
 
-    Raises OSError where the writer is gone or runs as another user or on another host.
+    Raises OSError if the writer is gone or runs as another user or on another host.
     """
     fd = os.open(location.partition("#")[0], os.O_RDWR)
     try:

@@ -25,23 +25,23 @@ HELLO_S = 2.0  # a stranger that connects and says nothing holds up the others f
 CHUNK_BYTES = 1 << 20  # to one member at once
 
 
-def open_sender(deadline_s: float, host: str, part_bytes: Sequence[int]) -> collective.Sender:
-    return collective.Sender(partial(Source, host, deadline_s), _allocate, part_bytes)
+def open_sender(deadline_s: float, host: str, part_bytes: Sequence[int]) -> collective.BroadcastSender:
+    return collective.BroadcastSender(partial(TcpRoot, host, deadline_s), _allocate, part_bytes)
 
 
-def open_receiver(deadline_s: float) -> collective.Receiver:
-    return collective.Receiver(partial(Target, deadline_s), _allocate)
+def open_receiver(deadline_s: float) -> collective.BroadcastReceiver:
+    return collective.BroadcastReceiver(partial(TcpMember, deadline_s), _allocate)
 
 
 def _allocate(num_bytes: int) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8)  # touches the pages
 
 
-class Source:
+class TcpRoot:
     """See collective.Source."""
 
     def __init__(self, host: str, deadline_s: float, membership: Membership) -> None:
-        """Raises UserError where `host` is no address of this machine."""
+        """Raises UserError if `host` is no address of this machine."""
         self._deadline_s = deadline_s
         self._membership = membership
         self._secret = secrets.token_bytes(16)
@@ -86,7 +86,7 @@ class Source:
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 missing = set(range(self._membership.num_members)) - self._members.keys()
-                raise self._expired("did not connect", missing) from None
+                raise self._timeout_error("did not connect", missing) from None
             member = self._greet(connection)
             if member is None:
                 connection.close()
@@ -120,29 +120,31 @@ class Source:
             while any(len(rest) for rest in unsent.values()):
                 ready = selector.select(max(deadline - time.monotonic(), 0))
                 if not ready:
-                    raise self._expired("did not read", {m for m, rest in unsent.items() if len(rest)})
+                    raise self._timeout_error("did not read", {m for m, rest in unsent.items() if len(rest)})
                 for key, _ in ready:
                     try:
                         sent = self._members[key.data].send(unsent[key.data][:CHUNK_BYTES])
                     except OSError as error:
-                        raise WeightPushError(self._who({key.data}, f"has left ({error})")) from error
+                        raise WeightPushError(
+                            self._name_members({key.data}, f"has left ({error})")
+                        ) from error
                     unsent[key.data] = unsent[key.data][sent:]
                     if not len(unsent[key.data]):
                         selector.unregister(key.fileobj)
 
-    def _expired(self, what: str, members: set[int]) -> WeightPushError:
-        return WeightPushError(self._who(members, f"{what} within {self._deadline_s:g} s"))
+    def _timeout_error(self, what: str, members: set[int]) -> WeightPushError:
+        return WeightPushError(self._name_members(members, f"{what} within {self._deadline_s:g} s"))
 
-    def _who(self, members: set[int], what: str) -> str:
+    def _name_members(self, members: set[int], what: str) -> str:
         names = ", ".join(str(member) for member in sorted(members))
         return f"member {names} of {self._membership.num_members} in epoch {self._membership.epoch} {what}"
 
 
-class Target:
+class TcpMember:
     """A member. See collective.Communicator."""
 
     def __init__(self, deadline_s: float, location: str, membership: Membership) -> None:
-        """Raises WeightPushError where the sender is gone."""
+        """Raises WeightPushError if the sender is gone."""
         self._deadline_s = deadline_s
         address, _, secret = location.partition("#")
         host, _, port = address.rpartition(":")

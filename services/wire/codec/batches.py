@@ -87,7 +87,7 @@ def encode_forward_backward(key: StepKey, batch: Batch) -> Iterator[trainer_pb2.
 
 def decode_forward_backward(chunks: Sequence[trainer_pb2.ForwardBackwardRequest]) -> Batch:
     segments = join_segments([decode_segments(chunk.segments) for chunk in chunks])
-    loss_weights = _joined(chunk.loss_weights for chunk in chunks)
+    loss_weights = _join_tensors(chunk.loss_weights for chunk in chunks)
     match chunks[0].WhichOneof("tensors"):
         case "policy":
             first, parts = chunks[0].policy, [chunk.policy for chunk in chunks]
@@ -96,19 +96,19 @@ def decode_forward_backward(chunks: Sequence[trainer_pb2.ForwardBackwardRequest]
                 segments,
                 samples=np.concatenate([decode_tensor(part.samples).astype(np.int32) for part in parts]),
                 loss_weights=loss_weights,
-                advantages=_joined(part.advantages for part in parts),
-                rollout_logprobs=_joined(part.rollout_logprobs for part in parts),
-                old_logprobs=_joined(part.old_logprobs for part in parts) if has_old else None,
-                ref_logprobs=_joined(part.ref_logprobs for part in parts) if has_ref else None,
+                advantages=_join_tensors(part.advantages for part in parts),
+                rollout_logprobs=_join_tensors(part.rollout_logprobs for part in parts),
+                old_logprobs=_join_tensors(part.old_logprobs for part in parts) if has_old else None,
+                ref_logprobs=_join_tensors(part.ref_logprobs for part in parts) if has_ref else None,
             )
         case "value":
-            values = _joined(chunk.value.values for chunk in chunks)
-            return ValueBatch(segments, loss_weights, values, _joined(c.value.returns for c in chunks))
+            values = _join_tensors(chunk.value.values for chunk in chunks)
+            return ValueBatch(segments, loss_weights, values, _join_tensors(c.value.returns for c in chunks))
         case _:
             return SupervisedBatch(segments, loss_weights)
 
 
-def _joined(tensors: Iterable[types_pb2.Tensor]) -> Float32:
+def _join_tensors(tensors: Iterable[types_pb2.Tensor]) -> Float32:
     return np.concatenate([decode_tensor(tensor).astype(np.float32, copy=False) for tensor in tensors])
 
 

@@ -34,28 +34,28 @@ def decode_server(message: coordinator_pb2.ExternalServer) -> ExternalServer:
     )
 
 
-def decode_kept_server(content: bytes) -> ExternalServer:
+def decode_stored_server(content: bytes) -> ExternalServer:
     """What the store keeps of a registered server: its message."""
     return decode_server(coordinator_pb2.ExternalServer.FromString(content))
 
 
 def encode_server_health(health: ServerHealth) -> coordinator_pb2.ServerHealth:
     return coordinator_pb2.ServerHealth(
-        server=encode_server(health.server), well=health.well, cause=health.cause
+        server=encode_server(health.server), healthy=health.healthy, cause=health.cause
     )
 
 
 def decode_server_health(message: coordinator_pb2.ServerHealth) -> ServerHealth:
-    return ServerHealth(decode_server(message.server), message.well, message.cause)
+    return ServerHealth(decode_server(message.server), message.healthy, message.cause)
 
 
-def encode_service(entry: ServiceEntry) -> coordinator_pb2.Service:
-    return coordinator_pb2.Service(
+def encode_service(entry: ServiceEntry) -> coordinator_pb2.ServiceEntry:
+    return coordinator_pb2.ServiceEntry(
         role=entry.role, name=entry.name, incarnation=entry.incarnation, address=entry.address
     )
 
 
-def decode_service(message: coordinator_pb2.Service) -> ServiceEntry:
+def decode_service(message: coordinator_pb2.ServiceEntry) -> ServiceEntry:
     return ServiceEntry(message.role, message.name, message.incarnation, message.address)
 
 

@@ -51,7 +51,7 @@ def encode_dump(step: int, version: Version, groups: Sequence[Group]) -> bytes:
 
 
 def decode_dump(content: bytes) -> tuple[int, Version, list[Group]]:
-    """Raises ValueError where the content is no dump."""
+    """Raises ValueError if the content is no dump."""
     try:
         message = types_pb2.Dump.FromString(content)
     except DecodeError as error:

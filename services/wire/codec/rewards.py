@@ -8,11 +8,11 @@ from atoll.wire.types import (
     FinishReason,
     Graded,
     GradingError,
-    Limits,
     Message,
+    ProgramLimits,
+    ProgramStatus,
     SampleId,
     ScoreItem,
-    Status,
     ToolCall,
     Verdict,
 )
@@ -130,7 +130,7 @@ def encode_verdict(verdict: Verdict) -> reward_pb2.Verdict:
 
 
 def decode_verdict(message: reward_pb2.Verdict, sample: SampleId) -> Verdict:
-    """`sample` is what the message's id stands for."""
+    """`sample`: the message's decoded id."""
     if message.HasField("graded"):
         graded, reasons = message.graded, message.graded.reasons
         components = {name: graded.components[name] for name in graded.components}  # dict() is slow
@@ -150,7 +150,7 @@ def parse_verdict(content: bytes, sample: SampleId) -> Verdict:
     return decode_verdict(reward_pb2.Verdict.FromString(content), sample)
 
 
-def encode_execute(source: str, stdin: bytes, limits: Limits) -> reward_pb2.ExecuteRequest:
+def encode_execute(source: str, stdin: bytes, limits: ProgramLimits) -> reward_pb2.ExecuteRequest:
     return reward_pb2.ExecuteRequest(
         source=source,
         stdin=stdin,
@@ -160,10 +160,10 @@ def encode_execute(source: str, stdin: bytes, limits: Limits) -> reward_pb2.Exec
     )
 
 
-def decode_execute(message: reward_pb2.ExecuteRequest) -> tuple[str, bytes, Limits]:
-    """A limit that the message leaves out is that of `Limits`."""
-    default = Limits()
-    limits = Limits(
+def decode_execute(message: reward_pb2.ExecuteRequest) -> tuple[str, bytes, ProgramLimits]:
+    """A limit that the message leaves out is that of `ProgramLimits`."""
+    default = ProgramLimits()
+    limits = ProgramLimits(
         timeout_s=message.timeout_s or default.timeout_s,
         memory_bytes=message.memory_bytes or default.memory_bytes,
         output_bytes=message.output_bytes or default.output_bytes,
@@ -184,7 +184,7 @@ def encode_execution(execution: Execution) -> reward_pb2.ExecuteReply:
 
 def decode_execution(message: reward_pb2.ExecuteReply) -> Execution:
     return Execution(
-        status=Status(message.status),
+        status=ProgramStatus(message.status),
         detail=message.detail,
         stdout=message.stdout,
         stderr=message.stderr,

@@ -12,7 +12,7 @@ from atoll.wire.codec.values import (
     encode_tensor,
     encode_version,
 )
-from atoll.wire.codec.weights import decode_catalog, encode_catalog
+from atoll.wire.codec.weights import decode_shard_layout, encode_shard_layout
 from atoll.wire.info import RolloutInfo
 from atoll.wire.types import Float32, Int32, SampleId, Sampling, TurnId, TurnRequest, Version
 from atoll.wire.v1 import rollout_pb2, types_pb2
@@ -125,7 +125,7 @@ def encode_rollout_info(info: RolloutInfo) -> rollout_pb2.RolloutInfoReply:
         max_length=info.max_length,
         slots=info.slots,
         dtype=info.dtype,
-        boxes=[encode_catalog(catalog) for catalog in info.catalogs],
+        shard_layouts=[encode_shard_layout(shard_layout) for shard_layout in info.shard_layouts],
         running=info.running,
         queued=info.queued,
         tokens_generated=info.tokens_generated,
@@ -141,7 +141,7 @@ def decode_rollout_info(message: rollout_pb2.RolloutInfoReply) -> RolloutInfo:
         max_length=message.max_length,
         slots=message.slots,
         dtype=message.dtype,
-        catalogs=tuple(decode_catalog(boxes) for boxes in message.boxes),
+        shard_layouts=tuple(decode_shard_layout(boxes) for boxes in message.shard_layouts),
         running=message.running,
         queued=message.queued,
         tokens_generated=message.tokens_generated,

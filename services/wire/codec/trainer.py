@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from atoll.wire.codec.weights import decode_catalog, encode_catalog
+from atoll.wire.codec.weights import decode_shard_layout, encode_shard_layout
 from atoll.wire.info import TrainerInfo
 from atoll.wire.v1 import trainer_pb2
 
 
 def encode_trainer_info(info: TrainerInfo) -> trainer_pb2.TrainerInfoReply:
     """What several ranks keep alike is sent once, if it is the same object."""
-    shards = {id(catalog): catalog for catalog in info.shards}
+    shards = {id(shard_layout): shard_layout for shard_layout in info.shard_layouts}
     numbers = {shard: number for number, shard in enumerate(shards)}
     return trainer_pb2.TrainerInfoReply(
         model=info.model,
@@ -22,14 +22,14 @@ def encode_trainer_info(info: TrainerInfo) -> trainer_pb2.TrainerInfoReply:
         num_parameters=info.num_parameters,
         vocab_size=info.vocab_size,
         tokenizer_digest=info.tokenizer_digest,
-        shards=[encode_catalog(catalog) for catalog in shards.values()],
-        shard_of_rank=[numbers[id(catalog)] for catalog in info.shards],
+        shard_layouts=[encode_shard_layout(shard_layout) for shard_layout in shards.values()],
+        shard_layout_of_rank=[numbers[id(shard_layout)] for shard_layout in info.shard_layouts],
         roles=info.roles,
     )
 
 
 def decode_trainer_info(message: trainer_pb2.TrainerInfoReply) -> TrainerInfo:
-    shards = [decode_catalog(boxes) for boxes in message.shards]
+    shards = [decode_shard_layout(boxes) for boxes in message.shard_layouts]
     return TrainerInfo(
         model=message.model,
         world_size=message.world_size,
@@ -41,20 +41,20 @@ def decode_trainer_info(message: trainer_pb2.TrainerInfoReply) -> TrainerInfo:
         num_parameters=message.num_parameters,
         vocab_size=message.vocab_size,
         tokenizer_digest=message.tokenizer_digest,
-        shards=tuple(shards[number] for number in message.shard_of_rank),
+        shard_layouts=tuple(shards[number] for number in message.shard_layout_of_rank),
         roles=tuple(message.roles),
     )
 
 
 def join_trainer_infos(replies: Sequence[trainer_pb2.TrainerInfoReply]) -> trainer_pb2.TrainerInfoReply:
-    """Rank 0's, with the shards of all: those that several ranks keep alike, once."""
+    """Rank 0's info with the shard layouts of all ranks; identical layouts are sent once."""
     info, numbers = trainer_pb2.TrainerInfoReply(), dict[bytes, int]()
     info.CopyFrom(replies[0])
-    del info.shards[:], info.shard_of_rank[:]
+    del info.shard_layouts[:], info.shard_layout_of_rank[:]
     for reply in replies:
-        [boxes] = reply.shards
+        [boxes] = reply.shard_layouts
         number = numbers.setdefault(boxes.SerializeToString(deterministic=True), len(numbers))
-        if number == len(info.shards):
-            info.shards.append(boxes)
-        info.shard_of_rank.append(number)
+        if number == len(info.shard_layouts):
+            info.shard_layouts.append(boxes)
+        info.shard_layout_of_rank.append(number)
     return info

@@ -107,7 +107,7 @@ def decode_trajectories(message: types_pb2.Trajectories) -> list[Trajectory]:
         )
     _check_tokens(token_ids, loss_mask, logprobs)
     versions = [decode_version(version) for version in message.versions]
-    span_version = _looked_up(versions, message.span_version)
+    span_version = _look_up(versions, message.span_version)
     spans = list(
         starmap(VersionSpan, zip(span_version, message.span_start[:], message.span_end[:], strict=True))
     )
@@ -132,9 +132,9 @@ def decode_trajectories(message: types_pb2.Trajectories) -> list[Trajectory]:
             Turn,
             zip(
                 message.turn_node[:] if message.turn_offsets else [0] * num,
-                _known_reasons(message.finish_reason[:]),
+                _check_reasons(message.finish_reason[:]),
                 message.text[:],
-                _looked_up(origins, message.origin),
+                _look_up(origins, message.origin),
                 message.started[:],
                 message.finished[:],
                 strict=True,
@@ -156,7 +156,7 @@ def decode_trajectories(message: types_pb2.Trajectories) -> list[Trajectory]:
             reason,
         )
         for group, index, attempt, (first, last), (begin, end), status, rewards, reason in zip(
-            _looked_up([decode_group_id(group) for group in message.groups], message.group),
+            _look_up([decode_group_id(group) for group in message.groups], message.group),
             message.index[:],
             message.attempt[:],
             _ranges(message.node_offsets, len(nodes)),
@@ -251,14 +251,14 @@ def _ranges(offsets: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
     return pairwise(ends)
 
 
-def _looked_up(table: Sequence[T], numbers: Sequence[int]) -> Iterator[T]:
+def _look_up(table: Sequence[T], numbers: Sequence[int]) -> Iterator[T]:
     numbers = numbers[:]
     if numbers and not 0 <= min(numbers) <= max(numbers) < len(table):
         raise ValueError(f"samples: entries {_head(numbers)} of a table of {len(table)}")
     return map(table.__getitem__, numbers)
 
 
-def _known_reasons(reasons: Sequence[types_pb2.FinishReason.ValueType]) -> Sequence[FinishReason]:
+def _check_reasons(reasons: Sequence[types_pb2.FinishReason.ValueType]) -> Sequence[FinishReason]:
     if unknown := set(reasons) - _REASON_FROM_WIRE.keys():
         raise ValueError(f"samples: unknown finish reasons {sorted(unknown)}")
     return [_REASON_FROM_WIRE[reason] for reason in reasons]

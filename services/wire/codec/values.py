@@ -25,7 +25,7 @@ def put_tensor(message: types_pb2.Tensor, array: NDArray[np.generic]) -> None:
 
 
 def decode_tensor(message: types_pb2.Tensor) -> NDArray[np.generic]:
-    """A read-only view of the message's bytes. Raises ValueError where size and shape disagree."""
+    """A read-only view of the message's bytes. Raises ValueError if size and shape disagree."""
     dtype = np.dtype(message.dtype).newbyteorder("<")
     return np.frombuffer(message.data, dtype).reshape(tuple(message.shape))
 

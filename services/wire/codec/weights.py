@@ -10,14 +10,14 @@ from atoll.wire.codec.values import decode_tensor, decode_version, encode_tensor
 from atoll.wire.types import (
     BOX,
     TRANSFER,
-    Catalog,
     LoraSpec,
     Membership,
     Plan,
-    Published,
+    PublishedPart,
     PublishRequest,
     PushPart,
     ReceiverSetup,
+    ShardLayout,
     StreamManifest,
     Version,
 )
@@ -26,27 +26,27 @@ from atoll.wire.v1 import rollout_pb2, trainer_pb2, types_pb2, worker_pb2
 MAX_INFLATED_BYTES = 512 << 20  # of decompressed boxes: five times those of the largest plan that was made
 
 
-def encode_boxes(tensors: Sequence[str], rows: NDArray[np.void]) -> types_pb2.Boxes:
+def encode_box_table(tensors: Sequence[str], rows: NDArray[np.void]) -> types_pb2.BoxTable:
     """A structured array of integers as columns, in the order of its fields. They are so regular that a plan
     of 825,000 transfers, 94 MiB, becomes 6 (benchmarks/plan_scale.py)."""
     assert rows.dtype.names is not None
     names = "".join(f"{tensor}\0" for tensor in tensors).encode()
     columns = b"".join(rows[name].astype("<i8").tobytes() for name in rows.dtype.names)
-    return types_pb2.Boxes(tensors=zlib.compress(names, 1), columns=zlib.compress(columns, 1))
+    return types_pb2.BoxTable(tensors=zlib.compress(names, 1), columns=zlib.compress(columns, 1))
 
 
-def decode_boxes(
-    message: types_pb2.Boxes, dtype: np.dtype[np.void]
+def decode_box_table(
+    message: types_pb2.BoxTable, dtype: np.dtype[np.void]
 ) -> tuple[tuple[str, ...], NDArray[np.void]]:
     assert dtype.names is not None
-    columns = np.frombuffer(_inflated(message.columns), "<i8").reshape(len(dtype.names), -1)
+    columns = np.frombuffer(_inflate(message.columns), "<i8").reshape(len(dtype.names), -1)
     rows = np.empty(columns.shape[1], dtype)
     for name, column in zip(dtype.names, columns, strict=True):
         rows[name] = column
-    return tuple(_inflated(message.tensors).decode().split("\0")[:-1]), rows
+    return tuple(_inflate(message.tensors).decode().split("\0")[:-1]), rows
 
 
-def _inflated(data: bytes) -> bytes:
+def _inflate(data: bytes) -> bytes:
     """Raises ValueError for what is not zlib's, or larger than any boxes are."""
     try:
         stream = zlib.decompressobj()
@@ -58,24 +58,24 @@ def _inflated(data: bytes) -> bytes:
     return content
 
 
-def encode_catalog(catalog: Catalog) -> types_pb2.Boxes:
-    return encode_boxes(catalog.tensors, catalog.boxes)
+def encode_shard_layout(shard_layout: ShardLayout) -> types_pb2.BoxTable:
+    return encode_box_table(shard_layout.tensors, shard_layout.boxes)
 
 
-def decode_catalog(message: types_pb2.Boxes) -> Catalog:
+def decode_shard_layout(message: types_pb2.BoxTable) -> ShardLayout:
     """Raises ValueError for boxes of tensors that it does not name."""
-    names, boxes = decode_boxes(message, BOX)
+    names, boxes = decode_box_table(message, BOX)
     if len(boxes) and not 0 <= boxes["tensor"].min() <= boxes["tensor"].max() < len(names):
         raise ValueError(f"boxes: a tensor that is not among the {len(names)} named")
-    return Catalog(names, boxes)
+    return ShardLayout(names, boxes)
 
 
 def encode_plan(plan: Plan) -> types_pb2.Plan:
-    return types_pb2.Plan(id=plan.id, transfers=encode_boxes(plan.tensors, plan.transfers))
+    return types_pb2.Plan(id=plan.id, transfers=encode_box_table(plan.tensors, plan.transfers))
 
 
 def decode_plan(message: types_pb2.Plan) -> Plan:
-    return Plan(message.id, *decode_boxes(message.transfers, TRANSFER))
+    return Plan(message.id, *decode_box_table(message.transfers, TRANSFER))
 
 
 def encode_stream(stream: StreamManifest) -> types_pb2.StreamManifest:
@@ -156,7 +156,7 @@ def decode_publish(message: trainer_pb2.PublishWeightsRequest) -> PublishRequest
     )
 
 
-def encode_published(published: Published) -> trainer_pb2.PublishWeightsReply:
+def encode_published(published: PublishedPart) -> trainer_pb2.PublishWeightsReply:
     return trainer_pb2.PublishWeightsReply(
         streams=[encode_stream(stream) for stream in published.streams],
         num_bytes=published.num_bytes,
@@ -164,9 +164,9 @@ def encode_published(published: Published) -> trainer_pb2.PublishWeightsReply:
     )
 
 
-def decode_published(message: trainer_pb2.PublishWeightsReply) -> Published:
+def decode_published(message: trainer_pb2.PublishWeightsReply) -> PublishedPart:
     streams = tuple(decode_stream(stream) for stream in message.streams)
-    return Published(streams, message.num_bytes, message.last)
+    return PublishedPart(streams, message.num_bytes, message.last)
 
 
 def encode_attach(version: Version, setup: ReceiverSetup) -> worker_pb2.AttachRequest:

@@ -19,7 +19,7 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class Service(_message.Message):
+class ServiceEntry(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
@@ -48,7 +48,7 @@ class Service(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Service: _TypeAlias = Service  # noqa: Y015
+Global___ServiceEntry: _TypeAlias = ServiceEntry  # noqa: Y015
 
 @_typing.final
 class RegisterRequest(_message.Message):
@@ -56,11 +56,11 @@ class RegisterRequest(_message.Message):
 
     SERVICE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def service(self) -> Global___Service: ...
+    def service(self) -> Global___ServiceEntry: ...
     def __init__(
         self,
         *,
-        service: Global___Service | None = ...,
+        service: Global___ServiceEntry | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -99,11 +99,11 @@ class HeartbeatRequest(_message.Message):
 
     SERVICE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def service(self) -> Global___Service: ...
+    def service(self) -> Global___ServiceEntry: ...
     def __init__(
         self,
         *,
-        service: Global___Service | None = ...,
+        service: Global___ServiceEntry | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -142,11 +142,11 @@ class DeregisterRequest(_message.Message):
 
     SERVICE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def service(self) -> Global___Service: ...
+    def service(self) -> Global___ServiceEntry: ...
     def __init__(
         self,
         *,
-        service: Global___Service | None = ...,
+        service: Global___ServiceEntry | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -250,23 +250,23 @@ class ServerHealth(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SERVER_FIELD_NUMBER: _builtins.int
-    WELL_FIELD_NUMBER: _builtins.int
+    HEALTHY_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
-    well: _builtins.bool
+    healthy: _builtins.bool
     cause: _builtins.str
-    """why it gets no calls"""
+    """reason for getting no calls"""
     @_builtins.property
     def server(self) -> Global___ExternalServer: ...
     def __init__(
         self,
         *,
         server: Global___ExternalServer | None = ...,
-        well: _builtins.bool = ...,
+        healthy: _builtins.bool = ...,
         cause: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["server", b"server"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "server", b"server", "well", b"well"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "healthy", b"healthy", "server", b"server"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -294,7 +294,7 @@ Global___AddServerRequest: _TypeAlias = AddServerRequest  # noqa: Y015
 
 @_typing.final
 class AddServerReply(_message.Message):
-    """Says nothing of what the server answered: whoever may register one could read any page by that."""
+    """Does not contain the server's response: otherwise, whoever may register a server could read any page."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -418,7 +418,7 @@ class StatusReply(_message.Message):
     revision: _builtins.int
     """from 1; grows with every change of state, step, services or servers"""
     @_builtins.property
-    def services(self) -> _containers.RepeatedCompositeFieldContainer[Global___Service]: ...
+    def services(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServiceEntry]: ...
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """the last finished step's"""
@@ -434,7 +434,7 @@ class StatusReply(_message.Message):
         num_steps: _builtins.int = ...,
         version: _builtins.int = ...,
         error: _builtins.str = ...,
-        services: _abc.Iterable[Global___Service] | None = ...,
+        services: _abc.Iterable[Global___ServiceEntry] | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         revision: _builtins.int = ...,
         servers: _abc.Iterable[Global___ServerHealth] | None = ...,

@@ -90,7 +90,7 @@ class CoordinatorServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """Services announce themselves and keep a lease; one that lapses leaves the run.
+        """Services register and keep a lease; a service leaves the run when its lease lapses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,7 +109,7 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AddServer(self, request, context):
-        """Servers of other people: probed at once, refused where they do not answer as their protocol says.
+        """External servers: probed at once, refused if they violate their protocol.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,11 +32,11 @@ class CoordinatorStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CoordinatorAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterRequest, _coordinator_pb2.RegisterReply]
-    """Services announce themselves and keep a lease; one that lapses leaves the run."""
+    """Services register and keep a lease; a service leaves the run when its lease lapses."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]
     Deregister: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterRequest, _coordinator_pb2.DeregisterReply]
     AddServer: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AddServerRequest, _coordinator_pb2.AddServerReply]
-    """Servers of other people: probed at once, refused where they do not answer as their protocol says."""
+    """External servers: probed at once, refused if they violate their protocol."""
     RemoveServer: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RemoveServerRequest, _coordinator_pb2.RemoveServerReply]
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
     """Answers as soon as there is something that the caller has not seen; else shortly before the deadline."""
@@ -49,11 +49,11 @@ class CoordinatorStub:
 class CoordinatorAsyncStub(CoordinatorStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterRequest, _coordinator_pb2.RegisterReply]  # type: ignore[assignment]
-    """Services announce themselves and keep a lease; one that lapses leaves the run."""
+    """Services register and keep a lease; a service leaves the run when its lease lapses."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]  # type: ignore[assignment]
     Deregister: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterRequest, _coordinator_pb2.DeregisterReply]  # type: ignore[assignment]
     AddServer: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AddServerRequest, _coordinator_pb2.AddServerReply]  # type: ignore[assignment]
-    """Servers of other people: probed at once, refused where they do not answer as their protocol says."""
+    """External servers: probed at once, refused if they violate their protocol."""
     RemoveServer: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RemoveServerRequest, _coordinator_pb2.RemoveServerReply]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
     """Answers as soon as there is something that the caller has not seen; else shortly before the deadline."""
@@ -69,7 +69,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.RegisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.RegisterReply, _abc.Awaitable[_coordinator_pb2.RegisterReply]]:
-        """Services announce themselves and keep a lease; one that lapses leaves the run."""
+        """Services register and keep a lease; a service leaves the run when its lease lapses."""
 
     @_abc_1.abstractmethod
     def Heartbeat(
@@ -91,7 +91,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.AddServerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.AddServerReply, _abc.Awaitable[_coordinator_pb2.AddServerReply]]:
-        """Servers of other people: probed at once, refused where they do not answer as their protocol says."""
+        """External servers: probed at once, refused if they violate their protocol."""
 
     @_abc_1.abstractmethod
     def RemoveServer(

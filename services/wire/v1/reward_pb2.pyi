@@ -149,7 +149,7 @@ class ScoreItem(_message.Message):
 
     @_builtins.property
     def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """what the environment said of it"""
+        """the environment's output"""
 
     def __init__(
         self,
@@ -492,7 +492,7 @@ class DescribeReply(_message.Message):
     SANDBOX_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_FIELD_NUMBER: _builtins.int
     sandbox: _builtins.str
-    """what separates programs from this machine: "landlock, seccomp, namespaces" """
+    """isolation of programs: "landlock, seccomp, namespaces" """
     max_queued: _builtins.int
     """responses and programs that it holds at once, over all calls; 0: it does not say"""
     @_builtins.property

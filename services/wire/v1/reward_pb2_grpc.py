@@ -64,7 +64,7 @@ class RewardServicer(object):
     """
 
     def Score(self, request, context):
-        """Streams one verdict per item, as they are ready. A reply without verdicts says that it is still at work.
+        """Streams one verdict per item, as they are ready. A reply without verdicts is a keep-alive.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,7 +84,7 @@ class RewardServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Reload(self, request, context):
-        """Imports the user's own graders anew; what is being graded ends with the old ones.
+        """Reloads the user's own graders; responses being graded finish with the old ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,12 +36,12 @@ class RewardStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardAsyncStub: ...
     Score: _grpc.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreReply]
-    """Streams one verdict per item, as they are ready. A reply without verdicts says that it is still at work."""
+    """Streams one verdict per item, as they are ready. A reply without verdicts is a keep-alive."""
     Execute: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ExecuteRequest, _reward_pb2.ExecuteReply]
     """Runs a Python program in a sandbox of its own."""
     Describe: _grpc.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeReply]
     Reload: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ReloadRequest, _reward_pb2.ReloadReply]
-    """Imports the user's own graders anew; what is being graded ends with the old ones."""
+    """Reloads the user's own graders; responses being graded finish with the old ones."""
 
 @_typing.type_check_only
 class RewardAsyncStub(RewardStub):
@@ -51,12 +51,12 @@ class RewardAsyncStub(RewardStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreReply]  # type: ignore[assignment]
-    """Streams one verdict per item, as they are ready. A reply without verdicts says that it is still at work."""
+    """Streams one verdict per item, as they are ready. A reply without verdicts is a keep-alive."""
     Execute: _aio.UnaryUnaryMultiCallable[_reward_pb2.ExecuteRequest, _reward_pb2.ExecuteReply]  # type: ignore[assignment]
     """Runs a Python program in a sandbox of its own."""
     Describe: _aio.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeReply]  # type: ignore[assignment]
     Reload: _aio.UnaryUnaryMultiCallable[_reward_pb2.ReloadRequest, _reward_pb2.ReloadReply]  # type: ignore[assignment]
-    """Imports the user's own graders anew; what is being graded ends with the old ones."""
+    """Reloads the user's own graders; responses being graded finish with the old ones."""
 
 class RewardServicer(metaclass=_abc_1.ABCMeta):
     """What `atoll register reward NAME URL --protocol grpc` joins: Score and Describe are all that such a server
@@ -69,7 +69,7 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reward_pb2.ScoreReply], _abc.AsyncIterator[_reward_pb2.ScoreReply]]:
-        """Streams one verdict per item, as they are ready. A reply without verdicts says that it is still at work."""
+        """Streams one verdict per item, as they are ready. A reply without verdicts is a keep-alive."""
 
     @_abc_1.abstractmethod
     def Execute(
@@ -92,6 +92,6 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ReloadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ReloadReply, _abc.Awaitable[_reward_pb2.ReloadReply]]:
-        """Imports the user's own graders anew; what is being graded ends with the old ones."""
+        """Reloads the user's own graders; responses being graded finish with the old ones."""
 
 def add_RewardServicer_to_server(servicer: RewardServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

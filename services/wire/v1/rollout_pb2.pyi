@@ -28,25 +28,25 @@ class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
     PAUSE_MODE_WAIT: _PauseMode.ValueType  # 1
-    """sequences that run end of themselves"""
+    """running sequences end by themselves"""
     PAUSE_MODE_IN_PLACE: _PauseMode.ValueType  # 2
     """they stop between two tokens and keep their keys and values"""
     PAUSE_MODE_RETRACT: _PauseMode.ValueType  # 3
-    """they go back to the queue, keys and values are computed anew"""
+    """they return to the queue; keys and values are recomputed"""
     PAUSE_MODE_ABORT: _PauseMode.ValueType  # 4
-    """they end at once, with partial output, and so does what is queued"""
+    """they end at once with partial output, like queued ones"""
 
 class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper): ...
 
 PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
 PAUSE_MODE_WAIT: PauseMode.ValueType  # 1
-"""sequences that run end of themselves"""
+"""running sequences end by themselves"""
 PAUSE_MODE_IN_PLACE: PauseMode.ValueType  # 2
 """they stop between two tokens and keep their keys and values"""
 PAUSE_MODE_RETRACT: PauseMode.ValueType  # 3
-"""they go back to the queue, keys and values are computed anew"""
+"""they return to the queue; keys and values are recomputed"""
 PAUSE_MODE_ABORT: PauseMode.ValueType  # 4
-"""they end at once, with partial output, and so does what is queued"""
+"""they end at once with partial output, like queued ones"""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 @_typing.final
@@ -317,9 +317,7 @@ class CommitWeightsRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     FINISH_RUNNING_FIELD_NUMBER: _builtins.int
     finish_running: _builtins.bool
-    """End the sequences that run before the commit (as Pause with WAIT and Resume around it would); else they
-    go on with the new weights from one token to the next.
-    """
+    """End the sequences that run before the commit (as Pause with WAIT and Resume around it would); otherwise they continue with the new weights."""
     @_builtins.property
     def version(self) -> _types_pb2.Version: ...
     def __init__(
@@ -506,7 +504,7 @@ class RolloutInfoReply(_message.Message):
     MAX_LENGTH_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
-    BOXES_FIELD_NUMBER: _builtins.int
+    SHARD_LAYOUTS_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
@@ -514,9 +512,9 @@ class RolloutInfoReply(_message.Message):
     incarnation: _builtins.str
     vocab_size: _builtins.int
     max_length: _builtins.int
-    """prompt and response tokens of one sequence"""
+    """prompt and response tokens per sequence"""
     slots: _builtins.int
-    """sequences decoded at once"""
+    """concurrent sequences"""
     dtype: _builtins.str
     running: _builtins.int
     queued: _builtins.int
@@ -524,7 +522,7 @@ class RolloutInfoReply(_message.Message):
     @_builtins.property
     def version(self) -> _types_pb2.Version: ...
     @_builtins.property
-    def boxes(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Boxes]:
+    def shard_layouts(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.BoxTable]:
         """per tensor-parallel rank: where it keeps each canonical tensor"""
 
     def __init__(
@@ -537,14 +535,14 @@ class RolloutInfoReply(_message.Message):
         max_length: _builtins.int = ...,
         slots: _builtins.int = ...,
         dtype: _builtins.str = ...,
-        boxes: _abc.Iterable[_types_pb2.Boxes] | None = ...,
+        shard_layouts: _abc.Iterable[_types_pb2.BoxTable] | None = ...,
         running: _builtins.int = ...,
         queued: _builtins.int = ...,
         tokens_generated: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "dtype", b"dtype", "incarnation", b"incarnation", "max_length", b"max_length", "name", b"name", "queued", b"queued", "running", b"running", "slots", b"slots", "tokens_generated", b"tokens_generated", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "incarnation", b"incarnation", "max_length", b"max_length", "name", b"name", "queued", b"queued", "running", b"running", "shard_layouts", b"shard_layouts", "slots", b"slots", "tokens_generated", b"tokens_generated", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

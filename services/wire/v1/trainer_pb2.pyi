@@ -79,8 +79,8 @@ class TrainerInfoReply(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
-    SHARDS_FIELD_NUMBER: _builtins.int
-    SHARD_OF_RANK_FIELD_NUMBER: _builtins.int
+    SHARD_LAYOUTS_FIELD_NUMBER: _builtins.int
+    SHARD_LAYOUT_OF_RANK_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     CONTEXT_PARALLEL_FIELD_NUMBER: _builtins.int
@@ -96,11 +96,11 @@ class TrainerInfoReply(_message.Message):
     context_parallel: _builtins.int
     expert_parallel: _builtins.int
     @_builtins.property
-    def shards(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Boxes]:
-        """where ranks keep each canonical tensor; those that several keep alike, once"""
+    def shard_layouts(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.BoxTable]:
+        """per distinct layout: where ranks keep each canonical tensor"""
 
     @_builtins.property
-    def shard_of_rank(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def shard_layout_of_rank(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """that this service holds: one, or the actor with its reference"""
@@ -115,8 +115,8 @@ class TrainerInfoReply(_message.Message):
         num_parameters: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         tokenizer_digest: _builtins.str = ...,
-        shards: _abc.Iterable[_types_pb2.Boxes] | None = ...,
-        shard_of_rank: _abc.Iterable[_builtins.int] | None = ...,
+        shard_layouts: _abc.Iterable[_types_pb2.BoxTable] | None = ...,
+        shard_layout_of_rank: _abc.Iterable[_builtins.int] | None = ...,
         roles: _abc.Iterable[_builtins.str] | None = ...,
         pipeline_parallel: _builtins.int = ...,
         context_parallel: _builtins.int = ...,
@@ -124,7 +124,7 @@ class TrainerInfoReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_parallel", b"context_parallel", "data_parallel", b"data_parallel", "expert_parallel", b"expert_parallel", "model", b"model", "num_parameters", b"num_parameters", "pipeline_parallel", b"pipeline_parallel", "roles", b"roles", "shard_of_rank", b"shard_of_rank", "shards", b"shards", "tensor_parallel", b"tensor_parallel", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_parallel", b"context_parallel", "data_parallel", b"data_parallel", "expert_parallel", b"expert_parallel", "model", b"model", "num_parameters", b"num_parameters", "pipeline_parallel", b"pipeline_parallel", "roles", b"roles", "shard_layout_of_rank", b"shard_layout_of_rank", "shard_layouts", b"shard_layouts", "tensor_parallel", b"tensor_parallel", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

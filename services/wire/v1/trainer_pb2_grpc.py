@@ -112,7 +112,7 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Progress(self, request, context):
-        """Answered at once, whatever else runs: calls that take as long as their work are waited for while this grows.
+        """Answered at once; long calls are awaited as long as this number grows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,7 +153,7 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Copies the state and returns; it is written while other calls go on. A second save waits for the first.
+        """Copies the state and returns; it is written while other calls continue. A second save waits for the first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,7 +187,7 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Offload(self, request, context):
-        """Moves the model's memory to the host; later calls bring back what they need of it.
+        """Offloads the model's memory to the host; later calls move back what they need.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

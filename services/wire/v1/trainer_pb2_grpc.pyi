@@ -34,7 +34,7 @@ class TrainerStub:
     def __new__(cls, channel: _aio.Channel) -> TrainerAsyncStub: ...
     Info: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainerInfoRequest, _trainer_pb2.TrainerInfoReply]
     Progress: _grpc.UnaryUnaryMultiCallable[_types_pb2.ProgressRequest, _types_pb2.ProgressReply]
-    """Answered at once, whatever else runs: calls that take as long as their work are waited for while this grows."""
+    """Answered at once; long calls are awaited as long as this number grows."""
     ComputeLogprobs: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsReply]
     """Each chunk holds whole groups; replies keep the order of the tokens."""
     ComputeValues: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesReply]
@@ -45,7 +45,7 @@ class TrainerStub:
     """Applies the accumulated gradients. Idempotent by StepKey."""
     PublishWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsReply]
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]
-    """Copies the state and returns; it is written while other calls go on. A second save waits for the first."""
+    """Copies the state and returns; it is written while other calls continue. A second save waits for the first."""
     WaitCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WaitCheckpointRequest, _trainer_pb2.WaitCheckpointReply]
     """Returns once the last save is written, or says why it could not be."""
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointReply]
@@ -54,14 +54,14 @@ class TrainerStub:
     LoadHF: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadHFRequest, _trainer_pb2.LoadHFReply]
     """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is."""
     Offload: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OffloadRequest, _trainer_pb2.OffloadReply]
-    """Moves the model's memory to the host; later calls bring back what they need of it."""
+    """Offloads the model's memory to the host; later calls move back what they need."""
 
 @_typing.type_check_only
 class TrainerAsyncStub(TrainerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Info: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainerInfoRequest, _trainer_pb2.TrainerInfoReply]  # type: ignore[assignment]
     Progress: _aio.UnaryUnaryMultiCallable[_types_pb2.ProgressRequest, _types_pb2.ProgressReply]  # type: ignore[assignment]
-    """Answered at once, whatever else runs: calls that take as long as their work are waited for while this grows."""
+    """Answered at once; long calls are awaited as long as this number grows."""
     ComputeLogprobs: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsReply]  # type: ignore[assignment]
     """Each chunk holds whole groups; replies keep the order of the tokens."""
     ComputeValues: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesReply]  # type: ignore[assignment]
@@ -72,7 +72,7 @@ class TrainerAsyncStub(TrainerStub):
     """Applies the accumulated gradients. Idempotent by StepKey."""
     PublishWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsReply]  # type: ignore[assignment]
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]  # type: ignore[assignment]
-    """Copies the state and returns; it is written while other calls go on. A second save waits for the first."""
+    """Copies the state and returns; it is written while other calls continue. A second save waits for the first."""
     WaitCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WaitCheckpointRequest, _trainer_pb2.WaitCheckpointReply]  # type: ignore[assignment]
     """Returns once the last save is written, or says why it could not be."""
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointReply]  # type: ignore[assignment]
@@ -81,7 +81,7 @@ class TrainerAsyncStub(TrainerStub):
     LoadHF: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadHFRequest, _trainer_pb2.LoadHFReply]  # type: ignore[assignment]
     """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is."""
     Offload: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OffloadRequest, _trainer_pb2.OffloadReply]  # type: ignore[assignment]
-    """Moves the model's memory to the host; later calls bring back what they need of it."""
+    """Offloads the model's memory to the host; later calls move back what they need."""
 
 class TrainerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -97,7 +97,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _types_pb2.ProgressRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_types_pb2.ProgressReply, _abc.Awaitable[_types_pb2.ProgressReply]]:
-        """Answered at once, whatever else runs: calls that take as long as their work are waited for while this grows."""
+        """Answered at once; long calls are awaited as long as this number grows."""
 
     @_abc_1.abstractmethod
     def ComputeLogprobs(
@@ -144,7 +144,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointReply, _abc.Awaitable[_trainer_pb2.SaveCheckpointReply]]:
-        """Copies the state and returns; it is written while other calls go on. A second save waits for the first."""
+        """Copies the state and returns; it is written while other calls continue. A second save waits for the first."""
 
     @_abc_1.abstractmethod
     def WaitCheckpoint(
@@ -183,6 +183,6 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.OffloadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.OffloadReply, _abc.Awaitable[_trainer_pb2.OffloadReply]]:
-        """Moves the model's memory to the host; later calls bring back what they need of it."""
+        """Offloads the model's memory to the host; later calls move back what they need."""
 
 def add_TrainerServicer_to_server(servicer: TrainerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -659,8 +659,8 @@ class Segments(_message.Message):
 Global___Segments: _TypeAlias = Segments  # noqa: Y015
 
 @_typing.final
-class Boxes(_message.Message):
-    """Two-dimensional boxes of named tensors; the columns are BOX in services/wire/types.py."""
+class BoxTable(_message.Message):
+    """Boxes or transfers of named tensors; the columns are BOX or TRANSFER in services/wire/types.py."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -682,7 +682,7 @@ class Boxes(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Boxes: _TypeAlias = Boxes  # noqa: Y015
+Global___BoxTable: _TypeAlias = BoxTable  # noqa: Y015
 
 @_typing.final
 class Plan(_message.Message):
@@ -695,14 +695,14 @@ class Plan(_message.Message):
     id: _builtins.str
     """digest of its content"""
     @_builtins.property
-    def transfers(self) -> Global___Boxes:
+    def transfers(self) -> Global___BoxTable:
         """the columns are TRANSFER in services/wire/types.py"""
 
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
-        transfers: Global___Boxes | None = ...,
+        transfers: Global___BoxTable | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["transfers", b"transfers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -784,7 +784,7 @@ class ProgressReply(_message.Message):
 
     COUNT_FIELD_NUMBER: _builtins.int
     count: _builtins.int
-    """changes for as long as the service gets on with what it was asked to do"""
+    """changes while the service makes progress"""
     def __init__(
         self,
         *,

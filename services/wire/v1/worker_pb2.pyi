@@ -89,22 +89,22 @@ Global___Lora: _TypeAlias = Lora  # noqa: Y015
 class AttachReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    BOXES_FIELD_NUMBER: _builtins.int
+    SHARD_LAYOUT_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     @_builtins.property
-    def boxes(self) -> _types_pb2.Boxes:
+    def shard_layout(self) -> _types_pb2.BoxTable:
         """where this rank keeps its part of each canonical tensor"""
 
     def __init__(
         self,
         *,
-        boxes: _types_pb2.Boxes | None = ...,
+        shard_layout: _types_pb2.BoxTable | None = ...,
         dtype: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shard_layout", b"shard_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "dtype", b"dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "shard_layout", b"shard_layout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -151,11 +151,11 @@ class ReadRequest(_message.Message):
 
     BOXES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def boxes(self) -> _types_pb2.Boxes: ...
+    def boxes(self) -> _types_pb2.BoxTable: ...
     def __init__(
         self,
         *,
-        boxes: _types_pb2.Boxes | None = ...,
+        boxes: _types_pb2.BoxTable | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

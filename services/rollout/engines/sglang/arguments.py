@@ -1,4 +1,4 @@
-"""How a SGLang server is started: its command line and environment. Pure."""
+"""Command line and environment of an SGLang server. Pure."""
 
 import json
 import os
@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from atoll.runtime.errors import UserError
 
-# What the engine decides itself, and why.
-OURS: Final = {
+# Arguments set by the engine, and why.
+RESERVED: Final = {
     "model_path": "it is model.path",
     "dtype": "it is rollout.dtype",
     "host": "the server answers on loopback alone",
@@ -28,8 +28,8 @@ def arguments_of(
     """SGLang's command line. `user` is what [rollout.sglang] has beside device and tp_size, `ours` what the
     engine adds: underscores become dashes, true is the bare flag, false leaves it out. Raises UserError for
     a key that is the engine's."""
-    if taken := sorted(user.keys() & OURS.keys()):
-        raise UserError(f"rollout.sglang.{taken[0]} is not yours to set: {OURS[taken[0]]}; leave it out")
+    if taken := sorted(user.keys() & RESERVED.keys()):
+        raise UserError(f"rollout.sglang.{taken[0]} cannot be set: {RESERVED[taken[0]]}; leave it out")
     # of samples that share a prompt, one computes it; a line in the log for each sample would be too many
     defaults: dict[str, Any] = {"schedule_policy": "lpm", "log_level_http": "warning"}
     if device == "cpu":

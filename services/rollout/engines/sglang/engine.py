@@ -1,8 +1,8 @@
-"""The SGLang engine: a stock SGLang server as a child process, and what the service adds to it.
+"""The SGLang engine: a stock SGLang server as a child process, with admission, pausing and weight updates.
 
-SGLang batches, samples, and counts which tokens came from which weights. Here stands who may go in: at most
-`slots` samples at a time, and none while generation is paused, so that a sample which waits is computed with
-the weights that are live when its turn comes.
+SGLang batches, samples, and counts which tokens came from which weights. This module controls admission: at
+most `slots` samples at a time, and none while generation is paused, so that waiting samples use the weights
+that are live when they start.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from atoll.rollout.engines.checks import check_request, check_sequence
 from atoll.rollout.engines.sglang import messages
 from atoll.rollout.engines.sglang.arguments import arguments_of, environment_of
 from atoll.rollout.engines.sglang.messages import SGLangError
-from atoll.rollout.engines.sglang.server import Server
+from atoll.rollout.engines.sglang.server import SGLangServer
 from atoll.rollout.engines.sglang.workers import Workers
 from atoll.runtime.errors import EngineDiedError, UserError
 from atoll.runtime.model_spec import read_spec
 from atoll.wire.types import (
-    Catalog,
     FinishReason,
     Float32,
     Int32,
     PauseMode,
     PushPart,
     ReceiverSetup,
+    ShardLayout,
     TurnId,
     TurnRequest,
     Version,
@@ -39,13 +39,13 @@ from atoll.wire.types import (
 
 T = TypeVar("T")
 
-ABORT_AGAIN_S: Final = 0.5  # an abort that overtakes its request on the way to SGLang finds nothing
+ABORT_AGAIN_S: Final = 0.5  # an abort that overtakes its request has no effect
 STOPPED_MODES: Final = {PauseMode.IN_PLACE: "in_place", PauseMode.RETRACT: "retract"}  # as SGLang calls them
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the server has room for."""
+class ServerLimits:
+    """The server's limits."""
 
     slots: int  # samples at once
     max_length: int  # tokens of prompt and response
@@ -53,13 +53,13 @@ class Limits:
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
-    """One sample, and whom it goes to."""
+class _SampleJob:
+    """One sample and its caller."""
 
     request: TurnRequest
     id: TurnId
     inbox: asyncio.Queue[Completion | Exception]
-    rid: str = ""  # SGLang's name for it: new at every try
+    rid: str = ""  # SGLang's request id: new at every try
     aborted: bool = False
 
 
@@ -71,23 +71,29 @@ class SGLangEngine:
     memory, and is aborted before SGLang takes it up again, is yielded without the tokens that it had."""
 
     def __init__(
-        self, server: Server, workers: Workers, limits: Limits, vocab_size: int, dtype: str, version: Version
+        self,
+        server: SGLangServer,
+        workers: Workers,
+        limits: ServerLimits,
+        vocab_size: int,
+        dtype: str,
+        version: Version,
     ) -> None:
         """`version` names the weights that the server has."""
         self._server, self._workers, self._limits = server, workers, limits
         self._vocab_size, self._dtype, self._version = vocab_size, dtype, version
-        self._queue: deque[_Job] = deque()
-        self._running: dict[_Job, asyncio.Task[None]] = {}
+        self._queue: deque[_SampleJob] = deque()
+        self._running: dict[_SampleJob, asyncio.Task[None]] = {}
         self._inboxes: set[asyncio.Queue[Completion | Exception]] = set()  # of all `generate` calls
         self._aborting: set[asyncio.Task[None]] = set()
-        self._changes: set[asyncio.Task[Any]] = set()  # of weights, and of how SGLang stands
+        self._changes: set[asyncio.Task[Any]] = set()  # of weights and of pausing
         self._tries = 0
         self._tokens_generated = 0
         self._tokens_prefilled = 0
         self._answers = 0  # of its schedulers, to `progress`
         self._pause: PauseMode | None = None
         self._committing = False
-        self._stopped: PauseMode | None = None  # how SGLang stands still
+        self._stopped: PauseMode | None = None  # how SGLang is paused
         self._control = asyncio.Lock()  # of what changes `_stopped`
         server.exit.add_done_callback(lambda _: self._fail())
 
@@ -104,7 +110,7 @@ class SGLangEngine:
         setup: ReceiverSetup,
     ) -> Self:
         """Serves the model; `version` names the weights in the folder. Raises UserError for a model or an
-        argument that SGLang refuses, EngineDiedError where it does not come up."""
+        argument that SGLang refuses, EngineDiedError if it does not come up."""
         vocab_size = read_spec(folder).vocab_size
         ours = {"model_path": folder, "dtype": dtype, "weight_version": messages.version_text(version)}
         arguments = arguments_of(config.model_extra or {}, ours, config.device, config.tp_size)
@@ -112,7 +118,7 @@ class SGLangEngine:
         async with AsyncExitStack() as undo:
             workers = Workers(config.tp_size, version, setup)
             undo.push_async_callback(workers.close)
-            server = await Server.start(
+            server = await SGLangServer.start(
                 arguments + workers.arguments, environment | workers.environment, start_timeout_s
             )
             undo.push_async_callback(server.close)
@@ -151,7 +157,7 @@ class SGLangEngine:
             raise self._server.death()
         inbox: asyncio.Queue[Completion | Exception] = asyncio.Queue()
         self._inboxes.add(inbox)
-        jobs = [_Job(request, id, inbox) for request in requests for id in request.ids]
+        jobs = [_SampleJob(request, id, inbox) for request in requests for id in request.ids]
         self._queue.extend(jobs)
         self._admit()
         missing = len(jobs)
@@ -198,8 +204,8 @@ class SGLangEngine:
         ]
         return [messages.parse_scores(answer) for answer in await asyncio.gather(*answers)]
 
-    def catalogs(self) -> tuple[Catalog, ...]:
-        return self._workers.catalogs()
+    def shard_layouts(self) -> tuple[ShardLayout, ...]:
+        return self._workers.shard_layouts()
 
     async def receive(self, part: PushPart) -> int:
         return await self._workers.receive(part)
@@ -214,7 +220,7 @@ class SGLangEngine:
         sums = await self._workers.checksums()  # after a commit that is under way
         return self._version, sums
 
-    async def failed(self) -> None:
+    async def wait_for_failure(self) -> None:
         await asyncio.wait({self._server.exit})
         raise self._server.death()
 
@@ -223,8 +229,9 @@ class SGLangEngine:
         await self._workers.close()
 
     async def _to_its_end(self, change: Coroutine[Any, Any, T]) -> T:
-        """What has begun goes on though the caller leaves: half-way, SGLang stands still, or has weights that
-        nothing here knows of."""
+        """Runs to the end even if the caller is cancelled: half-way, SGLang would be paused or have unknown
+        weights.
+        """
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
@@ -233,7 +240,7 @@ class SGLangEngine:
     async def _commit(self, version: Version) -> float:
         if version == self._version:
             return 0.0
-        async with self._control, self._workers.prepared(version):
+        async with self._control, self._workers.prepare(version):
             started = time.perf_counter()
             stopped = self._stopped
             self._committing = True
@@ -254,7 +261,7 @@ class SGLangEngine:
             return time.perf_counter() - started
 
     def _admit(self) -> None:
-        """Hands over what may go in."""
+        """Submits jobs that may start."""
         while (
             self._queue
             and self._pause is None
@@ -266,7 +273,7 @@ class SGLangEngine:
             job.rid = f"{self._tries}:{job.id}"
             self._running[job] = asyncio.create_task(self._run(job, self._version))
 
-    async def _run(self, job: _Job, version: Version) -> None:
+    async def _run(self, job: _SampleJob, version: Version) -> None:
         """Generates one sample and delivers it; ends with SGLang's answer or the server's death."""
         outcome: Completion | Exception | None
         try:
@@ -280,7 +287,7 @@ class SGLangEngine:
             job.inbox.put_nowait(outcome)
         self._admit()
 
-    async def _generate(self, job: _Job, version: Version) -> Completion | None:
+    async def _generate(self, job: _SampleJob, version: Version) -> Completion | None:
         """None: to be generated again. A request that reached SGLang's scheduler after other weights than
         its key's came there may have met keys and values of the old ones."""
         started = time.time()
@@ -297,7 +304,7 @@ class SGLangEngine:
             raise SGLangError(f"SGLang gave up {job.id}: {answer['meta_info']['finish_reason']}")
         return completion if completion.spans[0].version == version else None
 
-    def _end(self, jobs: Iterable[_Job]) -> int:
+    def _end(self, jobs: Iterable[_SampleJob]) -> int:
         """Aborts those that have not ended; returns how many."""
         alive = [job for job in jobs if not job.aborted]
         waiting, running = set(self._queue).intersection(alive), self._running.keys() & set(alive)
@@ -305,31 +312,32 @@ class SGLangEngine:
             job.aborted = True
         self._queue = deque(job for job in self._queue if job not in waiting)
         for job in waiting:
-            job.inbox.put_nowait(messages.unstarted(job.id))
+            job.inbox.put_nowait(messages.aborted_completion(job.id))
         if running:
             task = asyncio.create_task(self._abort_running(running))
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)
         return len(waiting | running)
 
-    async def _abort_running(self, jobs: set[_Job]) -> None:
+    async def _abort_running(self, jobs: set[_SampleJob]) -> None:
         """Tells SGLang, and again those that have not ended soon after; ends when all have."""
         while tasks := {job: self._running[job] for job in jobs if job in self._running}:
             await asyncio.gather(
                 *(self._server.control("/abort_request", {"rid": job.rid}) for job in tasks),
-                return_exceptions=True,  # whoever waits for the sample hears of a server that is gone
+                return_exceptions=True,  # the sample's caller raises the server's failure
             )
             await asyncio.wait(tasks.values(), timeout=ABORT_AGAIN_S)
 
     async def _obey(self) -> None:
-        """SGLang stands as the last `pause` or `resume` wants it."""
+        """Puts SGLang into the state of the last `pause` or `resume`."""
         async with self._control:
             await self._stand(self._pause if self._pause in STOPPED_MODES else None)
         self._admit()
 
     async def _stand(self, mode: PauseMode | None) -> None:
-        """Tells SGLang to stop between two tokens, before whatever it is told next, or to go on; holds
-        `_control`. Ends a server that fails to answer: it may stand still for good."""
+        """Pauses SGLang between two tokens, before any later command, or resumes it; holds `_control`. Kills
+        a server that does not answer, since it may be paused forever.
+        """
         if mode is self._stopped:
             return
         try:
@@ -343,14 +351,14 @@ class SGLangEngine:
         self._stopped = mode
 
     def _fail(self) -> None:
-        """The server is gone: every call ends with that."""
+        """The server died: ends every call with its error."""
         for inbox in self._inboxes:
             inbox.put_nowait(self._server.death())
 
 
-def limits_of(state: messages.Json) -> Limits:
-    """Of a server's own account of itself."""
-    return Limits(
+def limits_of(state: messages.Json) -> ServerLimits:
+    """Limits from the server's own state."""
+    return ServerLimits(
         slots=state["internal_states"][0]["effective_max_running_requests_per_dp"],
         max_length=state["max_req_input_len"],
         max_candidates=state["sampling_mask_max_tokens"],

@@ -1,4 +1,4 @@
-"""What is said to SGLang's HTTP server, and what its answers mean. Pure.
+"""Requests to and responses from SGLang's HTTP server. Pure.
 
 Ids and log-probabilities go by /generate, one sample a call. Letter in shapes: T tokens.
 """
@@ -25,11 +25,11 @@ Json = dict[str, Any]
 
 
 class SGLangError(AtollError):
-    """SGLang refused a call, or answered what it should not."""
+    """SGLang refused a call or returned an invalid response."""
 
 
 def version_text(version: Version) -> str:
-    """How SGLang knows a version."""
+    """The name of a version in SGLang."""
     return f"{version.lineage}/{version.number}"
 
 
@@ -44,7 +44,7 @@ def generate_body(request: TurnRequest, rid: str, version: Version, max_length: 
         "input_ids": request.context_ids.tolist(),
         "extra_key": version_text(version),
         "return_logprob": True,
-        "return_sampling_mask": cuts_off(sampling),
+        "return_sampling_mask": truncates(sampling),
         "sampling_params": {
             "max_new_tokens": min(sampling.max_new_tokens, room),
             "temperature": sampling.temperature,
@@ -72,7 +72,7 @@ def parse_completion(answer: Json, id: TurnId, sampling: Sampling, started: floa
     """Raises SGLangError if the answer is no completion."""
     meta = answer["meta_info"]
     token_ids_T = np.array(answer["output_ids"], np.int32)
-    if cuts_off(sampling):  # SGLang's other log-probabilities are those before tokens are cut off
+    if truncates(sampling):  # SGLang's other log-probabilities are those before tokens are cut off
         logprobs = meta.get("output_token_sampling_logprobs", [])
     else:
         logprobs = [logprob for logprob, *_ in meta.get("output_token_logprobs", [])]
@@ -103,7 +103,7 @@ def num_prefilled(answer: Json) -> int:
     return int(meta["prompt_tokens"]) - int(meta["cached_tokens"])
 
 
-def unstarted(id: TurnId) -> Completion:
+def aborted_completion(id: TurnId) -> Completion:
     """A sample that was aborted before it reached SGLang."""
     now = time.time()
     return Completion(
@@ -124,10 +124,10 @@ def parse_scores(answer: Json) -> Float32:
 
 
 def check_sampling(sampling: Sampling, vocab_size: int, max_candidates: int) -> None:
-    """Raises UserError where SGLang cannot report log-probabilities of what it samples from: it does so for
+    """Raises UserError if SGLang cannot report log-probabilities of what it samples from: it does so for
     at most `max_candidates` tokens that are left to choose from."""
     candidates = _top_k(sampling, vocab_size)
-    if cuts_off(sampling) and candidates > max_candidates:
+    if truncates(sampling) and candidates > max_candidates:
         raise UserError(
             f"SGLang reports the log-probabilities of sampling with top_p = {sampling.top_p}, top_k = "
             f"{sampling.top_k} among at most {max_candidates} tokens, got up to {candidates}: set "
@@ -136,14 +136,14 @@ def check_sampling(sampling: Sampling, vocab_size: int, max_candidates: int) -> 
         )
 
 
-def cuts_off(sampling: Sampling) -> bool:
-    """Are there tokens that cannot be drawn?"""
+def truncates(sampling: Sampling) -> bool:
+    """Whether some tokens cannot be drawn."""
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def _top_k(sampling: Sampling, vocab_size: int) -> int:
     """As SGLang wants it: a number wherever a distribution is to be reported, else -1 for all."""
-    if not cuts_off(sampling):
+    if not truncates(sampling):
         return -1
     return min(sampling.top_k or vocab_size, vocab_size)
 

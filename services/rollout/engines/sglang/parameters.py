@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import ModelSpec
-from atoll.weights.pieces import Piece, catalog_of
-from atoll.wire.types import Catalog
+from atoll.weights.tensor_slices import TensorSlice, shard_layout_of
+from atoll.wire.types import ShardLayout
 
 VOCABULARY_MULTIPLE = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
 
@@ -19,10 +19,10 @@ VOCABULARY_MULTIPLE = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
 @dataclass(frozen=True, slots=True)
 class Parameter:
     shape: tuple[int, ...]
-    pieces: list[Piece]  # what lies behind them is padding
+    pieces: list[TensorSlice]  # what lies behind them is padding
 
 
-def catalog(shapes: Mapping[str, Sequence[int]], spec: ModelSpec, rank: int, size: int) -> Catalog:
+def shard_layout(shapes: Mapping[str, Sequence[int]], spec: ModelSpec, rank: int, size: int) -> ShardLayout:
     """The boxes of tensor-parallel rank `rank` of `size`; its n-th parameter is buffer n.
 
     `shapes` are those of the rank's own parameters, by SGLang's names, without aliases. Raises UserError
@@ -45,7 +45,7 @@ def catalog(shapes: Mapping[str, Sequence[int]], spec: ModelSpec, rank: int, siz
             f"SGLang's rank {rank} of {size} lacks the parameter {missing[0]!r} of the model: leave out what "
             "in [rollout.sglang] spreads it over ranks otherwise than by tp_size"
         )
-    return catalog_of(expected[name].pieces for name in shapes)
+    return shard_layout_of(expected[name].pieces for name in shapes)
 
 
 def parameters(spec: ModelSpec, rank: int, size: int) -> dict[str, Parameter]:
@@ -76,9 +76,11 @@ def _attention(attention: str, spec: ModelSpec, rank: int, size: int) -> dict[st
         "v_proj": (first_key_value, key_value),
     }
 
-    def joined(kind: str, columns: int) -> list[Piece]:
+    def joined(kind: str, columns: int) -> list[TensorSlice]:
         return [
-            Piece(f"{attention}.{name}.{kind}", first * spec.head_dim, count * spec.head_dim, 0, columns)
+            TensorSlice(
+                f"{attention}.{name}.{kind}", first * spec.head_dim, count * spec.head_dim, 0, columns
+            )
             for name, (first, count) in heads.items()
         ]
 
@@ -112,20 +114,24 @@ def _mlp(mlp: str, spec: ModelSpec, rank: int, size: int) -> dict[str, Parameter
     num, ffn = spec.experts.num, spec.experts.intermediate_size // size
     experts = [f"{mlp}.experts.{e}" for e in range(num)]
     return {
-        f"{mlp}.gate.weight": Parameter((num, hidden), [Piece(f"{mlp}.gate.weight", 0, num, 0, hidden)]),
+        f"{mlp}.gate.weight": Parameter(
+            (num, hidden), [TensorSlice(f"{mlp}.gate.weight", 0, num, 0, hidden)]
+        ),
         f"{mlp}.experts.w13_weight": Parameter(
             (num, 2 * ffn, hidden),
             [piece for expert in experts for piece in _gate_up(expert, ffn, hidden, rank)],
         ),
         f"{mlp}.experts.w2_weight": Parameter(
             (num, hidden, ffn),
-            [Piece(f"{expert}.down_proj.weight", 0, hidden, rank * ffn, ffn) for expert in experts],
+            [TensorSlice(f"{expert}.down_proj.weight", 0, hidden, rank * ffn, ffn) for expert in experts],
         ),
     }
 
 
-def _gate_up(mlp: str, rows: int, hidden: int, rank: int) -> list[Piece]:
-    return [Piece(f"{mlp}.{name}.weight", rank * rows, rows, 0, hidden) for name in ("gate_proj", "up_proj")]
+def _gate_up(mlp: str, rows: int, hidden: int, rank: int) -> list[TensorSlice]:
+    return [
+        TensorSlice(f"{mlp}.{name}.weight", rank * rows, rows, 0, hidden) for name in ("gate_proj", "up_proj")
+    ]
 
 
 def _vocabulary(tensor: str, spec: ModelSpec, rank: int, size: int) -> Parameter:
@@ -135,13 +141,13 @@ def _vocabulary(tensor: str, spec: ModelSpec, rank: int, size: int) -> Parameter
         multiple *= size
     rows = -(-spec.vocab_size // multiple) * multiple // size
     real = min(rows, spec.vocab_size - rank * rows)
-    pieces = [Piece(tensor, rank * rows, real, 0, spec.hidden_size)] if real > 0 else []
+    pieces = [TensorSlice(tensor, rank * rows, real, 0, spec.hidden_size)] if real > 0 else []
     return Parameter((rows, spec.hidden_size), pieces)
 
 
 def _columns(tensor: str, rows: int, columns: int, rank: int) -> Parameter:
-    return Parameter((rows, columns), [Piece(tensor, 0, rows, rank * columns, columns)])
+    return Parameter((rows, columns), [TensorSlice(tensor, 0, rows, rank * columns, columns)])
 
 
 def _vector(tensor: str, length: int) -> Parameter:
-    return Parameter((length,), [Piece(tensor, 0, length, 0, 1)])
+    return Parameter((length,), [TensorSlice(tensor, 0, length, 0, 1)])

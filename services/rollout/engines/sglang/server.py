@@ -1,4 +1,4 @@
-"""SGLang's server as a child process, driven over loopback HTTP."""
+"""SGLang's server as a child process, controlled over loopback HTTP."""
 
 import asyncio
 import json
@@ -14,17 +14,17 @@ import aiohttp
 
 from atoll.rollout.engines.sglang.messages import Json, SGLangError
 from atoll.runtime.errors import EngineDiedError, UserError
-from atoll.runtime.ports import reserved_port
-from atoll.runtime.tether import tethered
+from atoll.runtime.parent_death import with_parent_death
+from atoll.runtime.ports import reserve_port
 
 _log = logging.getLogger(__name__)
 
-POLL_S: Final = 0.2  # between two looks at a server that starts
-CONTROL_TIMEOUT_S: Final = 60.0  # of what is no generation
+POLL_S: Final = 0.2  # between two polls of a starting server
+CONTROL_TIMEOUT_S: Final = 60.0  # of calls other than generation
 DEATH_S: Final = 15.0  # SGLang takes a second or two to end once one of its processes is gone
 
 
-class Server:
+class SGLangServer:
     """One `sglang.launch_server` and its workers: a process group of its own that ends with this process."""
 
     def __init__(
@@ -43,12 +43,14 @@ class Server:
     async def start(
         cls, arguments: Sequence[str], environment: Mapping[str, str], start_timeout_s: float
     ) -> Self:
-        """Returns once it has answered its first request. Raises UserError where SGLang refuses its
-        arguments, EngineDiedError where it ends otherwise or takes longer than `start_timeout_s`."""
+        """Returns once it has answered its first request. Raises UserError if SGLang refuses its
+        arguments, EngineDiedError if it ends otherwise or takes longer than `start_timeout_s`."""
         folder = TemporaryDirectory(prefix="atoll-sglang-")  # its sockets, which a SIGKILL would leave behind
-        with reserved_port() as port:
+        with reserve_port() as port:
             process = await asyncio.create_subprocess_exec(
-                *tethered(sys.executable, "-m", "sglang.launch_server", *arguments, "--port", str(port)),
+                *with_parent_death(
+                    sys.executable, "-m", "sglang.launch_server", *arguments, "--port", str(port)
+                ),
                 env={**os.environ, **environment, "TMPDIR": folder.name},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,
@@ -64,7 +66,7 @@ class Server:
         return server
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The answer's JSON, where it is such. Raises SGLangError where SGLang refuses, EngineDiedError where
+        """The response's JSON, if any. Raises SGLangError if SGLang refuses, EngineDiedError if
         it is gone."""
         try:
             async with self._http.post(path, json=body) as reply:
@@ -73,7 +75,7 @@ class Server:
             raise await self._lost(path, error) from error
 
     async def control(self, path: str, body: Mapping[str, Any]) -> Any:
-        """`post`, for what takes no longer than CONTROL_TIMEOUT_S."""
+        """`post`, for calls that take at most CONTROL_TIMEOUT_S."""
         try:
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
                 return await self.post(path, body)
@@ -97,7 +99,7 @@ class Server:
         )
 
     async def close(self) -> None:
-        """It holds nothing that is worth a goodbye."""
+        """Kills it: it needs no graceful shutdown."""
         await self.kill()
         await self._http.close()
         self._folder.cleanup()

@@ -1,10 +1,10 @@
-"""What runs inside each tensor-parallel worker of a stock SGLang server: its end of a weight push.
+"""The weight receiver inside each tensor-parallel worker of a stock SGLang server.
 
 SGLang calls `refit` on its scheduler thread, in every worker, for each /update_weights_from_tensor that names
 it. The first call starts a thread with a small gRPC server (atoll.v1.Worker) on a unix socket, where the
-rollout service attaches, and through which a version arrives in a staging buffer while generation goes on. A
-later call takes over what the service has had prepared: on a GPU, where CUDA graphs point at the parameters,
-by a copy into them, on a CPU by an exchange of their memory with the staging buffer.
+rollout service attaches, and through which a version arrives in a staging buffer while generation continues.
+A later call takes over what the service has had prepared: on a GPU, where CUDA graphs point at the
+parameters, by a copy into them, on a CPU by an exchange of their memory with the staging buffer.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ import grpc.aio
 import torch
 
 from atoll.config.load import worker_sockets
-from atoll.rollout.engines.adapters import Adapters
-from atoll.rollout.engines.local_weights import Layout
-from atoll.rollout.engines.sglang.merged import MergedAdapters
-from atoll.rollout.engines.sglang.parameters import catalog
+from atoll.rollout.engines.adapters import AdapterBuffer
+from atoll.rollout.engines.local_weights import BufferLayout
+from atoll.rollout.engines.sglang.merged_adapters import MergedAdapters
+from atoll.rollout.engines.sglang.parameters import shard_layout
 from atoll.rollout.refit import Refit
 from atoll.runtime.errors import UserError, WeightPushError
 from atoll.runtime.model_spec import read_spec
@@ -33,15 +33,15 @@ from atoll.runtime.server import Server
 from atoll.weights.boxes import box_view
 from atoll.weights.transport.base import open_receiver
 from atoll.wire.codec.values import decode_version
-from atoll.wire.codec.weights import decode_attach, decode_catalog, decode_push_part, encode_catalog
-from atoll.wire.types import Catalog, Version
+from atoll.wire.codec.weights import decode_attach, decode_push_part, decode_shard_layout, encode_shard_layout
+from atoll.wire.types import ShardLayout, Version
 from atoll.wire.v1 import rollout_pb2, worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
 START_S = 30.0  # for the server thread
-# After which whoever waits for the interpreter asks for it. By Python's own 5 ms hardly anybody would: a
-# scheduler without work spins through calls that let go of it for microseconds, which begins the wait anew.
+# Interpreter switch interval. With Python's default of 5 ms, threads would starve: an idle scheduler spins
+# through calls that release the interpreter for microseconds, which restarts the wait.
 SWITCH_S = 1e-6
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -58,8 +58,8 @@ def outcome_path(folder: Path, rank: int) -> Path:
     return folder / f"outcome-{rank}"
 
 
-def committed(version: Version) -> str:
-    """The outcome of a commit that went well."""
+def commit_outcome(version: Version) -> str:
+    """The outcome of a successful commit."""
     return f"{version} is live"
 
 
@@ -72,10 +72,10 @@ def refit(model: torch.nn.Module, named_tensors: object) -> None:
     try:
         _worker_of(model).commit_prepared()
     except Exception:
-        _log.exception("the receiver of weights does not work")
+        _log.exception("weight receiver failed")
 
 
-@cache  # a process has one model, and one receiver for it
+@cache  # one receiver per process
 def _worker_of(model: torch.nn.Module) -> "Worker":
     from sglang.srt.runtime_context import get_model, get_parallel
 
@@ -116,7 +116,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._model, self._folder, self._rank, self._size = model, folder, rank, size
         self._outcome, self._in_place = outcome, in_place
         self._buffers: list[torch.Tensor] = []  # that versions are pushed into
-        self._merged: MergedAdapters | None = None  # where only adapters are pushed
+        self._merged: MergedAdapters | None = None  # if only adapters are pushed
         self._refit: Refit | None = None
         self._prepared: Version | None = None
 
@@ -142,22 +142,22 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             _log.exception("rank %d could not commit %s", self._rank, version)
             self._outcome.write_text(f"{version}: {error}")
         else:
-            self._outcome.write_text(committed(version))
+            self._outcome.write_text(commit_outcome(version))
 
     async def Attach(self, request: worker_pb2.AttachRequest, context: Context) -> worker_pb2.AttachReply:
         version, setup = decode_attach(request)
         found = dict(self._model.named_parameters())  # tied ones appear once
         dtype = _check(self._model, found)
         spec = read_spec(self._folder)
-        mine = catalog({name: p.shape for name, p in found.items()}, spec, self._rank, self._size)
+        mine = shard_layout({name: p.shape for name, p in found.items()}, spec, self._rank, self._size)
         self._buffers = [parameter.detach().view(-1) for parameter in found.values()]
         if setup.lora is not None:
-            adapters = Adapters(Layout(spec).catalog, setup.lora)
+            adapters = AdapterBuffer(BufferLayout(spec).shard_layout, setup.lora)
             self._merged = MergedAdapters(adapters, self._buffers, mine)
-            mine, self._buffers = adapters.catalog, [adapters.zeros(self._buffers[0])]
+            mine, self._buffers = adapters.shard_layout, [adapters.zeros(self._buffers[0])]
 
         def stage() -> Refit:
-            with _beside_generation(self._buffers[0]):
+            with _copy_stream(self._buffers[0]):
                 return Refit(
                     self._buffers,
                     version,
@@ -167,15 +167,15 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                 )
 
         self._refit = await asyncio.to_thread(stage)
-        return worker_pb2.AttachReply(boxes=encode_catalog(mine), dtype=DTYPES[dtype])
+        return worker_pb2.AttachReply(shard_layout=encode_shard_layout(mine), dtype=DTYPES[dtype])
 
     async def Receive(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: Context
     ) -> rollout_pb2.ReceiveWeightsReply:
-        refit = self._attached()
+        refit = self._require_attached()
 
         def receive() -> int:
-            with _beside_generation(self._buffers[0]):
+            with _copy_stream(self._buffers[0]):
                 return refit.receive(decode_push_part(request))
 
         return rollout_pb2.ReceiveWeightsReply(num_bytes=await asyncio.to_thread(receive))
@@ -184,35 +184,35 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self, request: rollout_pb2.RollbackWeightsRequest, context: Context
     ) -> rollout_pb2.RollbackWeightsReply:
         self._prepared = None
-        await asyncio.to_thread(self._attached().rollback, decode_version(request.version))
+        await asyncio.to_thread(self._require_attached().rollback, decode_version(request.version))
         return rollout_pb2.RollbackWeightsReply()
 
     async def Prepare(self, request: worker_pb2.PrepareRequest, context: Context) -> worker_pb2.PrepareReply:
         version = decode_version(request.version)
-        await asyncio.to_thread(self._attached().check, version)
+        await asyncio.to_thread(self._require_attached().check, version)
         self._prepared = version
         return worker_pb2.PrepareReply()
 
     async def Read(self, request: worker_pb2.ReadRequest, context: Context) -> worker_pb2.ReadReply:
-        boxes = decode_catalog(request.boxes)
+        boxes = decode_shard_layout(request.boxes)
         return worker_pb2.ReadReply(data=await asyncio.to_thread(self._read, boxes))
 
-    def _read(self, boxes: Catalog) -> bytes:
-        with _beside_generation(self._buffers[0]):
+    def _read(self, boxes: ShardLayout) -> bytes:
+        with _copy_stream(self._buffers[0]):
             views = [
                 box_view(self._buffers[buffer], rows, columns, offset, stride)
                 for _, _, rows, _, columns, buffer, offset, stride in boxes.boxes.tolist()
             ]
             return b"".join(view.cpu().contiguous().view(torch.uint8).numpy().tobytes() for view in views)
 
-    def _attached(self) -> Refit:
+    def _require_attached(self) -> Refit:
         if self._refit is None:
             raise WeightPushError(f"rank {self._rank}: a call before Attach, which opens the staging buffer")
         return self._refit
 
 
 def _check(model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """The parameters' one dtype. Raises UserError where they are not kept as they were loaded."""
+    """The parameters' one dtype. Raises UserError if they are not kept as they were loaded."""
     dtypes = {parameter.dtype for parameter in parameters.values()}
     if len(dtypes) > 1 or not dtypes <= DTYPES.keys():
         raise UserError(
@@ -223,12 +223,12 @@ def _check(model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> to
         if not parameter.is_contiguous():
             raise UserError(f"SGLang's parameter {name!r} is not contiguous: weights cannot be pushed to it")
     for name, module in model.named_modules():
-        if reason := _rearranged(module):
+        if reason := _describe_rearrangement(module):
             raise UserError(f"SGLang keeps the weights of {name!r} {reason}")
     return dtypes.pop()
 
 
-def _rearranged(module: torch.nn.Module) -> str:
+def _describe_rearrangement(module: torch.nn.Module) -> str:
     """How its matrices differ from those of the checkpoint where their shapes do not tell; "" where they are
     the same."""
     method = getattr(module, "quant_method", None)
@@ -248,7 +248,7 @@ def _synchronize(tensor: torch.Tensor) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def _beside_generation(tensor: torch.Tensor) -> AbstractContextManager[object]:
+def _copy_stream(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """On a GPU, a stream of its own for what this thread copies."""
     if not tensor.is_cuda:
         return nullcontext()

@@ -1,4 +1,4 @@
-"""The service's side of the receivers in a SGLang server's tensor-parallel workers."""
+"""The service's client side of the receivers in an SGLang server's workers."""
 
 import asyncio
 import pickle  # of an empty list, in SGLang's own loopback call: see _call_loaders
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from atoll.config.load import WORKER_SOCKETS
 from atoll.rollout.engines.sglang.messages import version_text
-from atoll.rollout.engines.sglang.worker import committed, outcome_path, refit, socket_path
+from atoll.rollout.engines.sglang.worker import commit_outcome, outcome_path, refit, socket_path
 from atoll.runtime.clients.worker import WorkerClient
 from atoll.runtime.errors import EngineDiedError, WeightPushError
 from atoll.runtime.memory import BYTES
-from atoll.wire.types import BOX, Catalog, PushPart, ReceiverSetup, Version
+from atoll.wire.types import BOX, PushPart, ReceiverSetup, ShardLayout, Version
 
 Post = Callable[[str, Mapping[str, Any]], Awaitable[object]]  # a call of the server's HTTP; raises unless 200
 
@@ -40,7 +40,7 @@ class Workers:
         self._clients = [
             WorkerClient(f"unix:{socket_path(folder, rank)}", setup.deadline_s) for rank in ranks
         ]
-        self._catalogs: tuple[Catalog, ...] = ()
+        self._shard_layouts: tuple[ShardLayout, ...] = ()
         self._dtype = ""
         self._lock = asyncio.Lock()
 
@@ -61,11 +61,11 @@ class Workers:
         answers = await asyncio.gather(
             *(client.attach(self._version, self._setup) for client in self._clients)
         )
-        self._catalogs = tuple(catalog for catalog, _ in answers)
+        self._shard_layouts = tuple(shard_layout for shard_layout, _ in answers)
         self._dtype = answers[0][1]
 
-    def catalogs(self) -> tuple[Catalog, ...]:
-        return self._catalogs
+    def shard_layouts(self) -> tuple[ShardLayout, ...]:
+        return self._shard_layouts
 
     async def receive(self, part: PushPart) -> int:
         """Every rank stages what is its own. Returns the bytes copied. Raises WeightPushError."""
@@ -74,7 +74,7 @@ class Workers:
             return sum(await asyncio.gather(*calls))
 
     @asynccontextmanager
-    async def prepared(self, version: Version) -> AsyncIterator[None]:
+    async def prepare(self, version: Version) -> AsyncIterator[None]:
         """Inside, every rank has the staged version ready for `commit`, and keeps it. Raises WeightPushError,
         with every rank as it was, where one has not got it whole."""
         async with self._lock:
@@ -83,20 +83,20 @@ class Workers:
 
     async def commit(self, version: Version, post: Post) -> None:
         """Makes the prepared version live on every rank; the caller has paused generation in place. Raises
-        EngineDiedError where the ranks may have parted: the server must be restarted then."""
+        EngineDiedError if the ranks may have parted: the server must be restarted then."""
         try:
             await self._call_loaders(post, version_text(version))
             self._confirm(version)
         except Exception as error:
             raise EngineDiedError(
-                f"{version} may be live on some of the server's {len(self._clients)} ranks alone: {error}"
+                f"{version} may be live on only some of the server's {len(self._clients)} ranks: {error}"
             ) from error
 
     def _confirm(self, version: Version) -> None:
-        """Raises WeightPushError where a rank has not written that it has the version live."""
+        """Raises WeightPushError if a rank has not written that it has the version live."""
         for rank, path in enumerate(self._outcomes):
             outcome = path.read_text() if path.exists() else "nothing"
-            if outcome != committed(version):
+            if outcome != commit_outcome(version):
                 raise WeightPushError(f"rank {rank} should have committed {version}; it says: {outcome}")
 
     async def rollback(self, version: Version) -> None:
@@ -105,9 +105,11 @@ class Workers:
 
     async def checksums(self) -> dict[str, int]:
         """xxh3-64 of each canonical tensor's bytes in the serving dtype, row-major, read from the ranks'
-        parameters now. Raises WeightPushError where ranks that hold the same box differ in it."""
+        parameters now. Raises WeightPushError if ranks that hold the same box differ in it."""
         async with self._lock:
-            names = dict.fromkeys(name for catalog in self._catalogs for name in catalog.tensors)
+            names = dict.fromkeys(
+                name for shard_layout in self._shard_layouts for name in shard_layout.tensors
+            )
             return {name: await self._checksum(name) for name in names}
 
     async def close(self) -> None:
@@ -133,7 +135,7 @@ class Workers:
             await post("/end_weight_update", {})
 
     async def _checksum(self, tensor: str) -> int:
-        held = [_boxes_of(catalog, tensor) for catalog in self._catalogs]
+        held = [_boxes_of(shard_layout, tensor) for shard_layout in self._shard_layouts]
         rows, columns = (
             max(int((boxes[at] + boxes[size]).max(initial=0)) for boxes in held)
             for at, size in (("row", "rows"), ("column", "columns"))
@@ -142,28 +144,30 @@ class Workers:
         hasher = xxhash.xxh3_64()
         for first in range(0, rows, at_once):
             end = min(rows, first + at_once)
-            cuts = [_cut(boxes, first, end) for boxes in held]
+            cuts = [_cut_rows(boxes, first, end) for boxes in held]
             parts = await asyncio.gather(
                 *(
-                    client.read(Catalog((tensor,), boxes))
+                    client.read(ShardLayout((tensor,), boxes))
                     for client, boxes in zip(self._clients, cuts, strict=True)
                 )
             )
-            whole = _assembled(tensor, cuts, parts, (end - first, columns), BYTES[self._dtype])
+            whole = _assemble(tensor, cuts, parts, (end - first, columns), BYTES[self._dtype])
             hasher.update(whole.data)
         return hasher.intdigest()
 
 
-def _boxes_of(catalog: Catalog, tensor: str) -> Boxes:
-    """The boxes of one tensor, as those of a catalog of that tensor alone."""
-    if tensor not in catalog.tensors:
+def _boxes_of(shard_layout: ShardLayout, tensor: str) -> Boxes:
+    """The boxes of one tensor, as those of a shard layout of that tensor alone."""
+    if tensor not in shard_layout.tensors:
         return np.empty(0, BOX)
-    boxes: Boxes = catalog.boxes[catalog.boxes["tensor"] == catalog.tensors.index(tensor)].copy()
+    boxes: Boxes = shard_layout.boxes[
+        shard_layout.boxes["tensor"] == shard_layout.tensors.index(tensor)
+    ].copy()
     boxes["tensor"] = 0
     return boxes
 
 
-def _cut(boxes: Boxes, first: int, end: int) -> Boxes:
+def _cut_rows(boxes: Boxes, first: int, end: int) -> Boxes:
     """What lies in rows [first, end), which become rows [0, end - first)."""
     cut = boxes.copy()
     cut["row"] = np.maximum(boxes["row"], first)
@@ -174,14 +178,14 @@ def _cut(boxes: Boxes, first: int, end: int) -> Boxes:
     return some
 
 
-def _assembled(
+def _assemble(
     tensor: str,
     cuts: Sequence[Boxes],
     parts: Sequence[bytes],
     shape: tuple[int, int],
     item_bytes: int,
 ) -> NDArray[np.uint8]:
-    """uint8 [R, C * item_bytes] out of each rank's boxes. Raises WeightPushError where copies differ."""
+    """uint8 [R, C * item_bytes] out of each rank's boxes. Raises WeightPushError if copies differ."""
     whole = np.zeros((shape[0], shape[1] * item_bytes), np.uint8)
     holder: dict[tuple[int, ...], int] = {}  # by box
     for rank, (boxes, part) in enumerate(zip(cuts, parts, strict=True)):

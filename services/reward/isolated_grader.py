@@ -1,0 +1,206 @@
+"""Runs graders that may hang or crash in worker processes that can be killed.
+
+Both ends of a worker's socket are in this file. A frame is a 4-byte little-endian length and that many bytes:
+a serialized ScoreItem one way, a serialized Verdict of the one grader the other. Before the first, the worker
+says what kept it from loading, or nothing.
+
+Workers are forked from a server that has imported what they need (services/reward/fork_server.py), so a new
+one takes milliseconds and has none of gRPC's threads.
+
+Why not a pool library: pebble's pool breaks permanently once an idle worker is killed, stops workers with
+SIGTERM, which these ignore, and loses the cause if a grader cannot be loaded.
+"""
+
+import asyncio
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from functools import partial
+from typing import Self
+
+from atoll.config import functions
+from atoll.config.errors import ConfigError
+from atoll.config.schema import GraderConfig
+from atoll.reward.score import GRADERS, QUICK, Failure, Outcome, combine, judge, judge_quickly
+from atoll.runtime.errors import UserError
+from atoll.runtime.parent_death import die_with_parent
+from atoll.wire.codec.rewards import encode_score_item, encode_verdict, parse_score_item, parse_verdict
+from atoll.wire.types import Grade, Graded, ScoreItem
+
+LOAD_TIMEOUT_S = 120.0  # to import the user's file
+STOP_TIMEOUT_S = 5.0
+NICENESS = 5  # of workers, so that the service stays responsive
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def start_fork_server(modules: Sequence[str]) -> None:
+    """It imports `modules` in the background, and ends with the thread that calls this. A second call does
+    nothing."""
+    _CONTEXT.set_forkserver_preload(["atoll.reward.fork_server", __name__, *modules])
+    multiprocessing.forkserver.ensure_running()
+
+
+class IsolatedGrader:
+    """One grader in up to `concurrency` workers, each of which grades one response at a time.
+
+    A worker starts when a response needs it. One that hangs, crashes or grades for a call that is cancelled
+    is ended; the next response gets another.
+    """
+
+    def __init__(self, config: GraderConfig) -> None:
+        """Reads the user's file once, so that later changes do not affect this grader. Raises UserError
+        if it cannot be read."""
+        self._config = config
+        try:
+            self._source = functions.source_of(config.name) if config.is_users_own else None
+        except ConfigError as error:
+            raise UserError(str(error)) from error
+        quick = QUICK.get(config.name)
+        self._quick = partial(quick, **config.parameters) if quick else None
+        self._free = asyncio.Semaphore(config.concurrency or 1)
+        self._idle: list[_Worker] = []
+
+    async def load(self) -> None:
+        """Starts a worker. Raises UserError if the grader cannot be loaded."""
+        self._idle.append(await _Worker.start(self._config, self._source))
+
+    async def grade(self, item: ScoreItem) -> Outcome:
+        if self._quick is not None and (outcome := judge_quickly(self._quick, item)) is not None:
+            return outcome
+        async with self._free:
+            try:
+                worker = await self._worker()
+            except UserError as error:
+                return Failure(str(error), retryable=True)
+            try:
+                async with asyncio.timeout(self._config.deadline_s):
+                    outcome = await worker.ask(item)
+                self._idle.append(worker)
+                return outcome
+            except TimeoutError:
+                # not retried: it would most likely hang again
+                return Failure(f"no grade within {self._config.deadline_s:g} s (deadline_s)", retryable=False)
+            except (EOFError, ConnectionError):
+                return Failure(f"its process died ({await worker.ending()}); see the log", retryable=True)
+            finally:
+                if worker not in self._idle:
+                    worker.kill()
+
+    async def close(self) -> None:
+        """Call once nothing is being graded."""
+        for worker in self._idle:
+            worker.kill()
+            await worker.ending()
+        self._idle.clear()
+
+    async def _worker(self) -> "_Worker":
+        while self._idle:
+            if not (worker := self._idle.pop()).has_ended:
+                return worker
+            worker.kill()
+        return await _Worker.start(self._config, self._source)
+
+
+class _Worker:
+    """A process and the service's end of its socket."""
+
+    def __init__(
+        self,
+        process: multiprocessing.context.ForkServerProcess,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def start(cls, config: GraderConfig, source: bytes | None) -> Self:
+        """Raises UserError if the grader cannot be loaded there."""
+        ours, theirs = socket.socketpair()
+        process = _CONTEXT.Process(target=_serve, args=(theirs, config, source), daemon=True)
+
+        def fork() -> None:
+            with theirs:  # so that the socket closes when the process ends
+                process.start()
+
+        forking = asyncio.create_task(asyncio.to_thread(fork))
+        try:
+            await asyncio.shield(forking)
+        except asyncio.CancelledError:
+            forking.add_done_callback(lambda _: process.kill())
+            ours.close()
+            raise
+        worker = cls(process, *await asyncio.open_unix_connection(sock=ours))
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                problem = (await worker._receive()).decode()
+        except TimeoutError:
+            problem = f"reward.graders: {config.name} did not load within {LOAD_TIMEOUT_S:g} s"
+        except (EOFError, ConnectionError):
+            ending = await worker.ending()
+            problem = f"reward.graders: the process died while loading {config.name} ({ending}); see the log"
+        except asyncio.CancelledError:
+            worker.kill()
+            raise
+        if problem:
+            worker.kill()
+            raise UserError(problem)
+        return worker
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reader.at_eof()
+
+    async def ask(self, item: ScoreItem) -> Outcome:
+        """Raises EOFError or ConnectionError if the process ends."""
+        frame = encode_score_item(item).SerializeToString()
+        self._writer.write(len(frame).to_bytes(4, "little") + frame)
+        await self._writer.drain()
+        verdict = parse_verdict(await self._receive(), item.id)
+        if not isinstance(verdict, Graded):
+            return Failure(verdict.cause, verdict.retryable)
+        return Grade(verdict.value, "".join(verdict.reasons.values()))
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._writer.close()
+
+    async def ending(self) -> str:
+        """How the process ended; waits for it."""
+        await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
+        code = self._process.exitcode
+        if code is None:
+            return "still running"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    async def _receive(self) -> bytes:
+        size = int.from_bytes(await self._reader.readexactly(4), "little")
+        return await self._reader.readexactly(size)
+
+
+def _serve(connection: socket.socket, config: GraderConfig, source: bytes | None) -> None:
+    """Worker process: grades responses until the service closes the socket or dies."""
+    die_with_parent()
+    os.nice(NICENESS)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the service finishes its calls first, then ends this process
+
+    def send(frame: bytes) -> None:
+        connection.sendall(len(frame).to_bytes(4, "little") + frame)
+
+    try:
+        grade = functions.load(config, GRADERS, source)
+    except ConfigError as error:
+        send(str(error).encode())
+        return
+    send(b"")
+    with connection.makefile("rb") as requests:
+        while header := requests.read(4):
+            item = parse_score_item(requests.read(int.from_bytes(header, "little")))
+            verdict = combine(item.id, {config.name: 1.0}, {config.name: judge(grade, item)})
+            send(encode_verdict(verdict).SerializeToString())

@@ -1,0 +1,99 @@
+"""Offloads a model's memory to the host while other models use the device.
+
+Storages are freed and refilled in place, so that all views stay valid: parameters in a gradient buffer, and
+those held by the optimizer or a Publisher.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from atoll.trainer.megatron.model import MegatronModel
+from atoll.trainer.step import Learner
+
+
+class MemoryKind(Enum):
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+
+
+class ModelOffloader:
+    """Offloads the memory of one model on this rank, with gradients and optimizer state. Everything starts on
+    the device.
+    """
+
+    def __init__(self, model: MegatronModel, learner: Learner | None) -> None:
+        self._parts = {MemoryKind.PARAMETERS: _Storages(lambda: model.parameters)}
+        if learner is not None:
+            self._parts[MemoryKind.GRADIENTS] = _Storages(
+                lambda: _gradients(learner), worth_keeping=learner.has_gradients
+            )
+            self._parts[MemoryKind.OPTIMIZER] = _Storages(lambda: _optimizer_state(learner))
+
+    def offload(self) -> int:
+        """Moves everything to the host; returns the freed bytes, 0 if already there."""
+        freed = sum(storages.offload() for storages in self._parts.values())
+        torch.cuda.empty_cache()  # frees PyTorch's cache for other processes
+        return freed
+
+    def onload(self, *parts: MemoryKind) -> None:
+        """Moves `parts` back to the device, bit for bit, if they are not there."""
+        for part in parts:
+            self._parts[part].onload()
+
+
+class _Storages:
+    """The storages of some tensors, listed at each call: an optimizer creates its state at its first step."""
+
+    def __init__(
+        self, tensors: Callable[[], Iterable[Tensor]], worth_keeping: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._tensors, self._worth_keeping = tensors, worth_keeping
+        self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []  # size, copy; none: zeros
+
+    def offload(self) -> int:
+        storages = {storage._cdata: storage for storage in (t.untyped_storage() for t in self._tensors())}
+        keep, freed = self._worth_keeping(), 0
+        for storage in storages.values():
+            if num_bytes := storage.nbytes():
+                self._away.append((storage, num_bytes, _copy_to_host(storage) if keep else None))
+                storage.resize_(0)
+                freed += num_bytes
+        return freed
+
+    def onload(self) -> None:
+        for storage, num_bytes, copy in self._away:
+            storage.resize_(num_bytes)
+            _bytes(storage).zero_() if copy is None else _bytes(storage).copy_(copy)
+        self._away.clear()
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _copy_to_host(storage: torch.UntypedStorage) -> Tensor:
+    """Pinned if there is a GPU, for several times faster copies."""
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    return copy.copy_(_bytes(storage))
+
+
+def _gradients(learner: Learner) -> Iterator[Tensor]:
+    for chunk in learner.chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            yield buffer.grad_data
+
+
+def _optimizer_state(learner: Learner) -> Iterator[Tensor]:
+    """Moments, and the float32 copies of bfloat16 weights; not weights that it updates where they are."""
+    weights = {parameter.untyped_storage()._cdata for parameter in learner.model.parameters}
+    for part in learner.optimizer.chained_optimizers:
+        if part.optimizer is None:  # this rank has nothing for it to update
+            continue
+        for group in part.optimizer.param_groups:
+            yield from (p for p in group["params"] if p.untyped_storage()._cdata not in weights)
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
