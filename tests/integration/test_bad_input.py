@@ -99,7 +99,7 @@ async def step_reached(client: CoordinatorClient, step: int) -> None:
 
 async def test_a_token_id_outside_the_vocabulary_costs_the_replica_nothing(assets: Path) -> None:
     def ask(*prompt: int) -> TurnRequest:
-        return turn_request(prompt, group=group_id(prompt[-1]))
+        return turn_request(prompt, group=group_id(prompt[-1]), sampling=SAMPLING)
 
     async def generate(*requests: TurnRequest) -> list[Trajectory]:
         stream = client.generate("actor", requests)
