@@ -63,9 +63,10 @@ proto: .venv/installed
 		--mypy_grpc_out=. --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 		proto/atoll/wire/v1/*.proto
 
-# tests/unit/test_reference.py checks that this changes nothing, either.
+# tests/unit/test_reference.py and test_house.py check that this changes nothing, either.
 docs: .venv/installed
 	$(BIN)/python -m atoll.config.reference > docs/configuration.md
+	$(BIN)/python -m tests.module_list
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

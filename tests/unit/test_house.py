@@ -17,6 +17,7 @@ import pytest
 
 import atoll
 from atoll.reward.verifiers.exact_match import exact_match
+from tests import module_list
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "services"
@@ -175,3 +176,23 @@ def test_no_two_classes_share_a_name() -> None:
                 places.setdefault(node.name, []).append(f"{module}:{node.lineno}")
     assert len(places) > 300
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_the_architecture_page_lists_every_module() -> None:
+    page = module_list.PAGE.read_text()
+    assert page == module_list.rewrite(page), "a module or its docstring changed: run `make docs`"
+
+
+def test_the_tasks_on_the_architecture_page_exist() -> None:
+    page = module_list.PAGE.read_text()
+    section = page[page.index("## The tasks of a run") : page.index("Back pressure")]
+    tasks = set(re.findall(r"^\| `(\w+)\.(\w+)`", section, re.MULTILINE))
+    assert len(tasks) > 10
+    assert tasks <= {
+        (node.name, method.name)
+        for file in modules().values()
+        for node in ast.walk(ast.parse(file.read_bytes()))
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
