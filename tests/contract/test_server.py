@@ -507,6 +507,6 @@ async def test_an_answer_that_is_no_message_is_a_bad_answer() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with calling(f"127.0.0.1:{port}") as client:
-        with pytest.raises(ProtocolError, match=r"Rollout.Info at .*: its answer cannot be read"):
+        with pytest.raises(ProtocolError, match=r"Rollout.Info at .*: its response cannot be decoded"):
             await client.info()
     await server.stop(0)

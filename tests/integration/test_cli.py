@@ -121,13 +121,13 @@ def test_a_run_folder_is_not_used_twice(config: Path, tmp_path: Path) -> None:
 def test_resume_wants_a_run(config: Path) -> None:
     answer = atoll("run", config, "--resume")
     assert answer.returncode == 2
-    assert "holds no run" in answer.stderr
+    assert "contains no run" in answer.stderr
 
 
 def test_status_of_nothing(tmp_path: Path) -> None:
     answer = atoll("status", tmp_path)
     assert answer.returncode == 2
-    assert f"{tmp_path} holds no run" in answer.stderr
+    assert f"{tmp_path} contains no run" in answer.stderr
 
 
 def test_doctor_lists_what_it_checked() -> None:
