@@ -113,8 +113,10 @@ async def serving(
         setting="--port",
         fence=fence,
     )
-    yield server.address
-    await server.stop(0)
+    try:
+        yield server.address
+    finally:  # a server that is left to the garbage collector hangs it
+        await server.stop(0)
 
 
 @asynccontextmanager
@@ -127,8 +129,10 @@ async def serving_trainer(servicer: FakeTrainer) -> AsyncIterator[str]:
         token=TOKEN,
         setting="--port",
     )
-    yield server.address
-    await server.stop(0)
+    try:
+        yield server.address
+    finally:  # a server that is left to the garbage collector hangs it
+        await server.stop(0)
 
 
 @pytest.fixture
