@@ -6,7 +6,7 @@ belongs to one event loop, makes at most `server.concurrency` concurrent calls, 
 
 - UserError if the server's options are invalid for the protocol, or if it rejects the token,
 - ServiceUnavailableError if the server does not answer in time, or not at all: another one may,
-- BadAnswerError if its response violates the protocol: it is unusable until it is fixed.
+- ProtocolError if its response violates the protocol: it is unusable until it is fixed.
 
 Responses are read up to MAX_ANSWER_BYTES and validated by a pydantic model; other fields are ignored.
 """

@@ -49,7 +49,7 @@ def parse_options(server: ExternalServer, options: TypeAdapter[T], **defaults: s
 
 
 def parse_response(where: str, content: bytes | str, answer: TypeAdapter[T], token: str | None) -> T:
-    """Raises BadAnswerError if `content` is not JSON of that form."""
+    """Raises ProtocolError if `content` is not JSON of that form."""
     try:
         return answer.validate_json(content)
     except ValidationError as error:

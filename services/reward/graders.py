@@ -187,8 +187,9 @@ class GraderPanel:
         return panel
 
     async def verdicts(self, items: Sequence[ScoreItem]) -> AsyncGenerator[list[Verdict], None]:
-        """One verdict per item, in lists of those that are ready; an empty list after each STILL_AT_WORK_S
-        without any. Leaving early ends what is under way."""
+        """Yields lists of ready verdicts, one verdict per item; an empty list after each KEEPALIVE_S without
+        any. Leaving early cancels the rest.
+        """
         self._calls += 1
         self._idle.clear()
         try:

@@ -64,7 +64,7 @@ class _Listener:
 
 @dataclass(eq=False, slots=True)
 class _EngineCall:
-    """One engine call, and who listens to it. It ends early when nobody does for ORPHANED_S."""
+    """One engine call and its listeners. It ends early after ORPHAN_TIMEOUT_S without any."""
 
     running: set[TurnId]
     listeners: set[_Listener] = field(default_factory=set)
@@ -86,7 +86,7 @@ class Generator:
         counts.
 
         A turn that runs is joined, one that has finished is answered again. Once the iterator is closed,
-        what nobody else waits for is aborted after ORPHANED_S. Raises what the engine raises.
+        requests without other listeners are aborted after ORPHAN_TIMEOUT_S. Raises what the engine raises.
         """
         listener = _Listener()
         answers: list[Trajectory] = []

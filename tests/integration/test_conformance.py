@@ -232,7 +232,7 @@ async def failures(
             ["grades the same item consistently", "keeps the order of a batch", "answers 16 calls at once"],
             "",
         ),
-        ("backwards", ["keeps the order of a batch"], "expected [1.0, 0.0, 0.0, 0.0] as one by one"),
+        ("backwards", ["keeps the order of a batch"], "expected [1.0, 0.0, 0.0, 0.0] as for single items"),
         ("drops_one", ["keeps the order of a batch"], "got 3 verdicts for 4 items"),
         ("error_on_empty", ["grades an empty response"], "status 500"),
         ("ascii", ["grades a response in Unicode"], "'ascii' codec"),

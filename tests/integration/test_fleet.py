@@ -179,7 +179,7 @@ def test_a_warm_up_begins_again_if_a_rank_dies_in_it_and_not_after_it(assets: Pa
     check_as_if_nothing_had_happened(config, whole)
     killer.check_who_stayed("actor-0", "actor-1")
     log = (config.folder / "logs" / "coordinator.log").read_text()
-    assert log.count("nothing was saved yet") == 1
+    assert log.count("no checkpoint found") == 1
     assert log.count("resumes after step 0") == 1
 
 

@@ -355,7 +355,7 @@ def test_a_probe_without_sense_is_no_sign_of_health() -> None:
 @pytest.mark.parametrize(
     ("ids", "of", "why"),
     [
-        ([], 0, "-1 stands for no tokens"),
+        ([], 0, "-1 means no tokens"),
         ([9], 0, "vocab_size = 8"),
         ([1], 7, "answered a probe with probe-"),
     ],

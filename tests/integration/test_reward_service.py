@@ -292,12 +292,12 @@ async def test_atoll_reload(
         command = ["reload", "--coordinator", coordinator.address]
         (tmp_path / "mine.py").write_text("def grade(item): return 10.0")
         assert await asyncio.to_thread(main, command) == 0
-        assert capsys.readouterr().out == "reward-0 grades with what reward.graders' files hold now\n"
+        assert capsys.readouterr().out == "reward-0 now uses the current files of reward.graders\n"
         assert await client.score([item(1, "46")]) == [Graded(item(1, "").id, 20.0, {grader.name: 10.0})]
         (tmp_path / "mine.py").write_text("def grade(item) return 10.0")
         assert await asyncio.to_thread(main, command) == 2
         error = capsys.readouterr().err
-        assert error.startswith("atoll reload: reward-0 goes on with the graders that it has: ")
+        assert error.startswith("atoll reload: reward-0 keeps its current graders: ")
         assert "SyntaxError" in error
         await coordinator.stop(0)
 

@@ -332,7 +332,7 @@ async def test_a_service_without_a_token_says_what_to_do(start: Start, token: st
     process, line = await start(token=token)
     _, stderr = await process.communicate()
     assert (line, process.returncode) == ("", 1)
-    problem = "is not set: `atoll run` makes" if token is None else "is empty, expected a secret"
+    problem = "is not set: `atoll run` sets" if token is None else "is empty, expected a secret"
     assert f"reward-0: the environment variable ATOLL_TOKEN {problem}" in stderr.decode()
     assert len(stderr.decode().splitlines()) == 1
 

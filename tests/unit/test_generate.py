@@ -237,6 +237,6 @@ async def test_an_error_reaches_every_listener_and_nothing_is_remembered(engine,
 
 
 async def test_requests_that_make_no_sense(engine, generator):
-    with pytest.raises(UserError, match="turn toy/0/7/1/0/0/0 is asked for twice"):
+    with pytest.raises(UserError, match="turn toy/0/7/1/0/0/0 is requested twice"):
         await listen(generator, request(0, 1), request(1))
     assert engine.asked == []

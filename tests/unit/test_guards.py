@@ -27,14 +27,14 @@ def test_a_limit_itself_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "want"),
     [
-        ("actor/ppo_kl", 0.25, "actor/ppo_kl is 0.25, which guards.max_ppo_kl = 0.1 does not allow"),
-        ("actor/ppo_kl", -0.25, "actor/ppo_kl is -0.25, which guards.max_ppo_kl = 0.1 does not allow"),
-        ("actor/entropy", 0.1, "actor/entropy is 0.1, which guards.min_entropy = 0.2 does not allow"),
-        ("actor/entropy", 4.0, "actor/entropy is 4, which guards.max_entropy = 3.0 does not allow"),
+        ("actor/ppo_kl", 0.25, "actor/ppo_kl is 0.25, beyond guards.max_ppo_kl = 0.1"),
+        ("actor/ppo_kl", -0.25, "actor/ppo_kl is -0.25, beyond guards.max_ppo_kl = 0.1"),
+        ("actor/entropy", 0.1, "actor/entropy is 0.1, beyond guards.min_entropy = 0.2"),
+        ("actor/entropy", 4.0, "actor/entropy is 4, beyond guards.max_entropy = 3.0"),
         (
             "rollout_corr/logprob_diff_mean",
             math.nan,
-            "rollout_corr/logprob_diff_mean is nan, which guards.max_logprob_diff = 0.05 does not allow",
+            "rollout_corr/logprob_diff_mean is nan, beyond guards.max_logprob_diff = 0.05",
         ),
     ],
 )

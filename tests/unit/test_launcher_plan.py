@@ -88,7 +88,9 @@ def test_replicas_run_in_their_own_environment(tmp_path: Path) -> None:
     used = {service.name: service.command[0] for group in groups for service in group.services}
     assert used == {"reward-0": sys.executable, "actor-0": sys.executable, "rollout-0": str(python)}
     check_interpreter(None)
-    with pytest.raises(UserError, match=rf"rollout.python = {python} is no program: name the interpreter"):
+    with pytest.raises(
+        UserError, match=rf"rollout.python = {python} is not an executable: set it to the Python interpreter"
+    ):
         check_interpreter(python)
     python.touch(0o755)
     check_interpreter(python)
@@ -128,7 +130,7 @@ def test_resume_reaches_the_coordinator() -> None:
 
 def test_a_folder_is_taken_once_a_step_is_recorded(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "toy"
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="contains no run"):
         claim_folder(folder, resume=True)
     claim_folder(folder, resume=False)
     (folder / "metrics.jsonl").touch()

@@ -90,7 +90,7 @@ async def test_a_guard_that_stops_leaves_the_diverged_weights_unpublished_and_un
     with pytest.raises(AtollError) as error:
         await run.run()
     assert str(error.value) == (
-        "step 2: actor/ppo_kl is 0.2, which guards.max_ppo_kl = 0.1 does not allow; "
+        "step 2: actor/ppo_kl is 0.2, beyond guards.max_ppo_kl = 0.1; "
         f"the last good checkpoint: step 1 in {good}"
     )
     assert run.checkpoints.steps() == [0, 1]
@@ -113,7 +113,7 @@ async def test_a_guard_that_pauses_waits_for_an_answer_before_it_publishes(
     run.trainers["actor"].metrics = lambda key: ACTOR_METRICS | {"actor/entropy": float(key.step == 2)}
     running = asyncio.create_task(run.run())
     await paused(run)
-    assert "actor/entropy is 0, which guards.min_entropy" in run.control.progress.error
+    assert "actor/entropy is 0, beyond guards.min_entropy" in run.control.progress.error
     assert run.events[-1] == ("update", "actor", 1)
     if answer == "resume":
         await run.control.resume()

@@ -326,7 +326,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
             await refused(world, server, f"{server.auth}: the variable must be listed", "and set")
         assert world.fakes["a"].probes == []
         world.fakes["a"].probe_fails = NONSENSE
-        await refused(world, judge, f"judge at a: {WRONG}; the coordinator's log")
+        await refused(world, judge, f"judge at a: {WRONG}; see the coordinator's log")
         world.fakes["a"].probe_fails = AWAY
         await refused(world, judge, f"judge at a: {SILENT}")
         assert world.fakes["a"].num_clients == 0
@@ -334,8 +334,8 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
             await world.servers.open([judge])
         world.fakes["a"].probe_fails = None
         await world.servers.open([judge])
-        await refused(world, judge, "stands in the run's config")
-        with pytest.raises(UserError, match="stands in the run's config"):
+        await refused(world, judge, "is listed in the run's config")
+        with pytest.raises(UserError, match="is listed in the run's config"):
             await world.servers.remove("reward", "judge", "")
         assert world.store.servers == {}
         world.servers._connect = connect
@@ -343,7 +343,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
 
     virtual_clock.run(run())
     assert "4711" not in caplog.text
-    assert 'reward server judge at a is not taken in: got "lots", expected a number' in caplog.messages
+    assert 'reward server judge at a was not added: got "lots", expected a number' in caplog.messages
 
 
 @timed

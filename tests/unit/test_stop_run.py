@@ -57,7 +57,7 @@ def test_the_end_is_waited_for_as_long_as_it_takes_and_shown(caplog: pytest.LogC
     assert not virtual_clock.run(stopping(coordinator))
     assert coordinator.stops == 1
     assert caplog.messages == [
-        f"stopping: waits for the run, which is {what} of 9; interrupt again to stop at once"
+        f"stopping: waiting for the run, which is {what} of 9; interrupt again to stop immediately"
         for what in ("training after step 3", "writing the last checkpoint after step 4")
     ]
 

@@ -386,7 +386,7 @@ async def test_nobody_takes_the_version():
     _, engine = await run.join("one")
     run.trainer.train(1)
     engine.fails["receive"] = WeightPushError("cannot map the weights")
-    with pytest.raises(WeightPushError, match="no replica takes the weights a3f0:1: one: cannot map the"):
+    with pytest.raises(WeightPushError, match="no replica accepted the weights a3f0:1: one: cannot map the"):
         await run.sync.push(V1)
     assert engine.calls == ["receive"] * 2
     assert run.routed() == set()
@@ -650,7 +650,7 @@ async def test_canary_that_is_not_finite(tiny_qwen2):
     ill.is_off = float("nan")
     assert (await run.sync.push(V1)).failed.keys() == {"ill"}
     well.is_off = float("inf")
-    with pytest.raises(WeightPushError, match=r"no replica takes .* differ from the trainer's by inf"):
+    with pytest.raises(WeightPushError, match=r"no replica accepted .* differ from the trainer's by inf"):
         await run.sync.push(V2)
 
 

@@ -247,7 +247,7 @@ def _encode(path: Path, rows: Sequence[Messages], renderer: Renderer) -> tuple[l
 def drop_overlong_prompts(
     path: Path, prompts: Sequence[Prompt], longest: TokenLimit, overlong: Literal["filter", "refuse"]
 ) -> list[Prompt]:
-    """As short_enough."""
+    """As drop_overlong."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     expected = f"{longest.setting} = {longest.tokens}; raise it"
     return drop_overlong(

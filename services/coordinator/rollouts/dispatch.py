@@ -76,7 +76,7 @@ class Dispatch:
             abort.cancel()
 
     async def _send(self, tasks: asyncio.TaskGroup) -> None:
-        """Consumes groups to send, oldest first; waits for one, and waiting for a replica with room;
+        """Consumes groups to send, oldest first; waits for one, and for a replica with room;
         unblocked by `submit`, by what is lost, by finished samples and by joins.
         """
         while True:

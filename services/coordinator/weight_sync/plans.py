@@ -13,7 +13,7 @@ from atoll.wire.types import Plan, ShardLayout
 
 
 class PushPlans:
-    """Replicas with equal shard layouts are a class and share one."""
+    """Replicas with equal shard layouts form a class and share a plan."""
 
     def __init__(self, dtype: str, bucket_mb: int) -> None:
         """`bucket_mb`: MiB, in `dtype`, of what one rank sends to another in one round, at most."""

@@ -118,7 +118,7 @@ class Client:
         decode: Callable[[Reply], T],
         timeout_s: float | None = None,
     ) -> T:
-        """The reply, decoded. Raises BadAnswerError if that fails."""
+        """The reply, decoded. Raises ProtocolError if that fails."""
         reply = await self._call(method, request, timeout_s)
         with self._translate(method):
             return decode(reply)

@@ -27,7 +27,7 @@ class RewardClient(Client):
     ) -> AsyncGenerator[list[Verdict], None]:
         """Verdicts as they come, those of one message together; none on other items than these. `by_group`:
         what items share is sent once, which our own service understands. Raises ServiceUnavailableError if
-        the service is silent for the client's timeout, and BadAnswerError if it keeps sending beyond
+        the service is silent for the client's timeout, and ProtocolError if it keeps sending beyond
         MAX_MESSAGE_BYTES."""
         samples = {str(item.id): item.id for item in items}
         size = 0

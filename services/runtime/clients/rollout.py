@@ -46,7 +46,7 @@ class Arrival:
 
     @classmethod
     def parse(cls, payload: bytes) -> Self:
-        """Raises BadAnswerError for what `decode_trajectories` refuses."""
+        """Raises ProtocolError for what `decode_trajectories` refuses."""
         try:
             message = parse_trajectories(payload)
             samples = decode_trajectories(message)
@@ -74,7 +74,7 @@ class RolloutClient(Client):
 
     def generate(self, model: str, requests: Sequence[TurnRequest]) -> AsyncGenerator[Arrival, None]:
         """Turns of any of the requests as they finish, each a trajectory of its own, those of one message
-        together. Raises BadAnswerError for an inconsistent message."""
+        together. Raises ProtocolError for an inconsistent message."""
         request = rollout_pb2.GenerateRequest(model=model, turns=map(encode_turn_request, requests))
         # unbounded: the caller watches for silence
         return self._stream(
