@@ -189,7 +189,7 @@ class Assembly:
                 f"waiting for a server for each of the graders {graders}: "
                 f"atoll register reward {missing[0]} URL --protocol PROTOCOL --run {folder}"
             )
-            log.warning("the run %s", reason)
+            log.warning("the run is %s", reason)
             await self._control.report(error=reason)
             await self._servers.wait_for_all()
 

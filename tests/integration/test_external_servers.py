@@ -271,7 +271,7 @@ def test_the_log_says_what_happened_once_and_holds_no_secret(told: Story) -> Non
     assert "reward server near at" in lines[0]
     assert "reward server length at" in lines[1]
     assert "'lots'" in lines[1]
-    assert "the run waiting for a server" in log
+    assert "the run is waiting for a server" in log
     for path in told.config.folder.rglob("*"):
         if path.is_file():
             assert TOKEN.encode() not in path.read_bytes(), path

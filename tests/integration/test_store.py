@@ -115,7 +115,7 @@ async def test_what_was_answered_survives_sigkill_of_the_server(tmp_path: Path) 
             await store.write(PUT, ["h"], str(i), str(i * i))
         server.process.kill()
         server.process.wait()
-        with pytest.raises(StoreError, match=r"unix:///.*is it running, and is store\.url right"):
+        with pytest.raises(StoreError, match=r"unix:///.*is it running, and is store\.url correct"):
             await store.read("HLEN", "h")
     with run_embedded_server(tmp_path) as server:
         store = Store(server.url, "r")
