@@ -196,7 +196,7 @@ async def test_a_service_that_does_not_fit_ends_the_run_only_before_it_has_begun
         await membership.wait_for({"actor": 1}, 60)
         await registry.register(ServiceEntry("actor", "stray", "0003-c", bad_address))
         await logged("stray is registered")
-        with pytest.raises(ServiceUnavailableError, match="missing: 1 x actor; stray is refused: "):
+        with pytest.raises(ServiceUnavailableError, match="missing: 1 x actor; stray was refused: "):
             await membership.wait_for({"actor": 2}, 0.01)
         assert not following.done()
         following.cancel()

@@ -503,7 +503,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.world = World({}, [(lineage, 0)], set())
         self.committed = 0
         self.checkpoints: list[tuple[Checkpoint, World]] = []
-        self.checkpoint(track_commit=True)
+        self.checkpoint(commits=True)
 
     def teardown(self) -> None:
         self.runner.run(self.store.close())
@@ -572,7 +572,7 @@ class JournalMachine(RuleBasedStateMachine):
         lineage, number = self.world.path[-1]
         self.world.path.append((lineage, number + 1))
 
-    @rule(track_commit=st.booleans())
+    @rule(commits=st.booleans())
     def checkpoint(self, commits: bool) -> None:
         """Without the commit: a crash comes after the checkpoint was written, before the store knows."""
         version = Version(*self.world.path[-1])
