@@ -16,7 +16,6 @@ from atoll.coordinator.algorithm.models import Models
 from atoll.coordinator.background import BackgroundWork, first_cause
 from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.data.datasets import Cursor
-from atoll.coordinator.data.rendering import Renderer
 from atoll.coordinator.fleet.directory import ServiceDirectory, TrainerLostError
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.fleet.replicas import Replicas
@@ -41,6 +40,7 @@ from atoll.coordinator.weight_sync.sync import OwnWeights, WeightSync
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.runtime.rendering import Renderer
 from atoll.runtime.store import Store
 from atoll.runtime.telemetry import MetricsFile
 from atoll.wire.types import ExternalServer, Version

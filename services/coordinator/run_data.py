@@ -14,12 +14,12 @@ from atoll.coordinator.data.datasets import (
     read_pairs,
     read_prompts,
 )
-from atoll.coordinator.data.rendering import Renderer
 from atoll.coordinator.journal.dump import dumps
 from atoll.coordinator.supervised import HeldOutSet
 from atoll.coordinator.validation import ValidationSet
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import read_spec
+from atoll.runtime.rendering import Renderer
 from atoll.wire.types import Prompt, Sampling
 
 

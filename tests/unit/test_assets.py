@@ -15,8 +15,8 @@ from atoll.cli.main import main
 from atoll.config.load import load
 from atoll.coordinator.data.dataset_rows import read_rows, read_supervised_rows
 from atoll.coordinator.data.datasets import read_pairs, read_prompts
-from atoll.coordinator.data.rendering import Renderer
 from atoll.runtime.errors import UserError
+from atoll.runtime.rendering import Renderer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

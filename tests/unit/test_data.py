@@ -20,10 +20,10 @@ from atoll.coordinator.data.datasets import (
     read_pairs,
     read_prompts,
 )
-from atoll.coordinator.data.rendering import Renderer
 from atoll.coordinator.journal.dump import write_dump
 from atoll.coordinator.run_data import read_data
 from atoll.runtime.errors import UserError
+from atoll.runtime.rendering import Renderer
 from atoll.wire.types import GroupId, Prompt
 from tests.builders import V0, run_config
 from tests.conftest import write_tokenizer

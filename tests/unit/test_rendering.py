@@ -6,8 +6,9 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from atoll.coordinator.data.rendering import Renderer
 from atoll.runtime.errors import UserError
+from atoll.runtime.rendering import Renderer, as_template_message
+from atoll.wire.types import Message, ToolCall
 from tests.conftest import write_tokenizer
 
 CHATML = (
@@ -70,6 +71,53 @@ def test_renders_and_tokenizes_as_transformers(tmp_path: Path, template: str, pl
         assert text == reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert ids.tolist() == expected
+
+
+# tools, calls and their answers as Qwen's templates have them
+WITH_TOOLS = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls %}<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+SUM = {
+    "type": "function",
+    "function": {
+        "name": "sum",
+        "description": "adds",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_tools_and_their_calls_are_rendered_as_by_transformers(
+    tmp_path: Path, add_generation_prompt: bool
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = model_folder(tmp_path, chat_template=WITH_TOOLS)
+    conversation = [
+        Message("user", "12+34="),
+        Message("assistant", "", (ToolCall("c1", "sum", '{"a": 12, "text": "<é>"}'),)),
+        Message("tool", "46", tool_call_id="c1"),
+    ]
+    messages = [as_template_message(message) for message in conversation]
+    text = Renderer(folder).render(messages, [SUM], add_generation_prompt=add_generation_prompt)
+    assert text == AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages, tools=[SUM], add_generation_prompt=add_generation_prompt, tokenize=False
+    )
+    assert '{"name": "sum", "arguments": {"a": 12, "text": "<é>"}}' in text
+    assert text.endswith("assistant\n") == add_generation_prompt
+
+
+def test_arguments_that_are_no_object_stay_text() -> None:
+    for text in ("not json", "[1]", "3"):
+        message = as_template_message(Message("assistant", "", (ToolCall("c", "f", text),)))
+        assert message["tool_calls"][0]["function"]["arguments"] == text
 
 
 def test_plain_text_without_a_template(tmp_path: Path) -> None:

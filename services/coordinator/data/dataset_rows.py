@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from atoll.coordinator.data.rendering import Messages
 from atoll.runtime.errors import UserError
+from atoll.runtime.rendering import Messages
 
 COLUMNS = ("data_source", "prompt", "reward_model", "extra_info", "response")
 

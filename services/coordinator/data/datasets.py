@@ -13,8 +13,8 @@ import numpy as np
 
 from atoll.config.schema import SourceConfig, TokenLimit
 from atoll.coordinator.data.dataset_rows import read_rows, read_supervised_rows, row_error
-from atoll.coordinator.data.rendering import Messages, Renderer
 from atoll.runtime.errors import UserError
+from atoll.runtime.rendering import Messages, Renderer
 from atoll.wire.types import GroupId, Int32, Int64, Prompt
 
 log = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from atoll.coordinator.data.rendering import Renderer
 from atoll.coordinator.fleet.replicas import Replica
 from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import WeightPushError
 from atoll.runtime.model_spec import read_spec
 from atoll.runtime.progress_timeout import await_with_progress
+from atoll.runtime.rendering import Renderer
 from atoll.wire.types import Float32, Int32, Segments, Version
 
 TEXTS = (

@@ -16,9 +16,32 @@ from tokenizers import Tokenizer
 
 from atoll.runtime.errors import UserError
 from atoll.runtime.tokenizer import tokenizer_digest
-from atoll.wire.types import Int32
+from atoll.wire.types import Int32, Message
 
-Messages = Sequence[Mapping[str, str]]  # of {"role": ..., "content": ...}
+Messages = Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...}, and what else the template reads
+Tools = Sequence[Mapping[str, Any]]  # {"type": "function", "function": {"name": ..., "parameters": ...}}
+
+
+def as_template_message(message: Message) -> dict[str, Any]:
+    """A message as chat templates read it: the arguments of a tool call are the object that their JSON text
+    stands for, or the text if it is no object."""
+    tree: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        tree["tool_calls"] = [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": _arguments(text)}}
+            for id, name, text in message.tool_calls
+        ]
+    if message.tool_call_id:
+        tree["tool_call_id"] = message.tool_call_id
+    return tree
+
+
+def _arguments(text: str) -> object:
+    try:
+        arguments = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    return arguments if isinstance(arguments, dict) else text
 
 
 class Renderer:
@@ -55,15 +78,17 @@ class Renderer:
         self.stop_ids = tuple(sorted(set(ids)))
         self._check_ids_fit(model_path)
 
-    def render(self, messages: Messages) -> str:
-        """The prompt's text, up to the assistant's response.
+    def render(self, messages: Messages, tools: Tools = (), *, add_generation_prompt: bool = True) -> str:
+        """The conversation's text; with `add_generation_prompt`, up to the assistant's next message.
 
-        A model without a chat template gets the messages' contents joined as plain text.
+        A model without a chat template gets the messages' contents joined as plain text, and no tools.
         Raises jinja2.TemplateError if the template refuses the messages.
         """
         if self._template is None:
             return "".join(message["content"] for message in messages)
-        return self._template.render(messages=messages, add_generation_prompt=True)
+        return self._template.render(
+            messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt
+        )
 
     def encode_prompts(self, texts: Sequence[str]) -> list[Int32]:
         """Token ids [T] of each rendered prompt. A chat template writes its own special tokens; plain
