@@ -138,7 +138,7 @@ class Pusher:
         known = Replicas(Caller(), request_timeout_s=60)
         for number, (client, shard_layouts) in enumerate(replicas.items()):
             name = f"rollout-{number}"
-            info = RolloutInfo(name, name, NOTHING, 0, 0, 0, "float32", shard_layouts, 0, 0, 0)
+            info = RolloutInfo(name, name, NOTHING, 0, 0, 0, "float32", shard_layouts, 0, 0, 0, 0)
             known.hold(Replica(ServiceEntry("rollout", name, name, ""), client, info, NOTHING))
         self._trainer = cast(TrainerClient, _Trainer(writer, shard_layout))
         self._sync = WeightSync(

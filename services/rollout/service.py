@@ -146,6 +146,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 running=info.running,
                 queued=info.queued,
                 tokens_generated=info.tokens_generated,
+                tokens_prefilled=info.tokens_prefilled,
             )
         )
 

@@ -19,6 +19,7 @@ class RolloutInfo:
     running: int
     queued: int
     tokens_generated: int
+    tokens_prefilled: int  # of contexts, but for those that were kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)

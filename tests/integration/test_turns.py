@@ -11,7 +11,6 @@ import pytest
 
 from atoll.config.schema import GraderConfig, ParallelConfig
 from atoll.coordinator.algorithm.experience import lay_out, loss_weights
-from atoll.rollout.engines.local import LocalEngine
 from atoll.rollout.service import RolloutService
 from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.clients.trainer import TrainerClient
@@ -80,30 +79,31 @@ class Episode:
 
 
 @asynccontextmanager
-async def rollouts(model: Path) -> AsyncIterator[tuple[LocalEngine, RolloutClient]]:
-    engine = start_engine(model)
-    service = RolloutService(engine, "rollout-0", "a1")
+async def rollouts(model: Path) -> AsyncIterator[RolloutClient]:
+    service = RolloutService(start_engine(model), "rollout-0", "a1")
     server = await Server.start(
         "atoll.v1.Rollout", service.add_to, host="127.0.0.1", port=0, token=TOKEN, setting="--port"
     )
     client = RolloutClient(server.address, CALLER, timeout_s=30)
     try:
-        yield engine, client
+        yield client
     finally:
         await client.close()
         await server.stop(0)
         await service.close()
 
 
-async def two_turns(engine: LocalEngine, client: RolloutClient) -> Trajectory:
+async def two_turns(client: RolloutClient) -> Trajectory:
     """The policy calls a tool, reads the answer and answers; only what is new is computed."""
     episode = Episode(client, sample_id(7, 0))
-    before = engine.info().tokens_prefilled
+    before = (await client.info()).tokens_prefilled
     first = await episode.ask(*PROMPT)
-    assert engine.info().tokens_prefilled - before == len(PROMPT)
-    before = engine.info().tokens_prefilled
+    assert (await client.info()).tokens_prefilled - before == len(PROMPT)
+    before = (await client.info()).tokens_prefilled
     second = await episode.ask(*PROMPT, *episode.responses[0], *TOOL)
-    assert engine.info().tokens_prefilled - before == 1 + len(TOOL)  # nothing had read the last drawn token
+    assert (await client.info()).tokens_prefilled - before == 1 + len(
+        TOOL
+    )  # nothing had read the last drawn token
     assert [node.parent for node in episode.nodes] == [-1, first, second - 1]
     messages = (Message("assistant", "a call"), Message("tool", "3"), Message("assistant", "an answer"))
     return episode.end(TurnReward(first, 0.25, {"tool": 0.25}), messages=messages)
@@ -141,8 +141,8 @@ async def graded(trajectory: Trajectory) -> Trajectory:
 async def test_turns_and_branches_train_on_what_was_drawn(
     tiny_qwen2: Path, tmp_path: Path, data: int
 ) -> None:
-    async with rollouts(tiny_qwen2) as (engine, client):
-        samples = [await two_turns(engine, client), await branching(client)]
+    async with rollouts(tiny_qwen2) as client:
+        samples = [await two_turns(client), await branching(client)]
     samples = [await graded(sample) for sample in samples]
     assert [sample.score for sample in samples] == [1.25, 0.5]
     # two groups: what two ranks have to share

@@ -60,7 +60,7 @@ def content(value: Any) -> Any:
         (
             rollout.encode_rollout_info,
             rollout.decode_rollout_info,
-            RolloutInfo("rollout-0", "9f", V3, 64, 512, 8, "bfloat16", (CATALOG, OTHER), 1, 2, 3),
+            RolloutInfo("rollout-0", "9f", V3, 64, 512, 8, "bfloat16", (CATALOG, OTHER), 1, 2, 3, 4),
         ),
         (trainer.encode_trainer_info, trainer.decode_trainer_info, TRAINER),
         (

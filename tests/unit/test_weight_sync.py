@@ -183,7 +183,9 @@ class Run:
             await self.sync.use_trainer(AtOneAddress(self))
         engine = engine or Engine(transport=self.transport)
         version = engine.refit.version
-        info = RolloutInfo(name, name, version, 0, 512, 0, "float32", (engine.shard.shard_layout,), 0, 0, 0)
+        info = RolloutInfo(
+            name, name, version, 0, 512, 0, "float32", (engine.shard.shard_layout,), 0, 0, 0, 0
+        )
         replica = Replica(ServiceEntry("rollout", name, f"{name}-1", ""), engine, info, version)
         await self.sync.catch_up(replica)
         return replica, engine

@@ -129,6 +129,7 @@ def encode_rollout_info(info: RolloutInfo) -> rollout_pb2.RolloutInfoReply:
         running=info.running,
         queued=info.queued,
         tokens_generated=info.tokens_generated,
+        tokens_prefilled=info.tokens_prefilled,
     )
 
 
@@ -145,4 +146,5 @@ def decode_rollout_info(message: rollout_pb2.RolloutInfoReply) -> RolloutInfo:
         running=message.running,
         queued=message.queued,
         tokens_generated=message.tokens_generated,
+        tokens_prefilled=message.tokens_prefilled,
     )

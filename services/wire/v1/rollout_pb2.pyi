@@ -508,6 +508,7 @@ class RolloutInfoReply(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
+    TOKENS_PREFILLED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     incarnation: _builtins.str
     vocab_size: _builtins.int
@@ -519,6 +520,8 @@ class RolloutInfoReply(_message.Message):
     running: _builtins.int
     queued: _builtins.int
     tokens_generated: _builtins.int
+    tokens_prefilled: _builtins.int
+    """of contexts, but for those whose keys and values were kept"""
     @_builtins.property
     def version(self) -> _types_pb2.Version: ...
     @_builtins.property
@@ -539,10 +542,11 @@ class RolloutInfoReply(_message.Message):
         running: _builtins.int = ...,
         queued: _builtins.int = ...,
         tokens_generated: _builtins.int = ...,
+        tokens_prefilled: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "incarnation", b"incarnation", "max_length", b"max_length", "name", b"name", "queued", b"queued", "running", b"running", "shard_layouts", b"shard_layouts", "slots", b"slots", "tokens_generated", b"tokens_generated", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "incarnation", b"incarnation", "max_length", b"max_length", "name", b"name", "queued", b"queued", "running", b"running", "shard_layouts", b"shard_layouts", "slots", b"slots", "tokens_generated", b"tokens_generated", "tokens_prefilled", b"tokens_prefilled", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
