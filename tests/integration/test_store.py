@@ -143,8 +143,8 @@ async def test_the_next_call_connects_again_and_brings_its_script(tmp_path: Path
 
 def test_the_server_dies_with_its_parent_and_frees_the_folder(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from atoll.runtime.store import embedded\n"
-        f"with embedded(Path({str(tmp_path)!r})) as server:\n"
+        "import sys, time; from pathlib import Path; from atoll.runtime.store import run_embedded_server\n"
+        f"with run_embedded_server(Path({str(tmp_path)!r})) as server:\n"
         "    print(server.process.pid, flush=True); time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -72,7 +72,7 @@ async def drive(address: str, folder: Path) -> list[float]:
         with pytest.raises(LostStateError, match="nothing is being written to"):
             await client.wait_checkpoint(folder / "other")
 
-        with pytest.raises(UserError, match="is no checkpoint"):
+        with pytest.raises(UserError, match="is not a trainer checkpoint"):
             await client.load_checkpoint(folder / "export")
         outside = folder.with_name(f"{folder.name}-outside")
         outside.mkdir()
