@@ -1,7 +1,4 @@
-"""Rules between settings of different tables: each returns a sentence saying what is wrong, or None.
-
-Reading applies them to a config whose tables are valid (load.py), so RunConfig knows nothing of them.
-"""
+"""Rules between settings of different tables: each returns what is wrong, or None. load.py applies them."""
 
 from collections.abc import Callable
 

@@ -22,6 +22,7 @@ from tests import module_list
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "services"
 MAX_MODULES = 15  # of a folder: more is a list to search in
+MAX_LINES, MAX_FUNCTION_LINES = 400, 80
 
 
 def modules() -> dict[str, Path]:
@@ -176,6 +177,20 @@ def test_no_two_classes_share_a_name() -> None:
                 places.setdefault(node.name, []).append(f"{module}:{node.lineno}")
     assert len(places) > 300
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_long_files_say_why_and_no_function_is_long() -> None:
+    long_files, long_functions = [], []
+    for name, file in modules().items():
+        text = file.read_text()
+        if len(text.splitlines()) > MAX_LINES and "long because" not in text:
+            long_files.append(name)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                if node.end_lineno - node.lineno >= MAX_FUNCTION_LINES:
+                    long_functions.append(f"{name}.{node.name}")
+    assert (long_files, long_functions) == ([], [])
 
 
 def test_the_architecture_page_lists_every_module() -> None:
