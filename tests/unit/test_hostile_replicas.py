@@ -195,6 +195,9 @@ VIOLATIONS = {
     "two turns": (remade(lambda s: s._replace(turns=(*s.turns, *s.turns))), "a single turn"),
     "a conversation of its own": (with_node(parent=NEW_CONVERSATION), "a single turn"),
     "another status": (remade(lambda s: s._replace(status=TrajectoryStatus.TRUNCATED)), "a single turn"),
+    "an unknown status": (changed(status=(9, 9)), "table of 4"),
+    "nodes of another sample": (changed(node_offsets=(0, 0, 2)), "produced nodes"),
+    "a parent that nothing is": (changed(node_parent=(-3, -3)), "parent"),
     "an environment's words": (remade(lambda s: s._replace(environment={"reward": "9"})), "a single turn"),
     "a finished sample without tokens": (
         remade(lambda s: s._replace(nodes=(node([], versions=V3),))),

@@ -44,7 +44,8 @@ _STATUS_TO_WIRE = {
     TrajectoryStatus.TRUNCATED: types_pb2.TRAJECTORY_STATUS_TRUNCATED,
     TrajectoryStatus.ABORTED: types_pb2.TRAJECTORY_STATUS_ABORTED,
 }
-_STATUS_FROM_WIRE = {wire: status for status, wire in _STATUS_TO_WIRE.items()}
+# By their numbers on the wire. One that is not specified is not trained on.
+_STATUSES = (TrajectoryStatus.ABORTED, *_STATUS_TO_WIRE)
 
 
 def encode_trajectories(trajectories: Iterable[Trajectory]) -> types_pb2.Trajectories:
@@ -96,6 +97,51 @@ def decode_trajectories(message: types_pb2.Trajectories) -> list[Trajectory]:
     """Raises ValueError for columns that do not fit together, log-probabilities that are not finite, token
     ids below 0, unknown finish reasons, tokens of the policy that no span covers or other tokens that one
     does, parents and turns that make no tree, and rewards for a node that no turn produced."""
+    nodes, turns = _decode_nodes(message), _decode_turns(message)
+    num = len(message.group)
+    turn_ranges = list(_ranges(message.turn_offsets or range(num + 1), len(turns)))
+    if any(first == end for first, end in turn_ranges):
+        raise ValueError("samples: one of no turn, expected one or more of each")
+    trajectories = [
+        Trajectory(
+            SampleId(group, index),
+            attempt,
+            tuple(nodes[first:last]),
+            tuple(turns[begin:end]),
+            status,
+            decode_rewards(rewards) if rewards else (),
+            reason,
+        )
+        for group, index, attempt, (first, last), (begin, end), status, rewards, reason in zip(
+            _look_up([decode_group_id(group) for group in message.groups], message.group),
+            message.index[:],
+            message.attempt[:],
+            _ranges(message.node_offsets, len(nodes)),
+            turn_ranges,
+            _look_up(_STATUSES, message.status)
+            if message.status
+            else [STATUS_AFTER[turns[end - 1].finish_reason] for _, end in turn_ranges],
+            message.rewards or repeat(None, num),
+            message.reason[:] or repeat("", num),
+            strict=True,
+        )
+    ]
+    is_single = message.node_offsets == [*range(num + 1)] and message.node_parent == [BELOW_PROMPT] * num
+    if message.turn_offsets or message.rewards or not is_single:
+        for trajectory in trajectories:
+            _check_tree(trajectory)
+    if message.conversation:
+        trajectories = [
+            trajectory._replace(
+                messages=tuple(map(decode_message, of.messages)), environment=dict(of.environment)
+            )
+            for trajectory, of in zip(trajectories, message.conversation, strict=True)
+        ]
+    return trajectories
+
+
+def _decode_nodes(message: types_pb2.Trajectories) -> list[Node]:
+    """Of all trajectories, one after the other."""
     token_ids = np.frombuffer(message.token_ids, "<i4")
     loss_mask = np.frombuffer(message.loss_mask, np.bool_)
     logprobs = np.frombuffer(message.logprobs, "<f4")
@@ -125,9 +171,14 @@ def decode_trajectories(message: types_pb2.Trajectories) -> list[Trajectory]:
     all_produced = bool(loss_mask.all())
     for node in nodes:
         _check_spans(node, all_produced)
+    return nodes
+
+
+def _decode_turns(message: types_pb2.Trajectories) -> list[Turn]:
+    """Of all trajectories, one after the other."""
     num = len(message.group)
     origins = [Origin(origin.replica, origin.incarnation) for origin in message.origins]
-    turns = list(
+    return list(
         starmap(
             Turn,
             zip(
@@ -141,50 +192,6 @@ def decode_trajectories(message: types_pb2.Trajectories) -> list[Trajectory]:
             ),
         )
     )
-    offsets = message.turn_offsets or range(num + 1)
-    turn_ranges = list(_ranges(offsets, len(turns)))
-    if any(first == end for first, end in turn_ranges):
-        raise ValueError("samples: one of no turn, expected one or more of each")
-    trajectories = [
-        Trajectory(
-            SampleId(group, index),
-            attempt,
-            tuple(nodes[first:last]),
-            tuple(turns[begin:end]),
-            status,
-            decode_rewards(rewards) if rewards else (),
-            reason,
-        )
-        for group, index, attempt, (first, last), (begin, end), status, rewards, reason in zip(
-            _look_up([decode_group_id(group) for group in message.groups], message.group),
-            message.index[:],
-            message.attempt[:],
-            _ranges(message.node_offsets, len(nodes)),
-            turn_ranges,
-            map(_STATUS_FROM_WIRE.__getitem__, message.status[:])
-            if message.status
-            else [STATUS_AFTER[turns[end - 1].finish_reason] for _, end in turn_ranges],
-            message.rewards or repeat(None, num),
-            message.reason[:] or repeat("", num),
-            strict=True,
-        )
-    ]
-    if (
-        message.turn_offsets
-        or len(nodes) != num
-        or message.rewards
-        or set(message.node_parent) > {BELOW_PROMPT}
-    ):
-        for trajectory in trajectories:
-            _check_tree(trajectory)
-    if message.conversation:
-        trajectories = [
-            trajectory._replace(
-                messages=tuple(map(decode_message, of.messages)), environment=dict(of.environment)
-            )
-            for trajectory, of in zip(trajectories, message.conversation, strict=True)
-        ]
-    return trajectories
 
 
 def _check_tree(trajectory: Trajectory) -> None:
