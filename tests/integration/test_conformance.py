@@ -295,13 +295,13 @@ async def test_tools_are_checked_too() -> None:
         "empty": (tools(), {"describes its tools": "at least one", "reports an unknown tool": ""}),
         "twice": (
             tools(echo, echo),
-            {"describes its tools": "['echo', 'echo']", "says that": "done: no_such_tool"},
+            {"describes its tools": "['echo', 'echo']", "reports an unknown": "done: no_such_tool"},
         ),
         "no schema": (
             tools(
                 Tool(name="echo", input_schema={"type": "object", "properties": {"a": {"type": "nothing"}}})
             ),
-            {"describes its tools": "tool echo: got a schema with", "says that": "done: no_such_tool"},
+            {"describes its tools": "tool echo: got a schema with", "reports an unknown": "done: no_such_tool"},
         ),
     }
     for name, (server, expected) in cases.items():
