@@ -161,8 +161,7 @@ def check_interpreter(python: Path | None) -> None:
     if python is not None and not os.access(python, os.X_OK):
         raise UserError(
             f"rollout.python = {python} is not an executable: set it to the Python interpreter of the "
-            "replicas' environment, such as "
-            ".venv-rollout/bin/python, relative to the current folder"
+            "replicas' environment, such as .venv-rollout/bin/python, relative to the current folder"
         )
 
 

@@ -44,8 +44,7 @@ def _full_kl_has_one_stage(config: RunConfig) -> str | None:
     if kl and kl.estimator == "full" and pipeline > 1:
         return (
             'algorithm.kl.estimator = "full" runs the reference in the last stage of the actor\'s forward '
-            "pass: set trainer.parallel.pipeline "
-            f'= {pipeline} to 1, or use estimator "k3"'
+            f'pass: set trainer.parallel.pipeline = {pipeline} to 1, or use estimator "k3"'
         )
     return None
 

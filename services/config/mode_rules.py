@@ -124,7 +124,6 @@ def _supervised_sets_are_not_sampled(config: RunConfig) -> str | None:
             return (
                 f'validation set {entry.name}: run.mode = "supervised" measures the loss of the given '
                 "answers: remove num_samples and sampling"
-                ""
             )
     return None
 

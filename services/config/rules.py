@@ -58,9 +58,8 @@ def _baseline_is_scored_alike(config: RunConfig) -> str | None:
     other = "[reward_model]" if config.reward_model else "[algorithm.constraint]"
     if advantage.has("needs_baseline") and (config.reward_model or config.algorithm.constraint):
         return (
-            f'algorithm.advantage = "{advantage.name}" scores greedy samples by reward.graders only, without '
-            f'{other}: remove that, or use another advantage such as "rloo"'
-            f""
+            f'algorithm.advantage = "{advantage.name}" scores greedy samples by reward.graders only, '
+            f'without {other}: remove that, or use another advantage such as "rloo"'
         )
     return None
 
@@ -71,10 +70,9 @@ def _components_are_the_whole_score(config: RunConfig) -> str | None:
     other = "[reward_model]" if config.reward_model else 'algorithm.kl.where = "reward"'
     if advantage.has("reads_components") and (config.reward_model or kl_in_reward):
         return (
-            f'algorithm.advantage = "{advantage.name}" combines reward.graders individually and would ignore '
-            f"{other}: remove that (a KL penalty can go into the loss), or use another advantage such as "
-            '"grpo"'
-            f""
+            f'algorithm.advantage = "{advantage.name}" combines reward.graders individually and would '
+            f"ignore {other}: remove that (a KL penalty can go into the loss), or use another advantage "
+            'such as "grpo"'
         )
     return None
 
@@ -84,8 +82,7 @@ def _baseline_is_used(config: RunConfig) -> str | None:
     if config.coordinator.greedy_baseline and not (advantage.has("needs_baseline") or advantage.is_users_own):
         return (
             f'coordinator.greedy_baseline generates a sample per prompt that "{advantage.name}" ignores: '
-            "remove it, or set algorithm.advantage "
-            '= "remax"'
+            'remove it, or set algorithm.advantage = "remax"'
         )
     return None
 
@@ -95,7 +92,6 @@ def _values_have_a_critic(config: RunConfig) -> str | None:
         return (
             f'algorithm.advantage = "{config.algorithm.advantage.name}" needs a value model: add a [critic] '
             "table"
-            ""
         )
     return None
 
@@ -225,8 +221,8 @@ def _straight_through_has_a_gradient(config: RunConfig) -> str | None:
     if kl and kl.estimator.endswith("+") and kl.where == "reward":
         return (
             f'algorithm.kl.estimator = "{kl.estimator}" differs from "{kl.estimator[:-1]}" only in its '
-            "gradient, and a reward has no gradient: set "
-            f'algorithm.kl.where = "loss", or estimator = "{kl.estimator[:-1]}"'
+            'gradient, and a reward has no gradient: set algorithm.kl.where = "loss", or estimator = '
+            f'"{kl.estimator[:-1]}"'
         )
     return None
 
@@ -235,9 +231,8 @@ def _adaptive_kl_is_in_the_reward(config: RunConfig) -> str | None:
     kl = config.algorithm.kl
     if kl and kl.target is not None and kl.where == "loss":
         return (
-            "algorithm.kl.target adapts the coefficient of a penalty in the reward, and a coefficient in the "
-            'loss is fixed: set algorithm.kl.where = "reward", or remove target'
-            ""
+            "algorithm.kl.target adapts the coefficient of a penalty in the reward, and a coefficient in "
+            'the loss is fixed: set algorithm.kl.where = "reward", or remove target'
         )
     return None
 
@@ -248,7 +243,6 @@ def _correction_has_two_logprobs(config: RunConfig) -> str | None:
             "algorithm.correction corrects between the trainer's and the rollout engine's logprobs, which "
             'the ratio of the loss already does with algorithm.old_logprobs = "rollout": set it to '
             '"trainer", or remove the correction'
-            ""
         )
     return None
 
@@ -289,7 +283,6 @@ def _updates_stay_on_policy_without_a_ratio(config: RunConfig) -> str | None:
             f'algorithm.loss = "{algorithm.loss.name}" has no ratio to the policy that generated the '
             f"samples, so it would be biased after the first of a step's {num_updates} updates: set "
             'algorithm.num_minibatches and num_epochs to 1, or use "ppo_clip"'
-            ""
         )
     return None
 
@@ -299,10 +292,8 @@ def _samples_are_fresh_without_a_ratio(config: RunConfig) -> str | None:
     if algorithm.loss.has("without_ratio") and staleness and algorithm.correction is None:
         return (
             f'algorithm.loss = "{algorithm.loss.name}" has no ratio to the policy that generated the '
-            "samples, which may be "
-            f"coordinator.max_staleness = {staleness} versions old: add an [algorithm.correction], set it to "
-            '0, or use "ppo_clip"'
-            ""
+            f"samples, which may be coordinator.max_staleness = {staleness} versions old: add an "
+            '[algorithm.correction], set it to 0, or use "ppo_clip"'
         )
     return None
 
@@ -324,7 +315,6 @@ def _flash_has_half_precision(config: RunConfig) -> str | None:
             return (
                 f'{table}.attention = "flash" does not support float32: set {table}.dtype = "bfloat16", or '
                 "remove attention"
-                f""
             )
     return None
 
@@ -351,9 +341,8 @@ def _warmup_target_is_measured(config: RunConfig) -> str | None:
     can_measure = config.validation.sets and config.run.mode == "train"
     if config.warmup.target_reward is not None and not can_measure:
         return (
-            "warmup.target_reward is measured on the first of [[validation.sets]]: add one, and use run.mode "
-            '= "train" (or set only warmup.steps)'
-            ""
+            "warmup.target_reward is measured on the first of [[validation.sets]]: add one, and use "
+            'run.mode = "train" (or set only warmup.steps)'
         )
     return None
 

@@ -19,8 +19,7 @@ def _schedules_fit_the_run(config: RunConfig) -> str | None:
             if optimizer.decay_steps or optimizer.min_learning_rate_share:
                 return (
                     f'{table}.schedule = "constant" never decays: remove decay_steps and '
-                    "min_learning_rate_share, or set schedule to "
-                    '"cosine" or "wsd"'
+                    'min_learning_rate_share, or set schedule to "cosine" or "wsd"'
                 )
             continue
         if optimizer.schedule == "wsd" and optimizer.decay_steps is None:
@@ -52,7 +51,6 @@ def _recomputation_is_for_what_learns(config: RunConfig) -> str | None:
             return (
                 f'{role}.recompute = "{section.recompute}" reduces the memory of a backward pass, and a '
                 f"{role} has none: remove it; {role}.max_tokens_per_forward bounds its memory"
-                f""
             )
     return None
 

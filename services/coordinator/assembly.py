@@ -186,8 +186,8 @@ class Assembly:
         if missing := self._servers.missing():
             folder, graders = self._config.folder, ", ".join(f"server:{name}" for name in missing)
             reason = (
-                f"waiting for a server for each of the graders {graders}: "
-                f"atoll register reward {missing[0]} URL --protocol PROTOCOL --run {folder}"
+                f"waiting for a server for each of the graders {graders}: atoll register reward "
+                f"{missing[0]} URL --protocol PROTOCOL --run {folder}"
             )
             log.warning("the run is %s", reason)
             await self._control.report(error=reason)
@@ -352,8 +352,7 @@ class Assembly:
         if info.tokenizer_digest != renderer.digest:
             raise UserError(
                 f"the {role}'s model folder {info.model} has a different tokenizer.json than the "
-                "coordinator's "
-                f"{self._config.model.path}: use the same folder for both"
+                f"coordinator's {self._config.model.path}: use the same folder for both"
             )
 
 

@@ -58,8 +58,7 @@ def _replay(folder: Path, steps: int) -> list[Path]:
     if len(paths) < steps:
         raise UserError(
             f"data.replay = {folder} holds {len(paths)} dumps, run.steps = {steps} needs as many: lower "
-            "run.steps, or use dumps of a longer run with "
-            "coordinator.dump = true (runs/NAME/dumps)"
+            "run.steps, or use dumps of a longer run with coordinator.dump = true (runs/NAME/dumps)"
         )
     return paths[:steps]
 

@@ -115,8 +115,7 @@ class Channel:
         if kind != "application/json" and not kind.endswith("+json"):
             raise ProtocolError(
                 f"{where}: got content type {excerpt(kind, self.token)}, expected application/json; the "
-                "response was "
-                f"{excerpt(response.content, self.token)}"
+                f"response was {excerpt(response.content, self.token)}"
             )
         if cookies is not None:
             cookies.extract_cookies(response)

@@ -104,8 +104,8 @@ class McpReward:
         tools = {tool.name: tool for tool in await _tools(self._channel)}
         if self._name not in tools:
             raise UserError(
-                f"{self._channel.where}: option tool = {self._name!r}; "
-                f"the server has {', '.join(tools) or 'none'}"
+                f"{self._channel.where}: option tool = {self._name!r}; the server has "
+                f"{', '.join(tools) or 'none'}"
             )
         properties = tools[self._name].schema.get("properties")
         fields = frozenset(properties if isinstance(properties, dict) else ())

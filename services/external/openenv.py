@@ -146,8 +146,8 @@ class OpenEnvReward:
             raise UserError(
                 f"{self._channel.where}: option field = {self._option!r}: its actions have the fields "
                 f"{', '.join(action.properties) or '(none)'} and require "
-                f"{', '.join(action.required) or '(none)'}; "
-                "expected one field that holds the response, and no other that is required"
+                f"{', '.join(action.required) or '(none)'}; expected one field that holds the response, and "
+                "no other that is required"
             )
         self._field = field
         return field

@@ -180,8 +180,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise UserError(
-            f"{folder} is not a model folder: no config.json; "
-            "expected a Hugging Face folder with config.json, *.safetensors and tokenizer.json"
+            f"{folder} is not a model folder: no config.json; expected a Hugging Face folder with "
+            "config.json, *.safetensors and tokenizer.json"
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not JSON: {error}; copy the model folder again") from error

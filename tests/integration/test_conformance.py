@@ -301,7 +301,10 @@ async def test_tools_are_checked_too() -> None:
             tools(
                 Tool(name="echo", input_schema={"type": "object", "properties": {"a": {"type": "nothing"}}})
             ),
-            {"describes its tools": "tool echo: got a schema with", "reports an unknown": "done: no_such_tool"},
+            {
+                "describes its tools": "tool echo: got a schema with",
+                "reports an unknown": "done: no_such_tool",
+            },
         ),
     }
     for name, (server, expected) in cases.items():

@@ -385,11 +385,11 @@ async def test_a_service_that_is_killed_takes_all_with_it(namespaces: bool, tmp_
     script = f"""
 import asyncio
 from atoll.reward.sandbox.host import start_sandbox
-from atoll.wire.types import Limits
+from atoll.wire.types import ProgramLimits
 
 async def main():
     async with start_sandbox(2, {namespaces}) as sandbox:
-        async with sandbox.open("while True: pass", Limits(timeout_s=600.0)):
+        async with sandbox.open("while True: pass", ProgramLimits(timeout_s=600.0)):
             print("running", flush=True)
             await asyncio.sleep(600)
 

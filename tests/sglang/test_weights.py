@@ -217,7 +217,7 @@ def orphaned(parts: Sequence[PublishedPart]) -> list[PublishedPart]:
         [
             sys.executable,
             "-c",
-            "import sys; from atoll.weights.transport.shm import Segment; s = Segment(1 << 20); "
+            "import sys; from atoll.weights.transport.shm import SharedSegment; s = SharedSegment(1 << 20); "
             "print(s.location, flush=True); sys.stdin.read()",
         ],
         stdin=subprocess.PIPE,

@@ -292,8 +292,8 @@ def test_writer_is_gone():
 @pytest.mark.long
 def test_killed_writer_leaves_nothing():
     script = (
-        "from atoll.weights.transport.shm import Segment\n"
-        "segment = Segment(1 << 20)\n"
+        "from atoll.weights.transport.shm import SharedSegment\n"
+        "segment = SharedSegment(1 << 20)\n"
         "segment.memory.fill_(7)\n"
         "print(segment.location, flush=True)\n"
         "input()\n"

@@ -100,8 +100,8 @@ def remax(trajectories: Trajectories) -> Estimate:
     """
     if trajectories.baselines_N is None:
         raise ValueError(
-            "remax subtracts the score of a greedy sample and there is none: "
-            "set coordinator.greedy_baseline = true"
+            "remax subtracts the score of a greedy sample and there is none: set "
+            "coordinator.greedy_baseline = true"
         )
     returns_T = discounted_sums(trajectories, trajectories.rewards_T, 1.0)
     return Estimate(returns_T - trajectories.spread(trajectories.baselines_N), returns_T)
