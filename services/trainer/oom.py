@@ -38,7 +38,7 @@ def explain_oom(
             sizes.append(f"a micro-batch of {num_tokens:,} tokens")
         raise MemoryExhaustedError(
             f"{who} is out of memory in {phase}: {', '.join(sizes)}; "
-            f"{_advice(phase, table, section, num_tokens)}. see `atoll plan --memory` for a breakdown"
+            f"{_advice(phase, table, section, num_tokens)}; see `atoll plan --memory` for a breakdown"
         ) from error
 
 
