@@ -13,7 +13,14 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from atoll.coordinator.journal import scripts
-from atoll.coordinator.journal.journal import Checkpoint, Journal, JournalError, Lineage, RestoredGroup
+from atoll.coordinator.journal.journal import (
+    Checkpoint,
+    Journal,
+    JournalError,
+    Lineage,
+    OpenSession,
+    RestoredGroup,
+)
 from atoll.coordinator.journal.ledger import LEDGER, Ledger
 from atoll.runtime.errors import StaleFenceError, UserError
 from atoll.runtime.store import EmbeddedServer, Script, Store, run_embedded_server
@@ -364,6 +371,31 @@ async def test_samples_of_a_branch_that_was_left_are_generated_again(store: Stor
     assert texts(restored) == [("toy/0/0/0:0",), (None,), ("toy/0/2/0:1",), (None,)]
 
 
+async def test_an_open_session_outlives_a_restart_until_its_sample_is_done(
+    store: Store, tmp_path: Path
+) -> None:
+    journal, lineage = await opened(store, tmp_path)
+    a, b, c, d = ids = [sample_id(prompt) for prompt in range(4)]
+    await journal.issue(ids, CURSOR)
+    await journal.retry([b], "replica lost")
+    before, now, later = (Version(lineage, number) for number in range(3))
+    sessions = [OpenSession(a, 0, before), OpenSession(b, 0, before), OpenSession(b, 1, before)]
+    assert await journal.open(sessions) == [sessions[0], sessions[2]]  # the first attempt at b is lost
+    assert await journal.open([OpenSession(a, 0, now), OpenSession(c, 0, later)])
+    checkpoint = await saved(journal, 0, now, tmp_path)
+    restored = await restore(journal, checkpoint)
+    # c's last turn was made by a version that this branch has not; d had no session
+    assert [group.attempts for group in restored] == [(0,), (1,), (1,), (1,)]
+    assert await finish(journal, [done := sample(a, now)]) == [done]
+    await journal.drop([b], "no replica takes it")
+    assert await journal.open([OpenSession(a, 0, now), OpenSession(b, 1, now)]) == []
+    assert await store.read("HLEN", "journal/open") == 0
+    await journal.open([OpenSession(d, 1, now)])
+    await store.write(Script("redis.call('DEL', unpack(KEYS))"), scripts.TABLES)
+    restored = await restore(journal, checkpoint)  # in which no session is open
+    assert [group.attempts for group in restored] == [(1,), (2,), (1,), (1,)]
+
+
 async def test_an_older_checkpoint_than_the_last_brings_its_own_journal(store: Store, tmp_path: Path) -> None:
     journal, a = await opened(store, tmp_path)
     x, y = sample_id(0), sample_id(1)
@@ -449,10 +481,12 @@ class Entry:
     last: int = 0
     won: int = -1
     version: tuple[str, int] = ("", 0)
+    session: tuple[str, int] | None = None  # version of its last turn
     step: int = 0
 
     def retry(self) -> None:
         self.last += 1
+        self.session = None
         if self.state == "finished":
             self.state, self.first = "issued", self.last
 
@@ -539,6 +573,16 @@ class JournalMachine(RuleBasedStateMachine):
             entry.state, entry.won, entry.version = "finished", entry.last, version
         assert self.runner.run(finish(self.journal, samples)) == samples
 
+    @rule(prompt=prompts, attempt=attempts)
+    def open(self, prompt: int, attempt: tuple[int, int]) -> None:
+        (index, number), version = attempt, self.world.path[-1]
+        session = OpenSession(sample_id(prompt, index), number, Version(*version))
+        entry = self.world.entries.get(session.id)
+        is_last = entry is not None and entry.state == "issued" and entry.last == number
+        assert self.runner.run(self.journal.open([session])) == [session] * is_last
+        if entry and is_last:
+            entry.session = version
+
     @rule(prompt=prompts, index=st.integers(0, SIZE - 1))
     def retry(self, prompt: int, index: int) -> None:
         self.runner.run(self.journal.retry([sample_id(prompt, index)], "test"))
@@ -602,7 +646,8 @@ class JournalMachine(RuleBasedStateMachine):
         for entry in entries.values():
             if entry.state == "consumed":
                 entry.state = "finished"
-            if entry.state == "issued" or entry.version not in path:
+            goes_on = continues and entry.session in path
+            if entry.version not in path if entry.state == "finished" else not goes_on:
                 entry.retry()
         cursor = (self.world if continues else then).cursor
         self.world = World(entries, path, then.trained, checkpoint.step, cursor)

@@ -1,8 +1,9 @@
 """The journal of every sample: issued -> finished -> consumed(step) -> committed(checkpoint).
 
-The journal makes a run restartable: what finished stays in the store until a checkpoint covers the
-step that consumed it, and the data cursor moves with the issue of what was drawn. A call is one round
-trip and one transaction under the coordinator's fence; long transfers go in parts, over their own connection.
+An issued sample may be open: a session generates it turn by turn. The journal makes a run restartable:
+what finished stays in the store until a checkpoint covers the step that consumed it, and the data cursor
+moves with the issue of what was drawn. A call is one round trip and one transaction under the coordinator's
+fence; long transfers go in parts, over their own connection.
 """
 
 import asyncio
@@ -63,6 +64,15 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenSession:
+    """An attempt at a sample that is generated turn by turn and has not ended."""
+
+    id: SampleId
+    attempt: int
+    version: Version  # the newest that made any of its turns
+
+
+@dataclass(frozen=True, slots=True)
 class InFlight:
     """A group that was issued and not trained on; `Journal.load` gives its samples."""
 
@@ -113,6 +123,21 @@ class Journal:
         """
         await self._write(scripts.ISSUE, _names(samples), cursor)
         self._ledger.issue(samples, cursor)
+
+    async def open(self, sessions: Sequence[OpenSession]) -> list[OpenSession]:
+        """Records that these sessions generate their samples, or have turns of a newer version; a restart
+        lets them go on. A session ends with its sample: when an attempt at it finishes, and by `retry`
+        and `drop`.
+
+        Returns those that are the last attempt at an unfinished sample; others are not to go on.
+        """
+        args = [
+            text
+            for s in sessions
+            for text in (_name(s.id), s.attempt, f"{s.version.lineage} {s.version.number}")
+        ]
+        answer: bytes = await self._write(scripts.OPEN, *args)
+        return [session for session, flag in zip(sessions, answer.decode(), strict=True) if flag == "1"]
 
     async def finish(self, samples: Sequence[Trajectory], payload: bytes) -> list[Trajectory]:
         """Keeps finished samples; returns those whose attempt was the first to finish.
@@ -189,14 +214,15 @@ class Journal:
 
     async def load(self, groups: Sequence[InFlight]) -> list[RestoredGroup]:
         """The samples of restored groups. What was under way when the run stopped, and what holds versions
-        of a branch that was left, begins its next attempt."""
+        of a branch that was left, begins its next attempt; open sessions of this branch go on."""
         if not groups:
             return []
         ids = [SampleId(group.id, index) for group in groups for index in range(group.num_samples)]
         finished = await self._load_finished(ids)
         kept = {id: s for id, s in finished.items() if all(map(self._lineage.contains, s.versions()))}
         await self.retry([id for id in ids if id in finished and id not in kept], "lineage")
-        await self.retry([id for id in ids if id not in finished], "restart")
+        lost = {id for id in ids if id not in finished} - await self._open(ids)
+        await self.retry([id for id in ids if id in lost], "restart")
         entries = await self._entries(ids)
         return [
             RestoredGroup(
@@ -299,6 +325,17 @@ class Journal:
                 if won.get(sample.id) == sample.attempt:
                     samples[sample.id] = sample
         return samples
+
+    async def _open(self, ids: Sequence[SampleId]) -> set[SampleId]:
+        """Those of `ids` that a session of this branch generates."""
+        entries = await self._bulk.read("HMGET", "journal/open", *map(_name, ids))
+        going_on = set()
+        for id, entry in zip(ids, entries, strict=True):
+            if entry is not None:
+                _, lineage, number = entry.decode().split()
+                if self._lineage.contains(Version(lineage, int(number))):
+                    going_on.add(id)
+        return going_on
 
     async def _entries(self, ids: Sequence[SampleId]) -> dict[SampleId, str]:
         """Of those that are issued or finished; the latter have four words."""

@@ -3,6 +3,8 @@
 A sample of this run is named "epoch/prompt/index". Each is in one of `issued`, `finished`, `trained`.
 
     issued    hash        sample -> "number first last": number of issue; attempts that may finish it
+    open      hash        sample -> "attempt lineage version"; of `issued`, what a session generates turn by
+                          turn: newest policy version that made any of its turns. Snapshots leave it out
     finished  hash        sample -> "number payload last attempt": of issue; where it is; which one won
     trained   hash        what of `finished` was consumed; snapshots leave it out
     consumed  sorted set  sample -> step; the samples of `trained`
@@ -34,11 +36,12 @@ TABLES: Final = (
     "journal/events",
     "journal/issued_copy",
     "journal/finished_copy",
+    "journal/open",
 )
 
 _PRELUDE: Final = """
 local issued, finished, trained, consumed, payloads, refs, cursor, lineages, counts, events,
-  issued_copy, finished_copy = unpack(KEYS)
+  issued_copy, finished_copy, open = unpack(KEYS)
 local PART = 1000  -- samples that a script takes on at once
 
 local function words(text)  -- each once
@@ -90,6 +93,7 @@ local function forget(samples)
   release(bulk('HMGET', finished, samples))
   release(bulk('HMGET', trained, samples))
   bulk('HDEL', issued, samples)
+  bulk('HDEL', open, samples)
   bulk('HDEL', finished, samples)
   bulk('HDEL', trained, samples)
   bulk('ZREM', consumed, samples)
@@ -123,6 +127,19 @@ bulk('HSET', issued, fresh)
 redis.call('SET', cursor, ARGV[2])
 """)
 
+# sample, attempt, "lineage version", ... of sessions; answers "1" or "0" for each: whether this is the last
+# attempt at an unfinished sample
+OPEN: Final = _script("""
+local answers = {}
+for i = 1, #ARGV, 3 do
+  local _, _, last = fields(redis.call('HGET', issued, ARGV[i]))
+  local is_last = last == ARGV[i + 1]
+  if is_last then redis.call('HSET', open, ARGV[i], ARGV[i + 1] .. ' ' .. ARGV[i + 2]) end
+  answers[#answers + 1] = is_last and '1' or '0'
+end
+return table.concat(answers)
+""")
+
 # of each message "sample attempt sample attempt ...", and its payload; answers the bytes of all payloads,
 # then of each message "1" or "0" for each sample
 FINISH: Final = _script("""
@@ -147,6 +164,7 @@ local function finish(message, content)
     end
   end
   bulk('HDEL', issued, won)
+  bulk('HDEL', open, won)
   bulk('HSET', finished, values)
   if #won > 0 then
     redis.call('HSET', payloads, payload, content)
