@@ -27,6 +27,7 @@ ARRAYS = ("samples", "advantages", "loss_weights", "rollout_logprobs", "old_logp
 # module -> what is done to it; under each possible name of the module
 RECIPE = ("services.coordinator.algorithm", "atoll.coordinator.algorithm.algorithm")  # has Algorithm.prepare
 SOURCE = ("services.coordinator.source", "atoll.coordinator.rollouts.group_sources")  # has GenerateSource
+COMPLETED = ("completed", "on_completed")  # its method that receives a complete group
 
 
 def is_trained(batch):
@@ -40,25 +41,18 @@ def ids_of(groups):
 
 
 def record(algorithm, folder):
-    """Wraps Algorithm.prepare(groups, timer) -> Prepared(batches: {role: [Batch]}, ...)."""
+    """Wraps Algorithm.prepare(groups, ...) -> Prepared(batches: {role: [Batch]}, ...)."""
     import numpy as np
 
     prepare, steps = algorithm.Algorithm.prepare, iter(range(1, sys.maxsize))
 
-    async def recorded(self, groups, timer):
-        prepared = await prepare(self, groups, timer)
+    async def recorded(self, groups, *others):
+        prepared = await prepare(self, groups, *others)
         ids, of_policy = ids_of(groups), prepared.batches["actor"]
         keep = [is_trained(batch) for batch in of_policy]
         columns = {
             name: np.concatenate([getattr(b, name)[k] for b, k in zip(of_policy, keep, strict=True)])
-            for name in (
-                "samples",
-                "advantages",
-                "loss_weights",
-                "rollout_logprobs",
-                "old_logprobs",
-                "ref_logprobs",
-            )
+            for name in ARRAYS
             if getattr(of_policy[0], name) is not None
         }
         for role, batches in prepared.batches.items():
@@ -80,9 +74,10 @@ def record(algorithm, folder):
 
 
 def refill_together(source):
-    """Wraps GenerateSource.admit and .completed, by its groups on their way (`_pending`)."""
+    """Wraps GenerateSource.admit and .on_completed, by its groups on their way (`_pending`)."""
     cls = source.GenerateSource
-    admit, completed = cls.admit, cls.completed
+    name = next(name for name in COMPLETED if hasattr(cls, name))
+    admit, completed = cls.admit, getattr(cls, name)
 
     async def admit_together(self):
         if not self._pending:
@@ -92,7 +87,8 @@ def refill_together(source):
         await completed(self, group)
         await self.admit()
 
-    cls.admit, cls.completed = admit_together, completed_then_admit
+    cls.admit = admit_together
+    setattr(cls, name, completed_then_admit)
 
 
 class _After(importlib.abc.MetaPathFinder):
