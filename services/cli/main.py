@@ -15,7 +15,7 @@ COMMANDS = {
     "quickstart": "build the arithmetic task and train on it (two to three minutes on two cores)",
     "run": "run all services of a run on this machine and show progress",
     "status": "show a run's state, services, servers and latest metrics",
-    "register": "let add a reward, tool or environment server to a running run",
+    "register": "add a reward, tool or environment server to a running run",
     "deregister": "remove a registered server from a running run",
     "reload": "reload the user's own graders of a running run",
     "audit": "show the fate of every sample of a run: trained, dropped, pending, lost",

@@ -295,7 +295,7 @@ class Loop:
         """Saves the last step of a failing run."""
         if self._saved == self._step or not self._can_save:
             return
-        log.error("the run ends, its last step is saved before: %s", error)
+        log.error("the run is ending; saving its last step first: %s", error)
         try:
             await self._checkpoint()
             await self._parts.checkpoints.finish()
