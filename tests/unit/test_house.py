@@ -198,6 +198,20 @@ def test_the_architecture_page_lists_every_module() -> None:
     assert page == module_list.rewrite(page), "a module or its docstring changed: run `make docs`"
 
 
+def test_files_that_pages_name_exist() -> None:
+    folders = ("benchmarks", "docs", "examples", "proto", "services", "tests")
+    files = {f"/{file.relative_to(ROOT)}" for folder in folders for file in (ROOT / folder).rglob("*.*")}
+    files |= {f"/{file.name}" for file in ROOT.iterdir()}
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    named = {
+        (page.name, name)
+        for page in pages
+        for name in re.findall(r"`([\w./-]+\.(?:py|proto|sh|toml|md))(?:::\w+)?`", page.read_text())
+    }
+    assert len(named) > 100
+    assert {(page, name) for page, name in named if not any(f.endswith(f"/{name}") for f in files)} == set()
+
+
 def test_the_tasks_on_the_architecture_page_exist() -> None:
     page = module_list.PAGE.read_text()
     section = page[page.index("## The tasks of a run") : page.index("Back pressure")]
