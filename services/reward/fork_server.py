@@ -1,7 +1,7 @@
-"""Imported only by the fork server of the workers.
+"""Imported only by the workers' fork server.
 
-It ends with the service, and its workers with it. It ignores signals to the process group, so that responses
-being graded can finish.
+It ends with the service, and its workers end with it. It ignores signals to the process group, so that
+responses being graded can finish.
 """
 
 import signal

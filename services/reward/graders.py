@@ -29,8 +29,8 @@ from atoll.runtime.errors import UserError
 from atoll.wire.types import ScoreItem, Verdict
 
 INLINE_BATCH = 64  # verdicts between yields to the event loop: at most a millisecond
-KEEPALIVE_S = 10.0  # without a verdict, until an empty message shows the caller that grading continues
-LINGER_S = 0.005  # that a verdict waits for others, to share a message
+KEEPALIVE_S = 10.0  # without a verdict, until an empty message tells the caller that grading continues
+LINGER_S = 0.005  # how long a verdict waits for others to share its message
 
 
 def needs_sandbox(config: GraderConfig) -> bool:
@@ -112,7 +112,7 @@ class RoutedGrader:
     async def grade(self, item: ScoreItem) -> Outcome:
         try:
             grader = self._grader(self._route(item))
-        except ValueError as error:  # no grader for it, or one that does not take the route's parameters
+        except ValueError as error:  # no grader for it, or one that rejects the route's parameters
             return failure(error)
         return await grader.grade(item)
 
@@ -156,8 +156,8 @@ class GraderPanel:
 
     @classmethod
     async def start(cls, configs: Sequence[GraderConfig], sandbox: Sandbox | None, programs: int) -> Self:
-        """`programs`: the sandbox's concurrency. Raises UserError if a grader of the user's own
-        cannot be loaded, or a setting has no effect."""
+        """`programs`: the sandbox's concurrency. Raises UserError if a user-defined grader cannot be loaded,
+        or if a setting has no effect."""
         for config in filter(is_inline, configs):
             if config.concurrency or config.deadline_s != GraderConfig.model_fields["deadline_s"].default:
                 raise UserError(
@@ -176,8 +176,8 @@ class GraderPanel:
         return [config.name for config in self._configs]
 
     async def reload(self) -> "GraderPanel":
-        """A new panel with the user's own graders imported again. Raises UserError if one cannot be loaded,
-        or there is none.
+        """Returns a new panel with the user-defined graders imported again. Raises UserError if one cannot be
+        loaded, or if there are none.
         """
         fresh = {config.name: IsolatedGrader(config) for config in self._configs if config.is_users_own}
         if not fresh:

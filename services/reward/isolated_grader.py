@@ -1,11 +1,11 @@
 """Runs graders that may hang or crash in worker processes that can be killed.
 
-Both ends of a worker's socket are in this file. A frame is a 4-byte little-endian length and that many bytes:
-a serialized ScoreItem one way, a serialized Verdict of the one grader the other. Before the first, the worker
-says what kept it from loading, or nothing.
+Both ends of a worker's socket are in this file. A frame is a 4-byte little-endian length followed by that
+many bytes: a serialized ScoreItem to the worker, a serialized Verdict back. The worker's first frame is the
+reason why its grader could not be loaded, or empty.
 
-Workers are forked from a server that has imported what they need (services/reward/fork_server.py), so a new
-one takes milliseconds and has none of gRPC's threads.
+Workers are forked from a server that has already imported their modules (fork_server.py), so a new one starts
+within milliseconds and inherits none of gRPC's threads.
 
 Why not a pool library: pebble's pool breaks permanently once an idle worker is killed, stops workers with
 SIGTERM, which these ignore, and loses the cause if a grader cannot be loaded.
@@ -30,7 +30,7 @@ from atoll.runtime.parent_death import die_with_parent
 from atoll.wire.codec.rewards import encode_score_item, encode_verdict, parse_score_item, parse_verdict
 from atoll.wire.types import Grade, Graded, ScoreItem
 
-LOAD_TIMEOUT_S = 120.0  # to import the user's file
+LOAD_TIMEOUT_S = 120.0  # for importing the user's file
 STOP_TIMEOUT_S = 5.0
 NICENESS = 5  # of workers, so that the service stays responsive
 
@@ -38,8 +38,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def start_fork_server(modules: Sequence[str]) -> None:
-    """It imports `modules` in the background, and ends with the thread that calls this. A second call does
-    nothing."""
+    """It imports `modules` in the background and ends with the calling thread. Further calls do nothing."""
     _CONTEXT.set_forkserver_preload(["atoll.reward.fork_server", __name__, *modules])
     multiprocessing.forkserver.ensure_running()
 
@@ -47,8 +46,8 @@ def start_fork_server(modules: Sequence[str]) -> None:
 class IsolatedGrader:
     """One grader in up to `concurrency` workers, each of which grades one response at a time.
 
-    A worker starts when a response needs it. One that hangs, crashes or grades for a call that is cancelled
-    is ended; the next response gets another.
+    Workers start on demand. One that hangs, crashes, or whose call is cancelled is killed; the next response
+    gets a new one.
     """
 
     def __init__(self, config: GraderConfig) -> None:
@@ -125,7 +124,7 @@ class _Worker:
         process = _CONTEXT.Process(target=_serve, args=(theirs, config, source), daemon=True)
 
         def fork() -> None:
-            with theirs:  # so that the socket closes when the process ends
+            with theirs:  # else the socket would stay open after the process has ended
                 process.start()
 
         forking = asyncio.create_task(asyncio.to_thread(fork))
@@ -171,7 +170,7 @@ class _Worker:
         self._writer.close()
 
     async def ending(self) -> str:
-        """How the process ended; waits for it."""
+        """Waits for the process to end; returns how it did."""
         await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
         code = self._process.exitcode
         if code is None:
@@ -188,7 +187,7 @@ def _serve(connection: socket.socket, config: GraderConfig, source: bytes | None
     die_with_parent()
     os.nice(NICENESS)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the service finishes its calls first, then ends this process
+        signal.signal(number, signal.SIG_IGN)  # the service finishes its calls, then ends this process
 
     def send(frame: bytes) -> None:
         connection.sendall(len(frame).to_bytes(4, "little") + frame)

@@ -21,9 +21,9 @@ from atoll.reward.verifiers.text_match import edit_similarity, normalized_match,
 from atoll.runtime.errors import SandboxError, ServiceUnavailableError
 from atoll.wire.types import Grade, Graded, GradingError, SampleId, ScoreItem, Verdict
 
-Grader = Callable[[ScoreItem], float | Grade]  # its own parameters are bound
+Grader = Callable[[ScoreItem], float | Grade]  # with its parameters bound
 
-# (item, *, parameters of its own); of the sandboxed ones: async, (item, sandbox, *, parameters of its own)
+# (item, *, own parameters); sandboxed graders: async, (item, sandbox, *, own parameters)
 GRADERS: Mapping[str, Callable[..., Any]] = {
     "data_source": data_source,
     "exact_match": exact_match,
@@ -46,16 +46,16 @@ GRADERS: Mapping[str, Callable[..., Any]] = {
     "length_cost": length_cost,
 }
 
-# How each one runs, where not inline in the service: what is inline takes a time linear in the response.
-# Isolated: in worker processes, which can be killed; so are the user's own.
+# How graders run that are not inline in the service. Inline graders take time linear in the response.
+# Isolated: in worker processes, which can be killed; user-defined graders always run there.
 ISOLATED = frozenset({"maths", "regex", "json_schema", "language_consistency"})
 SANDBOXED = frozenset({"code"})  # in the service, with programs in its sandbox
 ROUTED = frozenset({"data_source"})  # names one of the others for each item
 
-# What the grader of that name says where it takes no time; None: it has to be asked itself
+# Fast paths of isolated graders, run in the service; None: the grader itself must decide
 QUICK: Mapping[str, Callable[..., Grade | None]] = {"maths": quick_maths}
 
-# What the workers of that grader are forked with, since it takes a second to import
+# Modules imported before the grader's workers are forked, since importing them takes a second
 PRELOADED: Mapping[str, str] = {"maths": "atoll.reward.verifiers.maths_symbolic"}
 
 MAX_KIND = 40  # characters of a reason's kind: it becomes part of a metric's name
@@ -101,7 +101,7 @@ def check_grade(value: object) -> Grade:
 
 
 def failure(error: BaseException) -> Failure:
-    """External failures (a judge's server, the sandbox) are retryable; bugs are not."""
+    """External failures (of a judge's server or the sandbox) are retryable; bugs are not."""
     outside = OSError | SandboxError | ServiceUnavailableError
     return Failure(_one_line(f"{type(error).__name__}: {error}", MAX_CAUSE), isinstance(error, outside))
 

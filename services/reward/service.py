@@ -51,8 +51,8 @@ class RewardService(reward_pb2_grpc.RewardServicer):
 
     @classmethod
     async def start(cls, section: RewardSection) -> Self:
-        """From the main thread. Raises UserError if a grader cannot be loaded, SandboxError if programs
-        cannot be kept apart from this machine."""
+        """Call it from the main thread. Raises UserError if a grader cannot be loaded, SandboxError if this
+        machine cannot confine programs."""
         graders = [config for config in section.graders if config.server is None]
         if any(needs_workers(config) for config in graders):
             start_fork_server(modules_to_preload(graders))
@@ -70,9 +70,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def Score(
         self, request: reward_pb2.ScoreRequest, context: Context
     ) -> AsyncIterator[reward_pb2.ScoreReply]:
-        """If a grader hangs or crashes, only that response's verdict fails. Its place is freed with its
-        verdict.
-        """
+        """If a grader hangs or crashes, only that response's verdict fails. Each verdict frees a place."""
         left = self._take_places(len(request.items))
         try:
             async with aclosing(self._panel.verdicts(decode_score(request))) as ready:
@@ -84,7 +82,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             self._held -= left
 
     async def Execute(self, request: reward_pb2.ExecuteRequest, context: Context) -> reward_pb2.ExecuteReply:
-        """Limits are capped by those of [reward.sandbox] and by the call's deadline."""
+        """Limits are capped by [reward.sandbox] and by the call's deadline."""
         if self._sandbox is None:
             raise UserError(
                 "Execute: this reward service has no sandbox: add [reward.sandbox] to the run's TOML file"

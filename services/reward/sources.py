@@ -13,7 +13,7 @@ from atoll.wire.types import ScoreItem
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A built-in grader, and the parameters that it is called with."""
+    """A built-in grader and its parameters."""
 
     grader: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -26,13 +26,13 @@ ANY = Route("maths", {"answer": "any"})
 CODE = Route("code", {"pass_fraction": True})
 SEARCH = Route("search_r1")
 
-# *: any characters. The first that fits counts.
+# *: any characters. The first match counts.
 ROUTES: Mapping[str, Route] = {
     "openai/gsm8k": GSM8K,
     "lighteval/MATH": BOXED,
     "DigitalLearningGmbH/MATH-lighteval": BOXED,
     "HuggingFaceH4/MATH-500": BOXED,
-    "hiyouga/geometry3k": BOXED,  # verl adds a tenth for the format: think_format beside this one
+    "hiyouga/geometry3k": BOXED,  # verl adds 0.1 for the format: add the grader think_format for that
     "math": DAPO,
     "math_dapo": DAPO,
     "math_dapo_reasoning": DAPO,
@@ -47,7 +47,7 @@ ROUTES: Mapping[str, Route] = {
 
 
 def data_source(item: ScoreItem, *, default: str | None = None) -> Route:
-    """The grader for an item; `default` is the built-in one for sources that are not known here.
+    """The grader for an item; `default` names the built-in grader for unknown sources.
 
     Raises ValueError if there is none: an ungradable row is an error, not a 0.
     """

@@ -12,8 +12,8 @@ _LINE = re.compile(r"\banswer[ \t*_]*:([^\n]*)", re.IGNORECASE)
 
 
 def extract_answer_text(response: str, place: Place) -> str | None:
-    """The whole response, the content of its last `<answer>` tag, or after its last "Answer:" in the same
-    line; None if there is no tag or line."""
+    """The whole response, the content of its last `<answer>` tag, or the rest of the line after its last
+    "Answer:"; None if it has no such tag or line."""
     match place:
         case "response":
             return response.strip()
@@ -30,7 +30,7 @@ def extract_tagged(text: str, tag: str) -> list[str]:
     opening, closing = f"<{tag}>", f"</{tag}>"
     contents = []
     start = text.find(opening)
-    # not a regular expression: `<tag>(.*?)</tag>` takes a time quadratic in tags that are never closed
+    # no regular expression: `<tag>(.*?)</tag>` is quadratic in the number of unclosed tags
     while start >= 0 and (end := text.find(closing, start + len(opening))) >= 0:
         contents.append(text[start + len(opening) : end])
         start = text.find(opening, end + len(closing))
@@ -38,9 +38,9 @@ def extract_tagged(text: str, tag: str) -> list[str]:
 
 
 def accepted_answers(item: ScoreItem) -> list[str]:
-    """The ground truth, or the several that it is as JSON: `["46", "forty-six"]`, `{"target": ...}`.
+    """The ground truth, or several if it is JSON: `["46", "forty-six"]`, `{"target": ...}`.
 
-    Raises ValueError if a `target` holds no text: nobody could state it.
+    Raises ValueError if `target` has no text: no response could match it.
     """
     try:
         truth = json.loads(item.ground_truth)

@@ -1,4 +1,4 @@
-"""Multiple choice: the letter, or the text, that the response states last."""
+"""Multiple choice: the last letter or choice text that the response states."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from string import ascii_uppercase
 from atoll.reward.verifiers.text_match import normalize
 from atoll.wire.types import Grade, ScoreItem
 
-TAIL_CHARACTERS = 4000  # where a statement is looked for
+TAIL_CHARACTERS = 4000  # of the response that are searched for a statement
 
 # what announces an answer: a box, "Answer:", "the correct option is", and the same in Chinese
 _MARKER = re.compile(
@@ -23,17 +23,17 @@ _AND = r"(?:[\W_]|\b(?:and|or|as well as|option|choice|maybe|perhaps|possibly|al
 
 
 def multiple_choice(item: ScoreItem, *, choices: int = 4) -> float | Grade:
-    """1 where the response states the right choice, and no other with it.
+    """1 if the response states the right choice and no other.
 
-    A statement follows "answer is", "Answer:" or a box, to the end of its line. The last one counts, of those
-    in the last TAIL_CHARACTERS; without any it is the last line, if that is a letter alone, begins as "(B)
-    Paris" does, or is a choice's text. The first capital letter of a statement counts; of a list ("A or B")
+    A statement is a box, or the rest of the line after "answer is" or "Answer:". The last one within the last
+    TAIL_CHARACTERS counts; without any, the last line counts if it is a single letter, begins like "(B)
+    Paris", or is a choice's text. The first capital letter of a statement counts; a list ("A or B") counts as
     none.
 
-    The ground truth is a letter or a choice's text; texts are the row's `extra_info.choices`, a list. Without
-    it there are `choices` letters.
-    Source: the forms that simple-evals asks for in MMLU and GPQA ("Answer: $LETTER"), and boxes.
-    Raises ValueError if the ground truth is no choice.
+    The ground truth is a letter or a choice's text. The texts are the list `extra_info.choices` of the row;
+    without it, there are `choices` letters.
+    Source: the formats that simple-evals asks for in MMLU and GPQA ("Answer: $LETTER"), and boxes.
+    Raises ValueError if the ground truth is not a choice.
     """
     texts = [normalize(str(text)) for text in json.loads(item.extra.get("choices", "[]"))]
     letters = ascii_uppercase[: len(texts) or choices]
@@ -61,7 +61,7 @@ def _first_line(statement: str) -> str:
 
 
 def _named(statement: str, letters: str, texts: Sequence[str], *, begins: bool = False) -> set[str]:
-    """The choices that a statement names; with `begins`, its letter must stand at its beginning."""
+    """The choices that a statement names; with `begins`, it must begin with the letter."""
     if alone := _ALONE.fullmatch(statement):
         return {alone[1].upper()} & set(letters)
     said = normalize(statement)
@@ -76,13 +76,13 @@ def _named(statement: str, letters: str, texts: Sequence[str], *, begins: bool =
     if also := re.compile(_AND + _later(letters).pattern).match(statement, first.end()):
         named.add(also[1])
     said = normalize(statement[first.end() :])
-    if said in texts:  # of another choice, perhaps
+    if said in texts:  # possibly another choice's
         named.add(letters[texts.index(said)])
     return named
 
 
 def _listed(statement: str, letters: str) -> set[str]:
-    """The letter of a statement that says nothing else."""
+    """The letter of a statement that consists of a letter only."""
     match = re.fullmatch(f"{_AND}{_later(letters).pattern}{_AND}", _COMMAND.sub("", statement))
     return {match[1]} if match else set()
 

@@ -1,8 +1,8 @@
 """Model-written code against test cases.
 
-The response's code runs in a sandbox and nowhere else, and no expected value ever enters that process: it is
-given what a function is called with, or its stdin, and returns plain data. That is compared on
-the host, or, where a data set's tests are code, in a second sandbox. Formats: code_tests.py.
+The response's code runs only in a sandbox, and no expected value ever enters its process: it gets a
+function's arguments or stdin, and returns plain data. That is compared on the host, or in a second sandbox if
+a dataset's tests are code. Formats: code_tests.py.
 """
 
 import asyncio
@@ -26,7 +26,8 @@ from atoll.wire.types import Execution, Grade, ProgramLimits, ProgramStatus, Sco
 
 RUNS_AHEAD = 4  # programs of one response at once
 
-# Compiled once, by an interpreter of the sandbox's version; there, it would take as long as a program does.
+# Compiled once, by an interpreter of the sandbox's version: in the sandbox, it would take as long as a
+# program does.
 _COMPILED = marshal.dumps(compile(inspect.getsource(code_harness), "code_harness.py", "exec"))
 _HARNESS = f"import marshal\nexec(marshal.loads({_COMPILED!r}))\n"
 
@@ -40,12 +41,12 @@ async def code(
     timeout_s: float = 20.0,
     memory_mb: int = 512,
 ) -> Grade:
-    """1.0 where all test cases pass, else 0.0; or the share that passes.
+    """1.0 if all test cases pass, otherwise 0.0; or the fraction that passes.
 
-    `case_timeout_s` bounds one call or one run, `timeout_s` all of a response; both are wall time of its
-    programs. The reason is "passed" or of the first case that fails: wrong answer, compile error, exception,
-    timeout, memory, output limit, crash, exit code, no answer; or no code. Raises UserError if the row has
-    no sound test cases, SandboxError if the sandbox fails.
+    `case_timeout_s` limits one call or run, `timeout_s` all of a response's; both are wall time of its
+    programs. The reason is "passed", or that of the first failing case: wrong answer, compile error,
+    exception, timeout, memory, output limit, crash, exit code, no answer; or no code. Raises UserError if the
+    row has no valid test cases, SandboxError if the sandbox fails.
     """
     tests = read_tests(item.ground_truth, item.extra)
     source = program(item.response, tests)
@@ -59,7 +60,7 @@ async def code(
             async with _Response(sandbox, source, limits, case_timeout_s) as response:
                 verdicts = await _run_calls(tests, response, pass_fraction)
         case AssertTests():
-            # when the response's time is up, there is some left in which the tests report
+            # the tests can still report after the response has run out of time
             judge_limits = replace(limits, timeout_s=timeout_s + case_timeout_s)
             async with (
                 sandbox.open(_judge(tests, pass_fraction), judge_limits) as judge,
@@ -91,7 +92,7 @@ async def _run_outputs(
     case_timeout_s: float,
     keep_going: bool,
 ) -> list[Verdict]:
-    """Some programs run ahead of the one whose output is compared next; the first failure ends them."""
+    """Runs some programs ahead of the one whose output is compared next; the first failure ends them."""
     gate = asyncio.Semaphore(RUNS_AHEAD)
     case_limits = replace(limits, timeout_s=case_timeout_s)
 
@@ -150,7 +151,7 @@ def _judge(tests: AssertTests, keep_going: bool) -> str:
 
 
 async def _run_asserts(judge: Dialogue, response: "_Response") -> list[Verdict]:
-    """Carries the tests' calls to the response's program and what it answers back, until the tests report."""
+    """Forwards the tests' calls to the response's program, and its answers back, until the tests report."""
     called = False
     frame = await judge.ask(b"begin")
     while frame is not None and frame[:1] == CALL:
@@ -167,8 +168,8 @@ async def _run_asserts(judge: Dialogue, response: "_Response") -> list[Verdict]:
 
 
 class _Response:
-    """The response's program, which answers calls. One that has ended is started again for the next call, in
-    what is left of the time for all."""
+    """The response's program, which answers calls. If it ends, it is restarted for the next call, within the
+    time left for all of them."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class _Response:
         await self._stack.aclose()
 
     async def ask(self, call: bytes) -> bytes | Verdict:
-        """What the program sends, which may be anything; or why it sends nothing."""
+        """What the program sends, which is untrusted; or why it sends nothing."""
         if self._left_s <= 0:
             return "timeout", f"{self._limits.timeout_s:g} s for all cases"
         if self._dialogue is None:
@@ -220,7 +221,7 @@ class _Response:
 
 
 def _ending(execution: Execution) -> Verdict | None:
-    """None: it ended well."""
+    """None: it ended normally."""
     detail = execution.detail
     match execution.status:
         case ProgramStatus.OK:

@@ -1,5 +1,5 @@
-"""Whether what a program printed, or a function returned, is what a data set expects. Runs on the host, so it
-takes a time linear in the answer, whatever the answer is.
+"""Compares what a program printed, or a function returned, with what a dataset expects. It runs on the host,
+so its time is linear in the answer, whatever the answer is.
 """
 
 import json
@@ -17,11 +17,11 @@ _SHOWN = 80  # characters
 
 
 def output_difference(got: str, expected: str) -> str | None:
-    """None: they are equal. Lines are compared as LiveCodeBench does: white space around the text and around
-    each line is ignored, and where lines differ, their tokens are compared as numbers. As in APPS and verl's
-    prime_code (numpy.allclose), a number that is expected with a point or an exponent may be off by
-    1e-8 + 1e-5 * |expected|; an integer may not. What those two also let pass (lines as sets of words) is
-    wrong here."""
+    """None if they are equal. Lines are compared as in LiveCodeBench: whitespace around the text and around
+    each line is ignored, and tokens of lines that differ are compared as numbers. As in APPS and verl's
+    prime_code (numpy.allclose), a number expected with a decimal point or an exponent may be off by 1e-8 +
+    1e-5 * |expected|; an integer may not. Those two also accept lines that are equal as sets of words; this
+    does not."""
     got_lines, expected_lines = (text.strip().split("\n") for text in (got, expected))
     for i, (got_line, expected_line) in enumerate(zip(got_lines, expected_lines, strict=False), start=1):
         if not _equal_lines(got_line, expected_line):
@@ -54,7 +54,8 @@ def _is_number(token: str) -> bool:
 
 
 def read_json(frame: bytes) -> Any:
-    """A frame of code_harness.py without building its sets and dicts, whose keys could be made to collide."""
+    """Reads a frame of code_harness.py without building its sets and dicts, whose keys could be chosen to
+    collide."""
     try:
         return json.loads(frame)
     except RecursionError:
@@ -62,9 +63,9 @@ def read_json(frame: bytes) -> Any:
 
 
 def equals(got: Any, expected: Any) -> bool:
-    """Whether a returned value, as `read_json` gives it, equals one of a data set's JSON: by Python's ==, but
-    that a tuple equals the list, and a dict's integer keys equal the object's strings, for which JSON has no
-    other form."""
+    """Whether a returned value, as read by `read_json`, equals one from a dataset's JSON: by Python's ==,
+    except that a tuple equals a list, and a dict's integer keys equal an object's strings, the only keys that
+    JSON has."""
     match got:
         case {"tuple": list(elements)} | list(elements):
             return (
@@ -82,7 +83,7 @@ def equals(got: Any, expected: Any) -> bool:
         case {"int": str(text)}:
             return type(expected) is int and text == hex(expected)
         case dict():
-            return False  # a set, bytes, a complex number: no JSON; or nothing that `encode` writes
+            return False  # a set, bytes, a complex number: not in JSON; or not written by `encode`
     return bool(got == expected)
 
 

@@ -1,13 +1,14 @@
-"""What runs inside a sandbox when code is graded, and the encoding in which values cross to it and from it.
+"""The programs that run inside a sandbox when code is graded, and the encoding of values sent to and from
+them.
 
-The text of this file is the head of two programs, so it imports the standard library only. The response's
-program ends with `serve(...)` and answers calls. The tests' program ends with `judge(...)`: in it the
-response's functions are stand-ins, whose calls the host carries to the response's program. Expected values
-are in the tests' program or on the host, never where the response's code runs.
+This file's source begins two programs, so it imports only the standard library. The response's program ends
+with `serve(...)` and answers calls. The tests' program ends with `judge(...)`; there the response's functions
+are proxies, whose calls the host forwards to the response's program. Expected values are in the tests'
+program or on the host, never in the response's program.
 
-Plain data crosses as JSON. What JSON has no form for is an object with one key, its type: {"tuple": [1, 2]},
-{"dict": [["a", 1]]}, {"set": []}, {"bytes": "00ff"}, {"int": "0x1fffffffffffffffff"}. A frame on the channel
-is one such value, after a 4-byte little-endian length; one from or to the tests has its kind in front.
+Plain data is sent as JSON. A value of a type that JSON lacks is an object with one key, its type: {"tuple":
+[1, 2]}, {"dict": [["a", 1]]}, {"set": []}, {"bytes": "00ff"}, {"int": "0x1fffffffffffffffff"}. A frame on the
+channel is one value after a 4-byte little-endian length; frames from and to the tests begin with their kind.
 """
 
 import builtins
@@ -26,20 +27,21 @@ CHANNEL_FD = 3
 MAX_FRAME_BYTES = 4 << 20
 MAX_DEPTH = 100
 _MAX_TEXT = 200
-MAX_JSON_INT = 1 << 63  # a larger one crosses in base 16, which takes linear time
+MAX_JSON_INT = 1 << 63  # larger ones are sent in base 16, which takes linear time
 
 CALL, REPORT = b"c", b"r"  # from the tests: (number, function, arguments, keywords); verdicts
 ANSWER, FAILURE = b"a", b"f"  # to the tests: [number, "value" or a failure's kind, content]; (kind, detail)
 
-_DICTS = (dict, Counter, OrderedDict, defaultdict)  # == knows no difference
+_DICTS = (dict, Counter, OrderedDict, defaultdict)  # equal under ==
 
-FAILURES = ("compile error", "exception", "memory", "wrong answer")  # as the response's program tells them
+FAILURES = ("compile error", "exception", "memory", "wrong answer")  # as the response's program reports them
 
 Verdict = tuple[str, str]  # on one case: "passed", "broken" or a kind of failure; and its detail
 
 
 def encode(value: object) -> bytes:
-    """Raises ValueError for what is not exactly plain data: a subclass may say that it equals anything."""
+    """Raises ValueError for anything but plain data, subclasses included: their == may return True for
+    anything."""
     data = json.dumps(_encode_value(value, MAX_DEPTH)).encode()
     if len(data) >= MAX_FRAME_BYTES:
         raise ValueError(f"a value of {len(data)} bytes, expected at most {MAX_FRAME_BYTES}")
@@ -47,7 +49,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Raises ValueError for what `encode` does not write."""
+    """Raises ValueError for anything that `encode` does not write."""
     try:
         return json.loads(data, object_hook=_decode_value)
     except (TypeError, RecursionError) as error:
@@ -109,7 +111,7 @@ def send(frame: bytes) -> None:
 
 
 def _read(size: int) -> bytes:
-    """Fewer bytes where the channel ends."""
+    """Fewer bytes if the channel ends."""
     parts = []
     while size and (part := os.read(CHANNEL_FD, min(size, 1 << 16))):
         parts.append(part)
@@ -136,7 +138,7 @@ def _load(program: str, module: ModuleType) -> tuple[str, str] | None:
         exec(compiled, vars(module))
     except MemoryError:
         return "memory", "while it was loaded"
-    except BaseException as error:  # sys.exit among them: there is nothing left to call
+    except BaseException as error:  # including sys.exit: there is nothing left to call
         return "exception", f"{type(error).__name__}: {error}, while it was loaded"
     return None
 
@@ -160,7 +162,7 @@ def _call(
 def _find(module: ModuleType, function: str) -> Any:
     """A method of the module's class Solution, of which all calls share one object, or a function.
 
-    The class comes first: a prelude has functions that are called `search`, `shuffle` or `compress`, too.
+    The class comes first, since a prelude also has functions named `search`, `shuffle` or `compress`.
     """
     names = vars(module)
     if "Solution" in names and (hasattr(names["Solution"], function) or function not in names):
@@ -176,7 +178,7 @@ def _object_of(kind: Callable[[], Any]) -> Any:
 
 
 class Failed(BaseException):
-    """The response gave no value. Not an Exception, so that tests which expect one do not catch it."""
+    """The response returned no value. Not an Exception, so that tests that expect one do not catch it."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(kind, detail)
@@ -185,13 +187,13 @@ class Failed(BaseException):
 
 
 class Judge:
-    """What the tests see of the response, and what they say of it."""
+    """The tests' view of the response, and their verdicts on it."""
 
     def __init__(self, keep_going: bool) -> None:
         self._keep_going = keep_going
         self._num_calls = 0
         self._got = ""  # the last value, for the reason
-        self._raised: BaseException | None = None  # by the response, in its last call
+        self._raised: BaseException | None = None  # by the response's last call
         self._raised_text = ""
         self.verdicts: list[Verdict] = []
 
@@ -253,9 +255,9 @@ class Judge:
 
 
 def judge(setup: str, tests: str, functions: Sequence[str], keep_going: bool) -> None:
-    """The tests' side: reports a verdict for each case that was run, up to the first that failed unless it
-    is to `keep_going`. "broken" is a verdict on the tests, which failed by themselves."""
-    receive()  # the word to begin
+    """The tests' side: reports a verdict for each case that was run, up to the first failure unless
+    `keep_going`. "broken" means that the tests themselves failed."""
+    receive()  # the signal to begin
     state = Judge(keep_going)
     namespace: dict[str, Any] = {"__name__": "tests"}
     try:
@@ -269,7 +271,7 @@ def judge(setup: str, tests: str, functions: Sequence[str], keep_going: bool) ->
 
 
 def read_answer(frame: bytes, number: int, decode: Callable[[bytes], Any] = decode) -> tuple[str, Any]:
-    """What the response's program, which may send anything, says of call `number`: "value" and it, or a
+    """The answer of the response's program, which is untrusted, to call `number`: "value" and the value, or a
     kind of failure and its text."""
     try:
         match decode(frame):
@@ -287,18 +289,18 @@ def read_answer(frame: bytes, number: int, decode: Callable[[bytes], Any] = deco
 
 
 def _exception(text: str) -> BaseException:
-    """The response's exception as the tests may expect it: one of Python's own, by its name."""
+    """The response's exception as the tests may expect it: a built-in one, found by its name."""
     name, _, message = text.partition(": ")
     kind = vars(builtins).get(name)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, BaseExceptionGroup):
-        return kind.__new__(kind, message)  # not by its constructor: some take more than a text
+        return kind.__new__(kind, message)  # not its constructor: some take more than a message
     return Failed("exception", text)
 
 
 def _describe_exception(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:_MAX_TEXT]
-    except ValueError:  # it shows an int of more digits than Python prints
+    except ValueError:  # its repr has an int of more digits than Python prints
         return type(error).__name__
 
 

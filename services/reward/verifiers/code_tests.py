@@ -1,11 +1,11 @@
-"""Test cases as the data sets for code have them.
+"""Test cases in the formats of code datasets.
 
-A row's fields are read from `ground_truth` where it is a JSON object, and from `extra`:
+A row's fields are read from `ground_truth` if it is a JSON object, and from `extra`:
 
 * HumanEval: `test` defines check(candidate), `entry_point` names the function, `prompt` is its beginning
 * MBPP: `test_list` of statements, `test_setup_code`, `test_imports`
-* APPS, TACO, code contests, verl: `inputs` and `outputs`; with `fn_name` one call each, else one program run
-  each. A call has a list of arguments and a result, or both as texts, with one JSON value a line
+* APPS, TACO, code contests, verl: `inputs` and `outputs`; with `fn_name` one call each, otherwise one program
+  run each. A call has a list of arguments and a result, or both as text with one JSON value per line
 * LiveCodeBench: `test_cases`, a list of {input, output, testtype, metadata: {func_name}}
 
 A `ground_truth` that is a JSON list is MBPP's `test_list`, or LiveCodeBench's `test_cases`.
@@ -40,7 +40,7 @@ class CallTests:
     """The function is called once for each case."""
 
     function: str
-    cases: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...]  # arguments, results of which one is expected
+    cases: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...]  # arguments, accepted results
 
     @property
     def num_cases(self) -> int:
@@ -51,7 +51,7 @@ class CallTests:
 class AssertTests:
     """Code that calls the response's functions."""
 
-    prompt: str  # code with which the response begins
+    prompt: str  # code that the response continues
     setup: str
     source: str  # each case in a `with __case__(text):`
     functions: tuple[str, ...]  # of the response
@@ -74,7 +74,7 @@ class _HumanEval(BaseModel):
         cases = _cases(check.body)
         check.body = [_as_case(case) for case in cases]
         source = f"{ast.unparse(ast.fix_missing_locations(tree))}\ncheck({self.entry_point})"
-        setup = self.prompt if is_python(self.prompt) else ""  # helpers that tests call, too
+        setup = self.prompt if is_python(self.prompt) else ""  # helpers that tests call as well
         return AssertTests(self.prompt, setup, source, (self.entry_point,), len(cases))
 
 
@@ -111,7 +111,7 @@ class _InputsOutputs(BaseModel):
             _json(output) if isinstance(given, str) and isinstance(output, str) else output
             for given, output in zip(self.inputs, self.outputs, strict=True)
         ]
-        # APPS puts most of them into a list of one; as there and in verl, [x] expects [x] or x
+        # APPS wraps most of them in a list; as in APPS and verl, [x] expects [x] or x
         expected = [(r, r[0]) if isinstance(r, list) and len(r) == 1 else (r,) for r in results]
         return CallTests(self.fn_name, tuple(zip(arguments, expected, strict=True)))
 
@@ -129,7 +129,7 @@ class _LiveCase(BaseModel):
 
 class _LiveCodeBench(BaseModel):
     test_cases: Json[list[_LiveCase]] | list[_LiveCase]
-    metadata: Json[_Metadata] | _Metadata = _Metadata()  # of all cases, where they have none
+    metadata: Json[_Metadata] | _Metadata = _Metadata()  # of all cases that have none of their own
 
     def tests(self) -> OutputTests | CallTests:
         if all(case.testtype == "stdin" for case in self.test_cases):
@@ -151,11 +151,11 @@ _FORMATS: Mapping[str, type[_HumanEval | _Mbpp | _InputsOutputs | _LiveCodeBench
 
 
 def read_tests(ground_truth: str, extra: Mapping[str, str]) -> Tests:
-    """Raises UserError if a row has no test cases of a known format, or broken ones."""
+    """Raises UserError if a row has no test cases of a known format, or invalid ones."""
     return _read_tests(ground_truth, tuple(extra.items()))
 
 
-@lru_cache(maxsize=32)  # a group's responses have the same tests, which may be megabytes of code
+@lru_cache(maxsize=32)  # a group's responses share their tests, which may be megabytes of code
 def _read_tests(ground_truth: str, extra: Sequence[tuple[str, str]]) -> Tests:
     row = {**dict(extra), **_ground_truth(ground_truth)}
     known = [field for field in _FORMATS if field in row]
@@ -180,7 +180,7 @@ def _ground_truth(text: str) -> Mapping[str, Any]:
     try:
         value = json.loads(text)
     except ValueError:
-        return {}  # a text of another meaning; the cases are in extra
+        return {}  # text with another meaning; the cases are in extra
     match value:
         case dict():
             return value
@@ -200,7 +200,7 @@ def is_python(text: str) -> bool:
 
 
 def _lines(value: object) -> str:
-    """What a program reads or prints: a text, or its lines."""
+    """What a program reads or prints, as one text or as its lines."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
@@ -226,8 +226,8 @@ def _json(text: str) -> Any:
 
 
 def _with_int_keys(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """APPS means integers by the keys of a first argument that is an object, where they can be; so does
-    verl."""
+    """Converts keys of a first argument that is an object to integers if possible, as APPS means them and
+    verl does."""
     match arguments:
         case (dict(first), *others) if all(key.removeprefix("-").isdecimal() for key in first):
             return ({int(key): value for key, value in first.items()}, *others)
@@ -235,14 +235,14 @@ def _with_int_keys(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _cases(statements: Sequence[ast.stmt]) -> list[list[ast.stmt]]:
-    """The statements in groups, each up to one with an assertion."""
+    """Groups of statements, each ending with an assertion."""
     cases: list[list[ast.stmt]] = [[]]
     for statement in statements:
         cases[-1].append(statement)
         if any(isinstance(node, ast.Assert) for node in ast.walk(statement)):
             cases.append([])
     rest = cases.pop()
-    if not cases:  # a function of the tests' own asserts
+    if not cases:  # the assertions are in a function of the tests
         return [rest]
     cases[-1] += rest
     return cases
@@ -256,7 +256,7 @@ def _as_case(statements: list[ast.stmt]) -> ast.With:
 
 
 def _unbound_names(trees: Sequence[ast.AST]) -> set[str]:
-    """Names that the code uses, but does not bind."""
+    """Names that the code uses but does not bind."""
     used, bound = set(), set(vars(builtins))
     for node in (node for tree in trees for node in ast.walk(tree)):
         match node:
@@ -274,6 +274,6 @@ def _unbound_names(trees: Sequence[ast.AST]) -> set[str]:
 
 
 def _called_builtins(trees: Sequence[ast.AST]) -> set[str]:
-    """MBPP has functions that are called `sum` and the like."""
+    """MBPP has functions named `sum` and the like."""
     nodes = (node for tree in trees for node in ast.walk(tree))
     return {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}

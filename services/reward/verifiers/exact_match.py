@@ -1,4 +1,4 @@
-"""The answer is the ground truth, surrounding white space apart."""
+"""Compares the answer with the ground truth, ignoring surrounding whitespace."""
 
 from typing import Literal
 
@@ -7,6 +7,7 @@ from atoll.wire.types import Grade, ScoreItem
 
 
 def exact_match(item: ScoreItem, *, answer: Literal["response", "tag", "line"] = "response") -> float | Grade:
-    """`answer` is the whole response, what its last `<answer>` tag holds, or what its last "Answer:" says."""
+    """`answer` is the whole response, the content of its last `<answer>` tag, or the text after its last
+    "Answer:"."""
     stated = extract_answer_text(item.response, answer)
     return Grade(0.0, "no answer") if stated is None else float(stated == item.ground_truth.strip())

@@ -1,4 +1,4 @@
-"""The form of a response, right or wrong."""
+"""Checks a response's format, whether it is right or wrong."""
 
 import re
 from typing import Literal
@@ -7,19 +7,19 @@ from atoll.wire.types import Grade, ScoreItem
 
 
 def regex(item: ScoreItem, *, pattern: str, match: Literal["search", "fullmatch"] = "search") -> float:
-    """1 where the regular expression (Python's `re`) occurs in the response, or matches all of it.
+    """1 if the regular expression (Python's `re`) occurs in the response, or matches all of it.
 
-    A pattern may take a time exponential in the response: so this runs where it can be ended.
+    A pattern may take time exponential in the response, so this runs in a process that can be killed.
     """
     search = re.search if match == "search" else re.fullmatch
     return float(search(pattern, item.response) is not None)
 
 
 def think_format(item: ScoreItem, *, answer: bool = True) -> float | Grade:
-    """1 for `<think>...</think><answer>...</answer>`: each tag once, neither part empty, white space alone
-    around them. Without `answer` any text follows `</think>`, and no tag.
+    """1 for `<think>...</think><answer>...</answer>`: each tag once, neither part empty, only whitespace
+    around them. Without `answer`, `</think>` is followed by any text without tags.
 
-    A chat template may end the prompt with `<think>`; the response must not repeat it then.
+    If the chat template ends the prompt with `<think>`, the response must not repeat it.
     Source: DeepSeek-R1's template and format reward (2025, https://arxiv.org/abs/2501.12948), table 1.
     """
     response = item.response

@@ -14,17 +14,18 @@ from referencing import Registry
 
 from atoll.wire.types import Grade, ScoreItem
 
-MAX_BROKEN = 1000  # values in one response: each takes a time linear in what stands before it
+MAX_BROKEN = 1000  # values in one response: each costs time linear in the text before it
 
 
 def json_schema(item: ScoreItem, *, schema: str | Mapping[str, Any] | None = None) -> float | Grade:
-    """1 where the response's JSON is valid by the schema (jsonschema.org, draft 2020-12 if it names none).
+    """1 if the response's JSON conforms to the schema (jsonschema.org, draft 2020-12 if it names none).
 
-    The JSON is the whole response, else its last block fenced as ```json, else the last object or array in it
-    that is complete. `schema` is a file's path or a table; without it, each row's `extra_info.schema`.
-    A pattern in a schema may take a time exponential in the response: so this runs where it can be ended.
+    The JSON is the whole response, otherwise its last block fenced as ```json, otherwise its last complete
+    object or array. `schema` is a file's path or a table; without it, each row's `extra_info.schema`. A
+    pattern in a schema may take time exponential in the response, so this runs in a process that can be
+    killed.
 
-    Raises ValueError if there is no schema or it is none, OSError if its file cannot be read.
+    Raises ValueError if the schema is missing or invalid, OSError if its file cannot be read.
     """
     if schema is None and "schema" not in item.extra:
         raise ValueError("the row has no extra_info.schema; give json_schema its parameter schema")
@@ -48,7 +49,7 @@ def json_schema(item: ScoreItem, *, schema: str | Mapping[str, Any] | None = Non
 
 
 def last_json(text: str) -> Any:
-    """Raises ValueError if `text` has none, RecursionError if it is nested too deep to be read."""
+    """Raises ValueError if `text` has none, RecursionError if it is nested too deeply."""
     try:
         return _DECODER.decode(text.strip())
     except json.JSONDecodeError as error:
@@ -67,7 +68,7 @@ def last_json(text: str) -> Any:
             value, place = _DECODER.raw_decode(text, opening.start())
             values.append(value)
         except json.JSONDecodeError as error:
-            # what stands within a broken value is passed over, so that nothing is read twice
+            # the inside of a broken value is skipped, so that nothing is read twice
             place = max(error.pos, opening.start() + 1)
             broken += 1
     if not values:
@@ -87,8 +88,8 @@ def _validator(schema: str) -> Validator:
         kind.check_schema(tree)
     except SchemaError as error:
         raise ValueError(f"not a JSON schema: {error.json_path}: {error.message}") from None
-    return kind(tree, registry=Registry())  # an empty one: nothing is fetched from the network
+    return kind(tree, registry=Registry())  # empty: nothing is fetched from the network
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
-_OPENING = re.compile(r'\{\s*["}]|\[\s*[\[{"\]tfn\d-]')  # not a brace of LaTeX, nor "[see below]"
+_OPENING = re.compile(r'\{\s*["}]|\[\s*[\[{"\]tfn\d-]')  # not a LaTeX brace, nor "[see below]"

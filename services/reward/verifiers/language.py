@@ -1,4 +1,4 @@
-"""Whether a response keeps to one language."""
+"""Checks that a response keeps to one language."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -9,10 +9,10 @@ from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
 from atoll.wire.types import Grade, ScoreItem
 
-UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}"  # scripts whose words no space divides
-MIN_WORDS = 4  # that a language is told by
+UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}"  # scripts without spaces between words
+MIN_WORDS = 4  # needed to identify a language
 
-# the languages that each script stands for; of those that share one, a model tells which it is
+# the languages written in each script; if several share one, a model identifies the language
 SCRIPTS: Mapping[str, tuple[str, ...]] = {
     r"\p{Arabic}": ("ar", "fa", "ur"),
     r"\p{Bengali}": ("bn",),
@@ -32,8 +32,8 @@ SCRIPTS: Mapping[str, tuple[str, ...]] = {
     r"\p{Thai}": ("th",),
 }  # fmt: skip
 
-_MARKUP = regex.compile(r"\\[A-Za-z]+|</?\w+>")  # commands of LaTeX, tags
-# a letter alone is a variable
+_MARKUP = regex.compile(r"\\[A-Za-z]+|</?\w+>")  # LaTeX commands, tags
+# a single letter is a variable
 _WORDS = regex.compile(rf"(?V1)[{UNSPACED}]|[\p{{L}}--[{UNSPACED}]][[\p{{L}}\p{{M}}'’]--[{UNSPACED}]]+")
 
 
@@ -46,14 +46,14 @@ def language_consistency(
         "zh",
     ],
 ) -> float | Grade:  # fmt: skip
-    """The share of the response's words that are of the language (ISO 639-1), from 0 to 1.
+    """The fraction of the response's words that are in the language (ISO 639-1), from 0 to 1.
 
-    A word is of the language by its script, which is exact. Where several languages share the script, the
-    words of a line must also be identified as that language (py3langid: a fixed model of byte n-grams, the
-    same answer everywhere); lines of fewer than MIN_WORDS words are taken together. Of scripts without spaces
-    each character is a word; commands of LaTeX, tags and single letters are none.
-    Source: DeepSeek-R1's language consistency reward (2025, https://arxiv.org/abs/2501.12948), the share of
-    words of the target language in the chain of thought.
+    A word must be in the language's script, an exact test. If several languages share the script, the words
+    of a line must also be identified as that language (py3langid: a fixed, deterministic model of byte
+    n-grams); lines of fewer than MIN_WORDS words are joined. In scripts without spaces each character is a
+    word; LaTeX commands, tags and single letters are not words.
+    Source: DeepSeek-R1's language consistency reward (2025, https://arxiv.org/abs/2501.12948), the fraction
+    of words in the target language in the chain of thought.
     """
     script, sharing = next(entry for entry in SCRIPTS.items() if language in entry[1])
     of_script = regex.compile(f"[{script}]")
@@ -69,7 +69,7 @@ def language_consistency(
 
 
 def _pieces(text: str) -> Iterator[list[str]]:
-    """The words of each line, or of several that are too short to tell a language by."""
+    """The words of each line, or of several lines that are too short to identify a language."""
     words: list[str] = []
     for line in _MARKUP.sub(" ", text).splitlines():
         words += _WORDS.findall(line)

@@ -1,8 +1,8 @@
 """Mathematics: the final answer of a response against the ground truth, compared exactly.
 
-`maths` finds the answer, brings both into one spelling, and compares numbers, sets, tuples, intervals and
-matrices by exact rationals; only expressions and relations are asked of math-verify. Nothing is rounded:
-0.333 is not 1/3. What is in doubt is wrong.
+`maths` extracts the answer, normalizes the notation of both, and compares numbers, sets, tuples, intervals
+and matrices as exact rationals; only expressions and relations go to math-verify. Nothing is rounded: 0.333
+is not 1/3. Doubtful answers are wrong.
 """
 
 import re
@@ -26,9 +26,9 @@ from atoll.reward.verifiers.maths_values import (
 from atoll.wire.types import Grade, ScoreItem
 
 MAX_ANSWER_CHARACTERS = 1000
-MAX_BARE_CHARACTERS = 100  # of a response that is nothing but its answer
-MAX_BOXES = 4  # looked at, from the end
-TAIL_CHARACTERS = 4000  # where an answer without a box is looked for
+MAX_BARE_CHARACTERS = 100  # of a response that consists of its answer only
+MAX_BOXES = 4  # checked, from the end
+TAIL_CHARACTERS = 4000  # that are searched for an answer without a box
 CACHED = 65_536  # pairs of answer and ground truth
 
 Place = Literal["any", "boxed", "line", "hash"]
@@ -42,7 +42,7 @@ _ANSWER_IS = re.compile(
 )
 _STATEMENT_END = re.compile(r"[.!](?=\s|$)|[。；]|,?\s(?:because|since|as|so|which)\b", re.IGNORECASE)
 _FORMULA = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
-# what may stand before a formula without making another statement of it
+# may precede a formula without changing what it states
 _THEREFORE = re.compile(
     r"\W*(?:\b(?:therefore|thus|hence|so|finally|consequently|we|get|have|find|obtain|it|this|gives|is)\b\W*)*",
     re.IGNORECASE,
@@ -50,11 +50,11 @@ _THEREFORE = re.compile(
 
 
 class NoAnswerError(ValueError):
-    """A response without an answer at its place; the message is the verdict's reason."""
+    """The response has no answer in the expected place; the message is the verdict's reason."""
 
 
 class _NeedsSymbolicError(Exception):
-    """Only math-verify can tell."""
+    """Only math-verify can decide."""
 
 
 def maths(
@@ -64,14 +64,16 @@ def maths(
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> Grade:
-    r"""`right` where the response's final answer equals the ground truth, else `wrong`; always with a reason.
+    r"""`right` if the response's final answer equals the ground truth, otherwise `wrong`; always with a
+    reason.
 
-    `answer` says where it is. "boxed": in the last balanced \boxed or \fbox (MATH). "line": after the
-    last "Answer:" (DAPO, with wrong = -1). "hash": after the last #### (GSM8K). "any": the first of box and
-    #### that there is, else after the last "answer is" or "Answer:", else it is the only formula of a
-    concluding last line, or the whole of a short response.
+    `answer` is where to find it. "boxed": in the last balanced \boxed or \fbox (MATH). "line": after the last
+    "Answer:" (DAPO, with wrong = -1). "hash": after the last #### (GSM8K). "any": the first that exists of a
+    box; ####; after the last "answer is" or "Answer:"; the only formula of a concluding last line; the whole
+    of a short response.
 
-    May take as long as SymPy does: for processes that can be killed. Raises ValueError for an empty truth.
+    May take as long as SymPy does, so run it in a process that can be killed. Raises ValueError for an empty
+    ground truth.
     """
     return _grade(item, answer, right, wrong, _verdict)
 
@@ -83,7 +85,7 @@ def grade_quickly(
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> Grade | None:
-    """The verdict of `maths` where it takes no math-verify, in time linear in the response; else None."""
+    """The verdict of `maths` if it needs no math-verify, in time linear in the response; otherwise None."""
     try:
         return _grade(item, answer, right, wrong, _quick_verdict)
     except _NeedsSymbolicError:
@@ -139,7 +141,7 @@ def _quick_verdict(found: str, gold: str) -> Verdict:
 
 
 def _ask_math_verify(answer: str, gold: str) -> bool:
-    # imported here: it takes a second, and who asks only for `quick` has no need of SymPy
+    # imported here: it takes a second, and callers of `grade_quickly` alone do not need SymPy
     from atoll.reward.verifiers.maths_symbolic import symbolically_equal
 
     return symbolically_equal(answer, gold)
@@ -171,7 +173,7 @@ def _compare(found: str, gold: str, symbolic: Symbolic) -> Verdict:
 
 @lru_cache(CACHED)
 def _canonical_truth(truth: str) -> str:
-    """Datasets give the answer alone, or a solution that has it in a box or after ####."""
+    """Datasets contain the bare answer, or a solution with the answer in a box or after ####."""
     try:
         answer = (
             _boxed_answer(truth) if _BOX.search(truth) else _hash_answer(truth) if "####" in truth else truth
@@ -184,7 +186,7 @@ def _canonical_truth(truth: str) -> str:
 
 
 def _boxed_answer(response: str) -> str:
-    """The content of the last balanced box; of its outermost one, where boxes are nested."""
+    """The content of the last balanced box; of nested boxes, the outermost one."""
     boxes = list(_BOX.finditer(response))[-MAX_BOXES:]
     if not boxes:
         raise NoAnswerError("no answer: no box")
@@ -199,7 +201,7 @@ def _boxed_answer(response: str) -> str:
 
 
 def _closing_brace(text: str, opening: int) -> int:
-    """-1: there is none."""
+    """-1 if there is none."""
     depth = 0
     for brace in _BRACE.finditer(text, opening):
         depth += (brace[0] == "{") - (brace[0] == "}")
@@ -223,7 +225,7 @@ def _last(pattern: re.Pattern[str], response: str) -> str:
 
 
 def _bare_answer(response: str) -> str:
-    """The only formula of a last line that says nothing else, or a short response as it is."""
+    """The only formula of a last line that says nothing else, or a short response as a whole."""
     last_line = response[-TAIL_CHARACTERS:].rsplit("\n", 1)[-1]
     formulas = list(_FORMULA.finditer(last_line))
     if len(formulas) == 1:

@@ -1,4 +1,4 @@
-"""LaTeX, Unicode and typed mathematics in one spelling, so that equal texts mostly are equal strings."""
+"""Normalizes LaTeX, Unicode and typed mathematics, so that equal formulas are mostly equal strings."""
 
 import re
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ _CHARACTERS = {
     **{ord(sign): latex for sign, latex in _SIGNS.items()},
 }
 
-# 1,234 and 1{,}234 and 1\,234; a bare comma only if no bracket may make it a pair
+# 1,234 and 1{,}234 and 1\,234; a bare comma only outside brackets, where it cannot separate a pair
 _GROUPS = r"(?<![\d.,])([1-9]\d{{0,2}}(?:(?:{})\d{{3}})+)(?!,?\d)"
 _THOUSANDS = re.compile(_GROUPS.format(r"(?:\{,\}|\\,|,\\!)\s?"))
 _THOUSANDS_BARE = re.compile(_GROUPS.format(","))
@@ -71,7 +71,7 @@ _MACROS = {
 _MACRO = re.compile(r"\\([A-Za-z]+)")
 _SPACE = re.compile(r"(?<![A-Za-z0-9.])\s+|\s+(?![A-Za-z0-9.])")
 
-# (what must be in the text, pattern, spelling), in this order
+# (required substring, pattern, replacement), applied in this order
 _SPELLINGS = tuple(
     (needle, re.compile(pattern), spelling)
     for needle, pattern, spelling in (
@@ -107,7 +107,7 @@ _BRACKET = re.compile(rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})")
 
 
 def canonical(text: str) -> str:
-    """The same mathematics in our spelling. Linear in the text; changes no value."""
+    """The same mathematics in normalized notation. Linear in the text; changes no value."""
     if not text.isascii():
         text = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
         text = _ROOT.sub(r"\\sqrt{\1}", text).translate(_CHARACTERS)
@@ -136,12 +136,12 @@ def split(text: str, separator: str) -> list[str]:
 
 
 def find_separators(text: str, separator: str) -> list[str]:
-    """What `split` splits at."""
+    """The separators that `split` splits at."""
     return [match[0] for match in _outside(text, separator)]
 
 
 def nesting_depth(text: str) -> int:
-    """How many brackets stand in each other at most."""
+    """The maximum depth of nested brackets."""
     depth = deepest = 0
     for match in _BRACKET.finditer(text):
         depth += 1 if match["open"] is not None else -1
@@ -150,7 +150,8 @@ def nesting_depth(text: str) -> int:
 
 
 def split_brackets(text: str) -> tuple[str, str, str] | None:
-    """Opening bracket, content and closing bracket of a text that one pair encloses; ends may differ."""
+    """Opening bracket, content and closing bracket of a text that one pair encloses; the two may differ in
+    kind."""
     opening = re.match(_OPEN, text)
     if opening is None:
         return None

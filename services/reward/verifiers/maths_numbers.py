@@ -1,6 +1,6 @@
-"""Arithmetic in LaTeX or typed, worked out exactly: integers, decimals, fractions, powers, perfect roots.
+"""Evaluates arithmetic in LaTeX or plain text exactly: integers, decimals, fractions, powers, perfect roots.
 
-Its cost is bounded: a number that would need more than MAX_BITS is refused before it is worked out.
+Its cost is bounded: a number that would need more than MAX_BITS is refused before it is computed.
 """
 
 import math
@@ -8,8 +8,8 @@ import re
 from fractions import Fraction
 
 MAX_BITS = 16_384
-MAX_DIGITS = 4000  # of a number as it is written; Python's int refuses 4,301
-MAX_EXPONENT_DIGITS = 5  # of 1e-9999, with its sign
+MAX_DIGITS = 4000  # of a number as written; Python's int refuses 4,301
+MAX_EXPONENT_DIGITS = 5  # such as those of 1e-9999, including the sign
 MAX_FACTORIAL = 1000  # 1000! has 8,530 bits
 MAX_DEPTH = 40  # of brackets
 
@@ -25,15 +25,15 @@ _ONLY_ARITHMETIC = re.compile(
 
 
 class TooLargeError(ValueError):
-    """A number with too many digits to work out, or too many brackets around it."""
+    """A number with too many digits to compute, or in too many brackets."""
 
 
 class _NotRationalError(ValueError):
-    """A text that is not arithmetic, or whose value is irrational or undefined."""
+    """Text that is not arithmetic, or whose value is irrational or undefined."""
 
 
 def rational(text: str) -> Fraction | None:
-    """The value of canonical text; None: it is no arithmetic with a rational value. Raises TooLargeError."""
+    """The value of canonical text; None if it is not arithmetic with a rational value. Raises TooLargeError."""
     if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS:
         return Fraction(int(text))
     if r"\overline" in text:
@@ -123,14 +123,14 @@ class _Arithmetic:
         if not (literal and fraction):
             return _bounded(left * right)
         if not alone or not 0 < right < 1 or left.denominator != 1:
-            raise _NotRationalError  # 2 * 3\frac{1}{2}, 2\frac{5}{3}: read in more than one way
+            raise _NotRationalError  # 2 * 3\frac{1}{2}, 2\frac{5}{3}: ambiguous
         return left + right
 
     def _power(self) -> Fraction:
         base = self._atom()
         if self._take("!"):
             base = _factorial(base)
-            if self._peek() == "!":  # n!! is another function
+            if self._peek() == "!":  # n!! is a different function
                 raise _NotRationalError
         if self._take("^"):
             exponent = self._signed_atom()
@@ -207,7 +207,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 def _root(value: Fraction, degree: Fraction) -> Fraction:
-    """The real root, of even degree the positive one, where it is rational."""
+    """The real root (for even degrees the positive one), if it is rational."""
     if value < 0 and degree % 2 == 1:
         return -_root(-value, degree)
     if value < 0 or degree.denominator != 1 or not 2 <= degree <= 64:
@@ -218,7 +218,8 @@ def _root(value: Fraction, degree: Fraction) -> Fraction:
 
 
 def _integer_root(value: int, degree: int) -> int:
-    """By Newton's steps from above, each of which doubles the digits: an answer may have sixty long roots."""
+    """By Newton's method from above; each step doubles the digits, since an answer may contain sixty long
+    roots."""
     if value == 0:
         return 0
     root = 1 << -(-value.bit_length() // degree)

@@ -1,8 +1,8 @@
-"""What exact rationals cannot decide is asked of math-verify, which asks SymPy.
+"""Decides with math-verify, and so SymPy, what exact rationals cannot.
 
-Its own timeouts use SIGALRM and cannot stop one long operation in C. So they stay off: this runs in worker
-processes that are killed at their deadline, and what would need that is refused beforehand, as far as the
-text shows it. Importing this takes a second.
+Its timeouts use SIGALRM and cannot stop a long operation in C, so they stay off: this runs in worker
+processes that are killed at their deadline, and expressions that look too expensive are refused beforehand.
+Importing this module takes a second.
 """
 
 import logging
@@ -24,12 +24,12 @@ MAX_CHARACTERS = 400
 MAX_DIGITS = 40  # SymPy factorises integers under roots and logarithms
 MAX_EXPONENT_OF_SUM = 32  # expanded by SymPy; terms grow with its power
 MAX_EXPONENT = 5000
-DIGITS = 50  # to which expressions are worked out
-TOLERANCE = 1e-40  # of the larger one
-POINTS = (Rational(37, 23), Rational(-71, 13), Rational(3, 29))  # that their variables are set to, in turns
+DIGITS = 50  # of precision when expressions are evaluated
+TOLERANCE = 1e-40  # relative to the larger value
+POINTS = (Rational(37, 23), Rational(-71, 13), Rational(3, 29))  # values for their variables, in rotation
 
 _SPELLING = LatexExtractionConfig().normalization_config
-_LATEX = (  # units are taken off before; math-verify takes the t of 2\pi t for one
+_LATEX = (  # units are removed before; math-verify takes the t of 2\pi t for one
     LatexExtractionConfig(boxed_match_priority=-1, normalization_config=replace(_SPELLING, units=False)),
 )
 _DECIMAL = re.compile(r"(\d*)\.(\d+)")
@@ -42,7 +42,7 @@ _DEGREES = re.compile(r"(\d+(?:\.\d+)?|[A-Za-z])\^\\circ")
 
 
 def symbolically_equal(answer: str, gold: str) -> bool:
-    """Of canonical LaTeX. Raises UnreadableError and TooLargeError."""
+    """Takes canonical LaTeX. Raises UnreadableError and TooLargeError."""
     for text in (answer, gold):
         check(text)
     if _primes(answer) != _primes(gold):
@@ -50,7 +50,7 @@ def symbolically_equal(answer: str, gold: str) -> bool:
     parsed_gold, parsed_answer = _parse(gold), _parse(answer)
     try:
         agree = _agree(parsed_answer[0], parsed_gold[0])
-    except Exception as error:  # SymPy raises all sorts of things over odd expressions
+    except Exception as error:  # SymPy raises all sorts of exceptions for odd expressions
         raise UnreadableError(f"{answer}: {type(error).__name__}") from error
     return agree and bool(
         verify(parsed_gold, parsed_answer, allow_set_relation_comp=True, timeout_seconds=None)
@@ -58,7 +58,7 @@ def symbolically_equal(answer: str, gold: str) -> bool:
 
 
 def check(latex: str) -> None:
-    """Raises UnreadableError or TooLargeError for what may keep SymPy busy for long."""
+    """Raises UnreadableError or TooLargeError for expressions that may keep SymPy busy for long."""
     if len(latex) > MAX_CHARACTERS:
         raise TooLargeError(f"more than {MAX_CHARACTERS} characters")
     if work := _WORK.search(latex):
@@ -83,8 +83,8 @@ def check(latex: str) -> None:
 
 
 def _agree(answer: Any, gold: Any) -> bool:
-    """False for expressions that differ at a point. It takes milliseconds, where math-verify simplifies their
-    difference first; and it counts digits, where math-verify takes a difference below 1e-15 for none."""
+    """False for expressions that differ at a point. This takes milliseconds, while math-verify first
+    simplifies their difference; and it is more precise: math-verify ignores differences below 1e-15."""
     if isinstance(answer, Eq) and isinstance(gold, Eq):
         return _may_have_the_same_solutions(answer.lhs - answer.rhs, gold.lhs - gold.rhs)
     if not (isinstance(answer, Expr) and isinstance(gold, Expr)):
@@ -102,8 +102,9 @@ def _agree(answer: Any, gold: Any) -> bool:
 
 
 def _may_have_the_same_solutions(answer: Expr, gold: Expr) -> bool:
-    """Of answer = 0 and gold = 0. math-verify takes any two equations for one that it finds no solution of,
-    and may look for it for long: so in one variable, or linear in one, they are told apart here."""
+    """Whether answer = 0 and gold = 0 may have the same solutions. math-verify considers any two equations
+    equal that it finds no solutions of, after a possibly long search, so equations in one variable, or linear
+    in one, are compared here."""
     variables = answer.free_symbols | gold.free_symbols
     for variable in sorted(answer.free_symbols & gold.free_symbols, key=str):
         slopes = answer.diff(variable), gold.diff(variable)
@@ -120,7 +121,7 @@ def _primes(latex: str) -> int:
 
 
 def _group(latex: str) -> str:
-    """The content of the group that the text begins with."""
+    """The content of the group at the beginning of the text."""
     depth = 0
     for position, character in enumerate(latex):
         depth += (character == "{") - (character == "}")
@@ -129,7 +130,7 @@ def _group(latex: str) -> str:
     return latex[1:]
 
 
-@lru_cache(4096)  # a ground truth meets every sample of its group
+@lru_cache(4096)  # a ground truth is compared with every sample of its group
 def _parse(latex: str) -> list[Any]:
     # decimals as fractions: SymPy would compare floating-point numbers rounded to six places
     exact = _DECIMAL.sub(lambda match: rf"\frac{{{match[1]}{match[2]}}}{{1{'0' * len(match[2])}}}", latex)
@@ -142,5 +143,5 @@ def _parse(latex: str) -> list[Any]:
 
 
 def _with_imaginary_unit(value: Expr) -> Expr:
-    """math-verify has a variable i."""
+    """For math-verify, i is a variable."""
     return value.subs({symbol: I for symbol in value.free_symbols if symbol.name == "i"})

@@ -1,4 +1,4 @@
-"""Units, currency, per cent and multiplying words around a number."""
+"""Units, currencies, percent and words such as "million" around a number."""
 
 import re
 from fractions import Fraction
@@ -40,7 +40,7 @@ _NAMES = {
     }.items()
     for name in names.split()
 }
-# a text with one of these says something else than the number before it
+# text with one of these means something other than the number before it
 _NO_UNITS = re.compile(
     r"\b(?:or|and|not|no|nor|if|is|are|was|were|be|but|so|to|from|than|then|plus|minus|times|over|mod|modulo"
     r"|about|approximately|around|nearly|roughly|maybe|perhaps|possibly|either|between|more|less|fewer|at"
@@ -54,14 +54,14 @@ _TEXTS = re.compile(r"(?:\\text\{[^{}]*\}|[A-Za-z/. ]|\^\{?[23]\}?)+")
 _WORD = re.compile(r"[A-Za-z]+|%|/")
 _POWER = re.compile(r"\^\{?([23])\}?")
 _CURRENCY = re.compile(r"(-?)(\\\$|[€£¥])")
-# plain words after a number: known units, or four letters and more, which no product of variables has
+# plain words after a number: known units, or at least four letters, more than a product of variables has
 _PLAIN = re.compile(r"(?<=[\d} ])[A-Za-z][A-Za-z/ ]*(?:\^\{?[23]\}?)?$")
 TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _BASE = re.compile(r"(\d+)_\{?(\d+)\}?")
 
 
 def split_unit(text: str) -> tuple[str, Fraction | int, str] | None:
-    """Canonical text as (what is measured, a factor, its unit); None: words that are no unit.
+    """Splits canonical text into (what is measured, factor, unit); None if its words are not a unit.
 
     `25\\text{ cm}^2` is ("25", 1, "cm^2"), `5 million dollars` ("5", 10**6, "$"), a bare 5 ("5", 1, "").
     """
@@ -75,7 +75,7 @@ def split_unit(text: str) -> tuple[str, Fraction | int, str] | None:
     sign = ""
     if body.endswith(r"%"):
         body, sign = body[:-1], PERCENT
-    elif body.endswith(r"^\circ") and not TRIGONOMETRY.search(body):  # the sine of an angle is none
+    elif body.endswith(r"^\circ") and not TRIGONOMETRY.search(body):  # the sine of an angle is not one
         body, sign = body.removesuffix(r"^\circ"), "degree"
     known = _unit(tail) if tail else (1, "")
     if known is None or not body:
@@ -128,5 +128,5 @@ def _unit(tail: str) -> tuple[int, str] | None:
 
 
 def _unit_words(names: list[str]) -> list[str]:
-    """Words next to each other stay apart, as in "red apple"."""
+    """Keeps adjacent words apart, as in "red apple"."""
     return [name if i == 0 or "/" in (name, names[i - 1]) else f" {name}" for i, name in enumerate(names)]

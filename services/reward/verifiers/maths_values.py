@@ -1,7 +1,7 @@
-"""What an answer says: a number, an expression, words, several values, a relation; and when two are equal.
+"""Parses answers (a number, an expression, words, several values, a relation) and compares two of them.
 
-Values are compared exactly. Whatever exact rationals and the shape decide is decided here; what is left,
-`2\\sqrt{3}` against `\\sqrt{12}`, is asked of a function that the caller gives.
+Comparisons are exact. Whatever exact rationals and the structure can decide is decided here; the rest, such
+as `2\\sqrt{3}` against `\\sqrt{12}`, is left to a function of the caller.
 """
 
 import re
@@ -34,10 +34,10 @@ _NAME = re.compile(
 )
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
-# a word, where LaTeX has variables of one letter; two numbers side by side
+# a word (variables in LaTeX have one letter); two adjacent numbers
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|(?<![_\d])\d+\s+\d")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
-# says nothing in prose; signs, brackets and what stands between digits do
+# without meaning in prose, unlike signs, brackets and characters between digits
 _NO_WORD = re.compile(
     r"""\s|["“”;]|,(?!\d)|(?<!\d),|\.(?!\d)|(?<=[^\W\d_]{2})(?:[!?]|-(?=[^\W\d_]{2}))"""
     r"""|(?<=[^\W\d_])['’](?=[^\W\d_])"""
@@ -46,7 +46,7 @@ _CHOICE = re.compile(r"\\text\{\(([A-Z])\)\}\s*(.+)|\(\\text\{([A-Z])\}\)\s*(.+)
 _LETTERS = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 _CONSTANTS = {"e", "i"}
 _SET_BUILDER = re.compile(r"[A-Za-z](?:\\mid(?![A-Za-z])|[|:])([^,;|:]+)")  # x \mid 1<x<2
-# a ratio or a length of what capital letters name: \frac{AB}{CD}, V_1:V_2, |AB|
+# a ratio or a length of things named by capital letters: \frac{AB}{CD}, V_1:V_2, |AB|
 _CAPITALS = r"[A-Z]{1,3}(?:_(?:\w|\{[^{}]*\}))?'*"
 _RATIO = re.compile(rf"\\frac\{{{_CAPITALS}\}}\{{{_CAPITALS}\}}|{_CAPITALS}[:/]{_CAPITALS}|\|{_CAPITALS}\|")
 
@@ -74,8 +74,8 @@ class ValueList:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """An equality has `sides`; x = 6/3 = 2 has the name x and two of them. What it is about in the end
-    is none of them: 4/3 \\approx 1.33 has the side 4/3."""
+    """An equality has `sides`; x = 6/3 = 2 has the name x and two of them. A rounded value at the end is not
+    a side: 4/3 \\approx 1.33 has the side 4/3."""
 
     latex: str
     name: str = ""
@@ -86,11 +86,11 @@ Value = Scalar | Words | ValueList | Relation
 
 
 class NotAValueError(ValueError):
-    """A relation where the gold is a value."""
+    """The answer is a relation, but the gold is a value."""
 
 
 class UnreadableError(ValueError):
-    """Not understood, or not worked out: a sum, an integral, a limit."""
+    """Not understood or not evaluated: a sum, an integral, a limit."""
 
 
 @lru_cache(maxsize=65_536)
@@ -120,7 +120,7 @@ def read(text: str) -> Value:
 
 
 def equal(answer: Value, gold: Value, symbolic: Symbolic) -> bool:
-    """Raises NotAValueError if the answer is a relation and the gold none, and what `symbolic` raises."""
+    """Raises NotAValueError if the answer is a relation and the gold is not, and what `symbolic` raises."""
     match answer, gold:
         case Relation(), Relation():
             return _same_relation(answer, gold, symbolic)
@@ -150,13 +150,13 @@ def equal(answer: Value, gold: Value, symbolic: Symbolic) -> bool:
 
 
 def without_choice(text: str) -> str:
-    """`\\text{(B)} 12`, an option with its value, as the value."""
+    """The value of an option with its value: `12` of `\\text{(B)} 12`."""
     option = _CHOICE.fullmatch(text)
     return (option[2] or option[4]) if option else text
 
 
 def choice(text: str) -> str:
-    """The letter of canonical text that is an option, with or without its value; else ""."""
+    """The letter of canonical text that is an option, with or without its value; otherwise ""."""
     plain = _TEXT.sub(r"\1", text).strip()
     alone = re.fullmatch(r"\(([A-Za-z])\)|([A-Z])[.:)]?", plain)
     if alone:
@@ -166,7 +166,7 @@ def choice(text: str) -> str:
 
 
 def words(text: str) -> str:
-    """What words canonical text says, however they are written."""
+    """The words of canonical text, however they are written."""
     return _NO_WORD.sub("", _TEXT.sub(r"\1", text)).casefold()
 
 
@@ -175,7 +175,7 @@ def _list(text: str) -> list[str]:
 
 
 def _items(parts: Sequence[str]) -> tuple[Value, ...]:
-    """What \\pm doubles stands beside the others, not among them as a list of its own."""
+    """Both values of \\pm become items themselves, not a nested list."""
     values = map(read, parts)
     return tuple(
         item
@@ -206,7 +206,7 @@ def _relation(text: str, relations: Sequence[str]) -> Value:
 
 
 def _is_remark(exact: Sequence[str], rounded: str) -> bool:
-    """x = 4/3 \\approx 1.33 says 4/3; x \\approx 1.33 says no more than that."""
+    """x = 4/3 \\approx 1.33 means 4/3; in x \\approx 1.33, the rounded value is all there is."""
     value = _scalar(rounded)
     return all(exact) and not _is_name(exact[-1]) and isinstance(value, Scalar) and value.number is not None
 
@@ -257,7 +257,7 @@ def _scalar(text: str) -> Scalar | Words:
 
 
 def _key(value: Value) -> str:
-    """Of words; of an expression that is letters alone, such as a bare yes."""
+    """The key of words, or of an expression that consists of letters only, such as a bare yes."""
     if isinstance(value, Words):
         return value.key
     if isinstance(value, Scalar) and value.number is None and re.fullmatch(r"[A-Za-z :.]+", value.latex):
@@ -296,7 +296,7 @@ def _same_relation(answer: Relation, gold: Relation, symbolic: Symbolic) -> bool
 
 
 def _is_statement(relation: str) -> bool:
-    """\\log_2 8 = 3 has nothing to be solved for: true or false, it would equal every other."""
+    """\\log_2 8 = 3 has nothing to solve for: true or false, it would equal every other statement."""
     return r"\begin" in relation or _variables(_TEXT.sub("", relation)) <= _CONSTANTS
 
 
@@ -358,7 +358,7 @@ def _same_scalar(answer: Scalar, gold: Scalar, symbolic: Symbolic) -> bool:
 
 
 def _same_percent(answer: Scalar, gold: Scalar) -> bool:
-    """One has the sign of per cent. The other is the same number, or was asked for in per cent."""
+    """One has a percent sign. The other is the same number, or was asked for in percent."""
     if answer.number is None or gold.number is None or (answer.unit and gold.unit):
         return False
     signed, plain = (answer, gold) if answer.unit else (gold, answer)

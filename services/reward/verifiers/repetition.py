@@ -1,4 +1,4 @@
-"""What repeating itself takes from a response's score."""
+"""Penalizes repetition in a response."""
 
 import regex
 
@@ -9,8 +9,8 @@ _UNSPACED = regex.compile(f"[{UNSPACED}]")
 
 
 def repetition(item: ScoreItem, *, ngram: int = 3, penalty: float = 1.0) -> float:
-    """-penalty * (1 - distinct n-grams / all n-grams) of the response's words in lower case; 0 where it has
-    fewer than n of them.
+    """-penalty * (1 - distinct n-grams / all n-grams) of the response's words in lower case; 0 if it has
+    fewer than n words.
 
     Source: Yeo et al. 2025, https://arxiv.org/abs/2502.03373, appendix C.2, per response as in Open-R1.
     """

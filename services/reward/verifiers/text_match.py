@@ -1,7 +1,7 @@
-"""Answers in words, compared as the field's question-answering benchmarks do.
+"""Compares answers in words as question-answering benchmarks do.
 
-Source of normal form and F1: SQuAD's evaluation (Rajpurkar et al. 2016, arXiv:1606.05250); of the rule for
-tags: Search-R1 (Jin et al. 2025, arXiv:2503.09516) as verl has it.
+Sources: normal form and F1 from SQuAD's evaluation (Rajpurkar et al. 2016, arXiv:1606.05250); the rule for
+tags from Search-R1 (Jin et al. 2025, arXiv:2503.09516), as in verl.
 """
 
 import re
@@ -14,7 +14,7 @@ from rapidfuzz.distance import Levenshtein
 from atoll.reward.verifiers.answers import accepted_answers, extract_answer_text, extract_tagged
 from atoll.wire.types import Grade, ScoreItem
 
-MAX_CHARACTERS = 10_000  # of an answer whose edits are counted: the time grows with the square
+MAX_CHARACTERS = 10_000  # of an answer whose edits are counted: the time is quadratic
 MAX_TAGS = 10
 
 _NO_ANSWER = Grade(0.0, "no answer")
@@ -23,8 +23,8 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize(text: str) -> str:
-    """In lower case, without ASCII punctuation, articles and white space beyond single spaces. Of a text
-    without anything else, such as "A", only the case is changed."""
+    """Lower-cases; removes ASCII punctuation, articles and extra whitespace. If that would leave nothing, as
+    of "A", it only lower-cases."""
     text = text.lower().strip()
     words = _ARTICLES.sub(" ", text.translate(_NO_PUNCTUATION)).split()
     return " ".join(words) or text
@@ -33,7 +33,7 @@ def normalize(text: str) -> str:
 def normalized_match(
     item: ScoreItem, *, answer: Literal["response", "tag", "line"] = "response"
 ) -> float | Grade:
-    """1 where the answer is one of the right ones in normal form."""
+    """1 if the answer equals an accepted one in normal form."""
     stated = extract_answer_text(item.response, answer)
     if stated is None:
         return _NO_ANSWER
@@ -41,8 +41,8 @@ def normalized_match(
 
 
 def token_f1(item: ScoreItem, *, answer: Literal["response", "tag", "line"] = "response") -> float | Grade:
-    """The harmonic mean of precision and recall of the answer's words in normal form, with the right answer
-    for which it is highest."""
+    """The harmonic mean of precision and recall of the answer's words in normal form; the maximum over the
+    accepted answers."""
     stated = extract_answer_text(item.response, answer)
     if stated is None:
         return _NO_ANSWER
@@ -59,8 +59,9 @@ def _f1(words: list[str], right: list[str]) -> float:
 def edit_similarity(
     item: ScoreItem, *, minimum: float = 0.0, answer: Literal["response", "tag", "line"] = "response"
 ) -> float | Grade:
-    """1 - edits / length of the longer text: insertions, deletions and substitutions of characters that turn
-    the answer into a right one (Levenshtein 1966), both in normal form; 0 below `minimum`."""
+    """1 - edits / length of the longer text; 0 below `minimum`. Edits are the insertions, deletions and
+    substitutions of characters that turn the answer into an accepted one (Levenshtein 1966), both in normal
+    form."""
     stated = extract_answer_text(item.response, answer)
     if stated is None:
         return _NO_ANSWER
@@ -74,10 +75,11 @@ def edit_similarity(
 
 
 def search_r1(item: ScoreItem, *, substring: bool = False, format_score: float = 0.0) -> float | Grade:
-    """Search-R1's rule: 1 where the last `<answer>` is a right one in normal form, `format_score` where it is
-    another; a quarter of the 1 where there are more than 10 opening or closing tags.
+    """Search-R1's rule: 1 if the last `<answer>` equals an accepted one in normal form, `format_score` if it
+    does not; 0.25 instead of 1 if there are more than 10 opening or closing tags.
 
-    `substring`: it need only contain one. As that takes all answers at once for right, it is for validation.
+    `substring`: it need only contain one. Since listing all possible answers then succeeds, this is for
+    validation only.
     """
     answers = extract_tagged(item.response, "answer")
     if not answers:
