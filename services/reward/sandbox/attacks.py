@@ -1,9 +1,9 @@
 """Self-test: attacks that a sandbox runs on itself at start; it serves only if all are blocked.
 
-Each is a program. It tries one thing, several ways, and prints `stopped` if all of them were refused. The
-host's side is real: a listener, a file that anyone may read and write, this process. Judging fails closed: an
-attack that ends otherwise than expected counts as one that got through, so that a broken attack is noticed.
-The whole suite is in tests/sandbox/.
+Each attack is a program that tries one thing in several ways and prints `stopped` if all were refused. Its
+targets on the host are real: a listener, a world-writable file, this process. Judging fails closed: an attack
+that ends in any unexpected way counts as successful, so broken attacks are noticed. The whole suite is in
+tests/sandbox/.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from atoll.wire.types import Execution, ProgramLimits, ProgramStatus
 
 _LIMITS = ProgramLimits(timeout_s=10.0, memory_bytes=512 << 20, output_bytes=1 << 16, disk_bytes=1 << 20)
 
-# `host` has pid, user, group, file, folder and port. `refused` is for what Python offers; `forbidden` for the
-# kernel's own calls, where another error than EPERM and ENOSYS means that the kernel looked at the arguments.
+# `host` has pid, user, group, file, folder and port. `refused` is for Python's functions; `forbidden` is for
+# raw system calls, for which any error but EPERM and ENOSYS means that the kernel looked at the arguments.
 _HEAD = """
 import ctypes, json, os, resource, socket, sys
 host = json.load(sys.stdin)
@@ -51,7 +51,7 @@ class Attack:
     name: str
     source: str
     ends: ProgramStatus | None = (
-        None  # how the sandbox ends it; None: it refuses the attempt, or kills the program
+        None  # how the sandbox must end it; None: it refuses the attempt or kills the program
     )
     limits: ProgramLimits = _LIMITS
 
@@ -185,7 +185,7 @@ outcomes = [
 """,
     ),
     _attack("inherited descriptors", "outcomes = [refused(os.fstat, fd) for fd in range(5, 4096)]"),
-    # mapped and never touched, so that it costs nothing if it gets through
+    # mapped but never touched, so that it costs nothing if it succeeds
     _attack("memory", "import mmap\noutcomes = [refused(mmap.mmap, -1, 4 << 30)]"),
     _attack(
         "disk",
@@ -216,9 +216,9 @@ while True:
 
 
 async def run_attacks(sandbox: Sandbox, user: int | None) -> None:
-    """Raises SandboxError with the names of the attacks that got through. About a second.
+    """Raises SandboxError with the names of the successful attacks. Takes about a second.
 
-    `user` is who programs should run as, and the same group; None: who this process runs as.
+    `user`: the user and group id that programs should run as; None: those of this process.
     """
 
     async def one(attack: Attack, host: bytes) -> str | None:
@@ -243,7 +243,7 @@ async def run_attacks(sandbox: Sandbox, user: int | None) -> None:
 def _host(user: int | None) -> Iterator[bytes]:
     """The attacks' targets, as JSON for their standard input."""
     with tempfile.TemporaryDirectory() as folder, create_server(("127.0.0.1", 0)) as listener:
-        os.chmod(folder, 0o777)  # what only the file mode protects would not be the sandbox's merit
+        os.chmod(folder, 0o777)  # world-writable, so that only the sandbox protects it
         file = Path(folder, "secret")
         file.write_text("secret")
         file.chmod(0o666)

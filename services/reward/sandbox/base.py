@@ -1,8 +1,8 @@
 """The sandbox interface for graders and tools.
 
-A program is Python source. It runs as `__main__` in a process of its own that was forked from a clean
-interpreter, can reach nothing but its own memory, its standard streams and (with namespaces) one sized
-directory that is its working directory, and is gone with all its children when the call returns.
+A program is Python source. It runs as `__main__` in its own process, forked from a clean interpreter. It can
+access only its own memory, its standard streams and (with namespaces) a working directory of limited size,
+and is gone, with all its children, when the call returns.
 """
 
 from contextlib import AbstractAsyncContextManager
@@ -12,8 +12,8 @@ from atoll.wire.types import Execution, ProgramLimits
 
 
 class Dialogue(Protocol):
-    """A dialogue with a running program: on its descriptor CHANNEL_FD, in frames of a 4-byte
-    little-endian length and that many bytes, both ways."""
+    """A dialogue with a running program over its descriptor CHANNEL_FD. Frames in both directions are a
+    4-byte little-endian length followed by that many bytes."""
 
     async def ask(self, frame: bytes) -> bytes | None:
         """The program's next frame; None if it ends, exceeds a limit or sends an invalid frame."""
@@ -28,14 +28,14 @@ class Sandbox(Protocol):
     tier: str  # "landlock, seccomp", "landlock, seccomp, namespaces"
 
     async def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
-        """Runs a program to its end. Raises SandboxError if the failure is not the program's."""
+        """Runs a program to its end. Raises SandboxError if the sandbox, not the program, fails."""
         ...
 
     def open(
         self, source: str, limits: ProgramLimits, *, shares_slot_with: Dialogue | None = None
     ) -> AbstractAsyncContextManager[Dialogue]:
-        """Starts a program for a dialogue; `limits.timeout_s` covers all of it. Raises SandboxError as `run`
-        does; leaving ends the program.
+        """Starts a program for a dialogue; `limits.timeout_s` covers all of it. Raises SandboxError like
+        `run`; leaving the context ends the program.
 
         `shares_slot_with`: the two programs run alternately and share one slot. (Waiting for a slot while
         holding another could deadlock.)

@@ -32,7 +32,7 @@ async def start_sandbox(
 ) -> AsyncIterator[Sandbox]:
     """Starts a sandbox and runs its self-test; at most `programs` run concurrently, others wait.
 
-    `namespaces`: where a probe shows that they work. `interpreter`: overrides the one that is found. Raises
+    `namespaces`: use them if a probe shows that they work. `interpreter`: overrides the default one. Raises
     SandboxError if this machine cannot confine programs, and UserError if there is no readable interpreter.
     """
     calls = seccomp.program(platform.machine())
@@ -64,7 +64,7 @@ class ForkSandbox:
 
     @classmethod
     async def start(cls, programs: int, settings: ZygoteSettings) -> "ForkSandbox":
-        """Runs no attacks."""
+        """Does not run the attacks."""
         count = min(programs, len(os.sched_getaffinity(0)))
         starting = [asyncio.create_task(ZygoteProcess.start(settings)) for _ in range(count)]
         await asyncio.wait(starting)
@@ -95,7 +95,7 @@ class ForkSandbox:
             yield program
 
     async def close(self) -> None:
-        """Programs that run or wait end with a SandboxError."""
+        """Running and waiting programs end with a SandboxError."""
         async with self._replacing:
             self._is_open = False
             for zygote in self._zygotes:
@@ -142,8 +142,8 @@ async def _probe(settings: ZygoteSettings) -> bool:
 def _user() -> int | None:
     """The user that programs run as, if not this process's user.
 
-    Root without the capability to become another user, as in a container that has dropped all of them, is no
-    more than an owner of files: what it could do with those, Landlock forbids.
+    Root without the capability to change users, as in a container that dropped all capabilities, merely owns
+    files, and Landlock protects those.
     """
     if os.geteuid() != 0:
         return None
@@ -156,7 +156,7 @@ def _user() -> int | None:
 def _interpreter(user: int | None, chosen: str | None) -> str:
     """The first interpreter that `user` can run: this process's own, or the system's of the same version."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    own: str = sys._base_executable  # type: ignore[attr-defined]  # what a virtual environment links to
+    own: str = sys._base_executable  # type: ignore[attr-defined]  # a virtual environment's link target
     candidates = [own, shutil.which(name, path="/usr/local/bin:/usr/bin")] if chosen is None else [chosen]
     for candidate in candidates:
         if candidate is None:

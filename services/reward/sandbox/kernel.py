@@ -1,4 +1,4 @@
-"""System calls that the standard library does not offer. Needs nothing but the standard library."""
+"""System calls that the standard library lacks. Imports only the standard library."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ _CAPABILITIES_V3 = 0x20080522  # linux/capability.h
 
 
 def libc(name: str, *arguments: object) -> int:
-    """Calls a function of the C library that says -1 and errno where it fails: an OSError here."""
+    """Calls a C library function that returns -1 and sets errno if it fails, which raises OSError here."""
     result: int = getattr(_libc, name)(*arguments)
     if result == -1:
         code = ctypes.get_errno()
@@ -20,7 +20,7 @@ def libc(name: str, *arguments: object) -> int:
 
 
 def system_call(number: int, *arguments: object) -> int:
-    """A call that the C library has no function for. Integers must fit 32 bits."""
+    """A system call without a C library function. Integers must fit 32 bits."""
     return libc("syscall", ctypes.c_long(number), *arguments)
 
 
@@ -29,7 +29,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """All of this process's, in the user namespace that it is in. For good where it can execute nothing."""
+    """Drops all capabilities of this process in its user namespace; permanently if it cannot exec."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
     none = (ctypes.c_uint32 * 6)()
     libc("capset", header, none)
@@ -42,6 +42,7 @@ class _Filter(ctypes.Structure):
 
 
 def filter_system_calls(program: bytes) -> None:
-    """Of this thread, for good. `program` is an array of struct sock_filter, of 8 bytes each."""
+    """Filters this thread's system calls, permanently. `program` is an array of struct sock_filter, 8 bytes
+    each."""
     filter = _Filter(len(program) // 8, program)
     libc("prctl", PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.byref(filter), 0, 0)

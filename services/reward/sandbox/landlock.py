@@ -1,4 +1,5 @@
-"""Landlock: which files a program reaches, by three raw system calls. Needs nothing but the standard library.
+"""Landlock: limits which files a program can access, with three raw system calls. Imports only the standard
+library.
 
 See the kernel's Documentation/userspace-api/landlock.rst.
 """
@@ -16,11 +17,11 @@ WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
 _REMOVE, _MAKE_DIR, _MAKE_FILE, _MAKE_SYMLINK, _REFER = 3 << 4, 1 << 7, 1 << 8, 1 << 12, 1 << 13
 READ = READ_FILE | READ_DIR
 WRITE = READ | WRITE_FILE | TRUNCATE | _REMOVE | _MAKE_DIR | _MAKE_FILE | _MAKE_SYMLINK | _REFER
-# Rights on files that an ABI knows: the lowest bits, so many of them. ABI 1 is of Linux 5.13.
+# Number of file rights of each ABI, the lowest bits. ABI 1 came with Linux 5.13.
 _BITS = {1: 13, 2: 14, 3: 15, 4: 15}
 _BITS_NOW = 16  # ABI 5
 _TCP = 3  # bind and connect, ABI 4
-_SCOPED = 3  # abstract unix sockets and signals of others, ABI 6
+_SCOPED = 3  # abstract unix sockets of other processes and signals to them, ABI 6
 
 
 class _Ruleset(ctypes.Structure):
@@ -33,7 +34,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 class Ruleset:
-    """Everything that the kernel's ABI knows is refused, but for what `allow` names."""
+    """Refuses everything that the kernel's ABI covers, except what `allow` names."""
 
     def __init__(self) -> None:
         """Raises OSError if the kernel has no Landlock."""
@@ -52,7 +53,7 @@ class Ruleset:
         )
 
     def allow(self, path: str, rights: int) -> None:
-        """For the file, or for all below the directory."""
+        """For a file, or for everything below a directory."""
         parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = _PathBeneath(rights & self._files, parent)
         try:
@@ -61,5 +62,5 @@ class Ruleset:
             os.close(parent)
 
     def restrict_self(self) -> None:
-        """This thread, for good. It must have no_new_privs."""
+        """Restricts this thread, permanently. It must have set no_new_privs."""
         system_call(_RESTRICT_SELF, self._descriptor, 0)

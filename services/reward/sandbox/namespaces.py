@@ -1,9 +1,9 @@
-"""The second tier: namespaces of a zygote and of each program. Needs nothing but the standard library.
+"""The second tier: namespaces of a zygote and of each program. Imports only the standard library.
 
-A zygote has a user, network, IPC, host name and mount namespace of its own, in which the file system is the
-standard library, /dev/null and an empty directory, and is the first process of its own process namespace:
-with it the kernel ends everything in there. A program is the first process of a further one, and mounts its
-working directory where no other program sees it.
+A zygote has its own user, network, IPC, host name and mount namespaces, whose file system holds only the
+standard library, /dev/null and an empty directory. It is the first process of its own process namespace, so
+the kernel kills everything in it when the zygote ends. A program is the first process of a nested one, and
+mounts its working directory where no other program sees it.
 """
 
 import os
@@ -17,14 +17,15 @@ _DETACH = 2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 _MAX_FILES = 4096
-# Landlock's rule is on the outer one: a rule does not count where something is mounted over its directory
+# Landlock's rule is on the outer directory: mounting over a directory would make a rule on it ineffective
 WORK = "/work"
 _MOUNTED = f"{WORK}/here"
 
 
 def enter(readable: Sequence[str]) -> None:
-    """This process, and its next child as the first process. `readable` are the host's directories and files
-    that stay. Raises OSError if the kernel, or what runs this service, does not allow it."""
+    """Moves this process into new namespaces; its next child is the first process in there. `readable`: the
+    host's directories and files that stay visible. Raises OSError if the kernel or a container runtime
+    forbids it."""
     uid, gid = os.getuid(), os.getgid()
     libc("unshare", _NEWUSER | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS | _NEWNS)
     for name, line in ("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"):
@@ -35,7 +36,7 @@ def enter(readable: Sequence[str]) -> None:
     root = "/dev"  # a directory that every system has
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     for path, descriptor in kept.items():
-        if not os.path.exists(root + path):  # below another one
+        if not os.path.exists(root + path):  # inside another one
             _keep(descriptor, root + path)
         os.close(descriptor)
     os.makedirs(root + _MOUNTED)
@@ -47,14 +48,14 @@ def enter(readable: Sequence[str]) -> None:
 
 
 def next_child_is_first(own: int) -> None:
-    """In a process namespace of its own. `own` is a descriptor of this process's."""
+    """Puts the next child into its own process namespace. `own` is a pidfd of this process."""
     libc("setns", own, _NEWPID)
     libc("unshare", _NEWPID)
 
 
 def work_in(disk_bytes: int) -> None:
-    """An empty directory of so many bytes that this process alone sees. It is in a user namespace of its own
-    from now on, so that its threads are counted apart."""
+    """Changes to an empty directory of that size which only this process sees, and to a new user namespace,
+    so that its threads are counted separately."""
     libc("unshare", _NEWNS)
     if disk_bytes:
         options = f"size={disk_bytes},nr_inodes={_MAX_FILES},mode=700"
@@ -72,7 +73,7 @@ def _keep(descriptor: int, target: str) -> None:
         os.close(os.open(target, os.O_CREAT, 0o644))
     _mount(source, target, None, _BIND)
     if os.path.isdir(source):
-        # flags that the host has set cannot be taken away by a user namespace
+        # a user namespace cannot clear flags that the host has set
         kept = os.statvfs(target).f_flag & (_NOSUID | _NODEV | _NOEXEC)
         _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | kept)
 

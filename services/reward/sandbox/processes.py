@@ -1,7 +1,7 @@
 """Zygote and program processes on the host side: descriptors, deadlines, exits.
 
-Nothing here waits for a program or a zygote without a bound: a program that is past its deadline is killed,
-and a zygote that does not say within KILL_S that it is gone is killed itself, with all that it runs.
+Nothing here waits indefinitely for a program or a zygote: a program past its deadline is killed, and a zygote
+that does not report its end within KILL_S is killed itself, with all its programs.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from atoll.wire.types import Execution, ProgramLimits, ProgramStatus
 
 START_S = 30.0  # for a zygote
 SETUP_S = 20.0  # between an order and the start of its program
-KILL_S = 10.0  # for an end to be seen
-END_S = 1.0  # for a zygote's own, and that of a program which has left its channel
+KILL_S = 10.0  # for an end to be reported
+END_S = 1.0  # for the end of a zygote, or of a program that has closed its channel
 _READ_BYTES = 1 << 16
 _REPORT_BYTES = 4096
 _LENGTH = struct.Struct("<I")
 
-# What a zygote runs before anything else. It gets the sources of its parts: its user may not be able to read
-# the files of this package.
+# What a zygote runs first. It gets its modules as source, since its user may not be able to read this
+# package's files.
 _BOOT = """
 import sys, types
 for name, source in {sources!r}:
@@ -48,13 +48,13 @@ _PARTS = (kernel, landlock, namespaces, program, zygote)
 @dataclass(frozen=True, slots=True)
 class ZygoteSettings:
     interpreter: str
-    user: int | None  # and group, that it becomes; None: those of this process
+    user: int | None  # user and group id to switch to; None: those of this process
     namespaces: bool
     calls: bytes  # the seccomp filter
 
 
 class ZygoteProcess:
-    """Its socket has one reader: the event loop, which hands each end to the program that waits for it."""
+    """Its socket has one reader, the event loop, which reports each end to the waiting ProgramProcess."""
 
     def __init__(self, process: subprocess.Popen[bytes], wire: socket.socket) -> None:
         self._process, self._wire = process, wire
@@ -66,7 +66,7 @@ class ZygoteProcess:
 
     @classmethod
     async def start(cls, settings: ZygoteSettings) -> Self:
-        """Raises SandboxError with what the zygote says where it cannot work here."""
+        """Raises SandboxError with the zygote's message if it cannot work here."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             sources = [(part.__name__, inspect.getsource(part)) for part in _PARTS]
@@ -106,7 +106,7 @@ class ZygoteProcess:
         return run, end
 
     def kill(self, run: int) -> None:
-        """The program, if it runs. If its end is not seen soon, then the zygote."""
+        """Kills the program if it runs; if its end is not reported soon, kills the zygote."""
         if run in self._runs:
             try:
                 self._wire.send(zygote.ORDER.pack(run, True, 0, 0, 0))
@@ -120,7 +120,7 @@ class ZygoteProcess:
             self.close()
 
     def close(self) -> None:
-        """Kills it, and with it all of its programs."""
+        """Kills it and all of its programs."""
         if not self.is_alive:
             return
         self.is_alive = False
@@ -129,7 +129,7 @@ class ZygoteProcess:
         self._process.terminate()
         try:
             self._process.wait(END_S)
-        except subprocess.TimeoutExpired:  # somebody has stopped it
+        except subprocess.TimeoutExpired:  # it is stopped (SIGSTOP)
             self._process.kill()
             self._process.wait()
         runs, self._runs = self._runs, {}
@@ -166,7 +166,7 @@ def _spawn(settings: ZygoteSettings, boot: str, wire: int) -> subprocess.Popen[b
         pass_fds=[wire],
         cwd="/",
         env={},
-        start_new_session=True,  # an interrupt from the terminal is for the service
+        start_new_session=True,  # an interrupt from the terminal is meant for the service
         user=settings.user,
         group=settings.user,
         extra_groups=groups,
@@ -174,13 +174,13 @@ def _spawn(settings: ZygoteSettings, boot: str, wire: int) -> subprocess.Popen[b
 
 
 def cpu_limit_s(limits: ProgramLimits) -> int:
-    """Threads can use more than the time on the clock."""
+    """Threads can use more CPU time than wall time."""
     return math.ceil(limits.timeout_s) + 1
 
 
 class ProgramProcess:
-    """Implements Dialogue. The event loop reads what it prints and watches its deadline; all of it is cleared
-    away when its end is seen, whether or not anybody waits."""
+    """Implements Dialogue. The event loop reads its output and watches its deadline; everything is released
+    when its end is reported, whether or not anyone waits for it."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class ProgramProcess:
         park: Callable[[], None],
     ) -> None:
         """`talks`: it has a channel. `park` is called if it sleeps or has used up its share. Raises
-        SandboxError if this process has no descriptor left."""
+        SandboxError if this process has run out of descriptors."""
         self._zygote, self._limits = zygote, limits
         self._loop = asyncio.get_running_loop()
         self._killed_for: tuple[ProgramStatus, str] | None = None
@@ -230,8 +230,8 @@ class ProgramProcess:
             await self.wait_ended()
 
     async def wait_ended(self) -> Execution:
-        """Waits for its end, by itself or at a limit. Raises SandboxError if it never started or was ended
-        otherwise.
+        """Waits for it to end, by itself or at a limit. Raises SandboxError if it never started or ended for
+        another reason.
         """
         await self._cleared.wait()  # the future is done a moment earlier
         status, cpu_s = self._end.result()
@@ -242,7 +242,7 @@ class ProgramProcess:
 
     async def end(self) -> Execution:
         if self._has_left and self._killed_for is None:
-            # a channel ends a moment before the zygote says why: what else ended it is not to be taken for us
+            # a channel closes a moment before the zygote reports why: wait, so as not to take it for our kill
             await asyncio.wait([self._end], timeout=END_S)
         self._kill(ProgramStatus.OK, "ended by the host")
         return await self.wait_ended()
@@ -261,7 +261,7 @@ class ProgramProcess:
         return None
 
     async def terminate(self) -> None:
-        """Ends it if it still runs, and waits for that. Raises nothing."""
+        """Ends it if it still runs, and waits for its end. Never raises."""
         self._kill(ProgramStatus.OK, "ended by the host")
         try:
             await asyncio.wait([self._end])
@@ -309,7 +309,7 @@ class ProgramProcess:
         for captured in self._captured:
             captured.close()
         self._started.set()
-        end.exception()  # seen, if nobody asks
+        end.exception()  # retrieved, in case nobody asks
 
     def _judge(self, status: int, cpu_s: float) -> tuple[ProgramStatus, str]:
         report = self._report.data.decode(errors="replace")
@@ -321,9 +321,9 @@ class ProgramProcess:
         if code == -signal.SIGKILL:
             if self._killed_for is not None:
                 return self._killed_for
-            if cpu_s > cpu_limit_s(self._limits) - 0.5:  # the kernel looks at every tick
+            if cpu_s > cpu_limit_s(self._limits) - 0.5:  # the kernel checks once per tick
                 return ProgramStatus.TIMEOUT, f"after {cpu_s:.1f} s of CPU time"
-            # it cannot send that itself
+            # a program cannot send it itself
             raise SandboxError(
                 "the program was killed from outside: is the machine, or its cgroup, out of memory?"
             )
@@ -339,7 +339,7 @@ class ProgramProcess:
 
 
 class _CapturedOutput:
-    """What comes out of a pipe; one byte more than `most` is kept, to see that it was too much."""
+    """Output read from a pipe; keeps up to one byte more than `most`, to detect excess."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, most: int, descriptor: int) -> None:
         self.data = bytearray()
@@ -349,7 +349,7 @@ class _CapturedOutput:
     def pipe(
         cls, loop: asyncio.AbstractEventLoop, most: int, when_ready: Callable[["_CapturedOutput"], None]
     ) -> tuple["_CapturedOutput", int]:
-        """And the descriptor to write to."""
+        """Returns itself and the descriptor to write to."""
         reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(writer, True)
         captured = cls(loop, most, reader)
@@ -361,7 +361,7 @@ class _CapturedOutput:
         return len(self.data) > self._most
 
     def read(self) -> bool:
-        """Whether there may be more."""
+        """Returns whether there may be more."""
         try:
             piece = os.read(self._descriptor, min(_READ_BYTES, self._most + 1 - len(self.data)))
         except BlockingIOError:
@@ -372,7 +372,7 @@ class _CapturedOutput:
         return bool(piece)
 
     def close(self) -> None:
-        """After what is still in the pipe. Nobody writes any more."""
+        """Reads what is left in the pipe first. Call it once nobody writes any more."""
         while self.read():
             pass
         self._loop.remove_reader(self._descriptor)
@@ -380,7 +380,7 @@ class _CapturedOutput:
 
 
 def _seal(data: bytes) -> int:
-    """A descriptor of a file in memory that nobody can change any more, to be read from its start."""
+    """A descriptor of a sealed (immutable) file in memory, positioned at its start."""
     descriptor = os.memfd_create("atoll", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)

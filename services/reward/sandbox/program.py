@@ -1,7 +1,7 @@
-"""What a fork of the zygote does: locks itself in, then runs a program. Needs only the standard library.
+"""What a fork of the zygote does: confines itself, then runs a program. Imports only the standard library.
 
-The host reads what it reports. What comes instead of STARTED is why it could not lock itself in; what follows
-STARTED, the program may have written itself, so that it says no more than an exit code would.
+The host reads its reports. Anything but STARTED is the reason why it could not confine itself; anything after
+STARTED may have been written by the program, so it is trusted no more than an exit code.
 """
 
 import atexit
@@ -22,26 +22,26 @@ from types import ModuleType, TracebackType
 from atoll.reward.sandbox import kernel, namespaces
 from atoll.reward.sandbox.landlock import Ruleset
 
-# as the program has them; an order names them in this order, and may leave out the channel
+# the program's descriptors; an order lists them in this order and may omit the channel
 STREAMS = REPORT, STDIN, STDOUT, STDERR, CHANNEL = 4, 0, 1, 2, 3
 STARTED = b"\0"
 _OPEN_FILES = 64
 _THREADS = 64
-# Without namespaces the kernel counts all that the user runs together. A program that needs no memory for its
-# threads would take all numbers of processes that the machine has.
+# Without namespaces the kernel counts all threads of the user together. A program whose threads need no
+# memory could use up all process ids of the machine.
 _THREADS_OF_USER = 4096
 _STACK_BYTES = 64 << 20
-_NICENESS = 5  # behind the service, which has to answer
+_NICENESS = 5  # lower priority than the service, which must respond
 _DETAIL_BYTES = 1000
 _NAME = "<program>"
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramOrder:
-    """One program. Descriptors are the zygote's."""
+    """One program to run. Descriptors are the zygote's."""
 
     source: int
-    streams: Sequence[int]  # to become those of STREAMS; the channel may be missing
+    streams: Sequence[int]  # become those of STREAMS; the channel may be missing
     memory_bytes: int
     disk_bytes: int
     cpu_s: int
@@ -64,22 +64,22 @@ def run(order: ProgramOrder, walls: Confinement) -> None:
         code = _main(source)
     except BaseException as error:
         _say_why(error, order)
-    finally:  # whatever happens: the zygote's own code is above
+    finally:  # whatever happens: the zygote's code is above on the stack
         os._exit(code)
 
 
 def _say_why(error: BaseException, order: ProgramOrder) -> None:
-    """That the program was not started; ignored by the host if it was."""
+    """Reports why the program was not started; the host ignores this if it was."""
     text = f"{type(error).__name__}: {error}".encode()
     try:
         os.write(order.streams[0], text)
-    except OSError:  # taken already
+    except OSError:  # already moved
         os.write(REPORT, text)
 
 
 def _lock_in(order: ProgramOrder, walls: Confinement) -> bytes:
-    """Returns the source. What is inherited and not given away here is memory only."""
-    os.setsid()  # its priority is set as that of a group of processes, so that of all its threads
+    """Returns the source. Apart from what is dropped here, only memory is inherited."""
+    os.setsid()  # its priority is set for its process group, and so for all its threads
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if select.select([walls.zygote], [], [], 0)[0]:
         raise OSError("the zygote is gone")
@@ -121,7 +121,7 @@ def _at_most(value: int, limit: int) -> int:
 
 
 def _take_streams(streams: Sequence[int]) -> None:
-    """And no other descriptor."""
+    """Keeps these descriptors and closes all others."""
     apart = [fcntl.fcntl(stream, fcntl.F_DUPFD, len(STREAMS)) for stream in streams]
     for stream, number in zip(apart, STREAMS, strict=False):
         os.dup2(stream, number)
@@ -157,15 +157,15 @@ def _main(source: bytes) -> int:
 
 
 def _shut_down() -> int:
-    """What the interpreter does at its end, but for freeing memory, which the kernel does faster."""
+    """Does what the interpreter does at exit, except freeing memory, which the kernel does faster."""
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for those that are no daemons
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
         atexit._run_exitfuncs()
         for stream in sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__:
             if stream is not None and not stream.closed:
                 stream.flush()
-    except BaseException:  # what is left of a program that has broken its interpreter
-        return 120  # as the interpreter does where it cannot flush
+    except BaseException:  # the program may have broken its interpreter
+        return 120  # as the interpreter does if it cannot flush
     return 0
 
 
@@ -177,11 +177,11 @@ def _report_exception(
         linecache.cache[_NAME] = len(source), None, lines, _NAME
         traceback.print_exception(type(error), error, trace)
         detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    except BaseException:  # its text is the program's own code, too
+    except BaseException:  # its __str__ is the program's code, too
         detail = type(error).__name__
     try:
         os.write(REPORT, f"{how}\n{detail}".encode(errors="replace")[:_DETAIL_BYTES])
-    except OSError:  # it has closed the descriptor: its end is an exit code, then
+    except OSError:  # it has closed the descriptor: the exit code must do
         return 1
     return 1
 

@@ -10,9 +10,9 @@ MAX_PARKED_PER_SLOT = 7
 class ProgramSlots:
     """Slots for programs, so that they get the CPU time that their deadlines assume.
 
-    A program that sleeps, or has used up its share and runs at low priority, is parked, which frees its slot
-    for another one; at most MAX_PARKED_PER_SLOT per slot. Otherwise, 1 % of programs that sleep until their
-    deadline would occupy all slots.
+    A program that sleeps, or that has used up its share and runs at low priority, is parked, which frees its
+    slot; at most MAX_PARKED_PER_SLOT per slot. Otherwise, even 1 % of programs sleeping until their deadline
+    would occupy all slots.
     """
 
     def __init__(self, count: int) -> None:

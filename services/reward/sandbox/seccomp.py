@@ -1,8 +1,8 @@
 """The seccomp filter of a program: which system calls it may make, as classic BPF.
 
-Whatever is not named here fails with EPERM: fork, exec, every network and namespace call, ptrace and signals,
-io_uring, bpf, keyctl, perf, memfd, userfaultfd, mounts, and calls that change a file in a way that Landlock
-does not see (chmod, chown, truncate by path, extended attributes, times).
+Everything else fails with EPERM: fork, exec, every network and namespace call, ptrace and signals, io_uring,
+bpf, keyctl, perf, memfd, userfaultfd, mounts, and calls that change files in ways that Landlock does not
+check (chmod, chown, truncate by path, extended attributes, times).
 """
 
 import errno
@@ -16,11 +16,11 @@ _LOAD, _JUMP, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x54, 0
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000  # linux/seccomp.h
 # offsets in struct seccomp_data; argument i is the words 2i (low) and 2i + 1
 _NUMBER, _ARCH, _WORDS = 0, 4, 16
-_X32 = 0x40000000  # system calls of x86_64 with 32-bit pointers, under numbers of their own
+_X32 = 0x40000000  # x86_64 system calls with 32-bit pointers, which have their own numbers
 
 ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 
-# name: number on x86_64 and on aarch64; None: the latter has no such call
+# name: number on x86_64 and on aarch64; None: does not exist on aarch64
 FREE: dict[str, tuple[int, int | None]] = {
     "access": (21, None),
     "alarm": (37, None),
@@ -151,8 +151,8 @@ FREE: dict[str, tuple[int, int | None]] = {
 
 AF_UNIX, SOCK_STREAM, SOCK_TYPE_MASK = 1, 1, 0xF
 RLIMIT_STACK = 3
-# CLONE_VM, FS, FILES, SIGHAND, THREAD, SYSVSEM, SETTLS, PARENT_SETTID and CHILD_CLEARTID: what glibc makes
-# a thread with; musl adds CLONE_DETACHED, which does nothing
+# CLONE_VM, FS, FILES, SIGHAND, THREAD, SYSVSEM, SETTLS, PARENT_SETTID and CHILD_CLEARTID: glibc's flags for
+# threads; musl adds CLONE_DETACHED, which does nothing
 THREAD, CLONE_DETACHED = 0x3D0F00, 0x400000
 # F_DUPFD, GETFD, SETFD, GETFL, SETFL, GETLK, SETLK, SETLKW, DUPFD_CLOEXEC, GETPIPE_SZ: neither signals to
 # other processes (F_SETOWN, F_SETSIG, F_SETOWN_EX) nor larger pipes
@@ -161,31 +161,31 @@ FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 ANY = 0xFFFFFFFF
 
-# (word, mask, values): the word of the arguments under the mask is one of the values
+# (word, mask, values): this argument word, masked, must be one of the values
 Check = tuple[int, int, Sequence[int]]
-# name: number on x86_64 and on aarch64, and ways in which it is allowed: all checks of one must hold
+# name: number on x86_64 and on aarch64, and alternatives in which it is allowed: all checks of one must hold
 CHECKED: dict[str, tuple[int, int, Sequence[Sequence[Check]]]] = {
     "clone": (56, 220, [[(0, ~CLONE_DETACHED & ANY, [THREAD]), (1, ANY, [0])]]),
     "fcntl": (72, 25, [[(2, ANY, FCNTL)]]),
     "ioctl": (16, 29, [[(2, ANY, IOCTL)]]),
-    # of itself only: to ask, or to set its stack
+    # its own only: to query limits, or to set its stack
     "prlimit64": (
         302,
         261,
         [[(0, ANY, [0]), (4, ANY, [0]), (5, ANY, [0])], [(0, ANY, [0]), (2, ANY, [RLIMIT_STACK])]],
     ),
-    # to no address: a datagram could go to any socket in the file system
+    # without an address: a datagram could reach any socket in the file system
     "sendto": (44, 206, [[(8, ANY, [0]), (9, ANY, [0])]]),
-    # asyncio wants one
+    # asyncio needs one
     "socketpair": (53, 199, [[(0, ANY, [AF_UNIX]), (2, SOCK_TYPE_MASK, [SOCK_STREAM])]]),
 }
-# glibc tries it before clone; its arguments lie in memory, where no filter can look
+# glibc tries it before clone; its arguments are in memory, where no filter can look
 CLONE3 = 435
 
 
 def program(machine: str) -> bytes:
-    """The filter as an array of struct sock_filter, for `machine` as uname names it. Raises SandboxError for
-    one whose system calls are not known."""
+    """The filter as an array of struct sock_filter, for `machine` as in uname. Raises SandboxError for an
+    architecture whose system calls are not known."""
     if machine not in ARCHES:
         raise SandboxError(
             f"the machine is a {machine}; the sandbox knows the system calls of {' and '.join(ARCHES)}: "
@@ -215,13 +215,13 @@ def _load(offset: int) -> list[Line]:
 
 
 def _unless_equal(values: Sequence[int], then: Sequence[Line]) -> list[Line]:
-    """Jumps over `then` where the loaded word is one of the values."""
+    """Jumps over `then` if the loaded word is one of the values."""
     jumps = [(_EQUAL, len(values) - 1 - i + len(then), 0, value) for i, value in enumerate(values)]
     return [*jumps, *then]
 
 
 def _way(checks: Sequence[Check]) -> list[Line]:
-    """Allows the call if all checks hold, otherwise continues after these lines."""
+    """Allows the call if all checks hold; otherwise continues after these instructions."""
     lines: list[Line] = [(_RETURN, 0, 0, _ALLOW)]
     for word, mask, values in reversed(checks):
         leave: Line = (_JUMP, 0, 0, len(lines))

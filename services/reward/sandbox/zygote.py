@@ -1,8 +1,8 @@
-"""A clean interpreter that has imported what programs use, and forks for each. Needs nothing but the standard
-library: the host starts it as `python -I -S -c`, with the source of this file and of those that it imports.
+"""A clean interpreter with programs' usual modules imported, which forks for each program. Imports only the
+standard library: the host starts it as `python -I -S -c`, with the sources of this file and its imports.
 
-Both ends of the wire to the host are described here: messages of one struct each, over a socket that keeps
-their boundaries; an order comes with its descriptors.
+The protocol with the host: messages of one struct each, over a socket that preserves message boundaries; an
+order carries descriptors.
 """
 
 import gc
@@ -22,19 +22,19 @@ from dataclasses import dataclass
 from atoll.reward.sandbox import kernel, landlock, namespaces, program
 
 # Run, whether to kill it, memory and disk in bytes, seconds of CPU time; with descriptors of the source and
-# of what program.STREAMS names
+# of program.STREAMS
 ORDER = struct.Struct("<I?QQI")
 # Run, whether it has ended, status as of waitpid, seconds of CPU time. Before its end a run may be reported
-# once, when it steps aside: it sleeps, or is behind all others from now on.
+# once, to be parked: it sleeps, or has got the lowest priority.
 REPORT = struct.Struct("<I?id")
-READY = b"ready"  # the first message; any other one says what failed
+READY = b"ready"  # the first message; any other is an error
 
 LOOK_S = 0.25
-# of CPU time, after which a program has what others leave: the cap on what those that spin take from them
+# of CPU time, after which a program gets the lowest priority, to limit what busy loops take from others
 SHARE_S, NICENESS_AFTER = 0.5, 19
 
-# What programs import most, and all of the standard library that links to libraries of the host, which a
-# program cannot open
+# Modules that programs import most, and all of the standard library that needs shared libraries of the host,
+# which a program cannot open
 PRELOADED_MODULES = """
     abc array ast asyncio atexit base64 bisect bz2 calendar cmath codecs collections.abc contextlib copy csv
     ctypes dataclasses datetime decimal enum fractions functools hashlib heapq hmac inspect io itertools json
@@ -44,15 +44,15 @@ PRELOADED_MODULES = """
 
 
 def main(descriptor: int, with_namespaces: bool, filter: bytes) -> None:
-    """Ends with the host: when its socket closes, or the process that started this one is gone."""
+    """Ends with the host: when its socket closes, or the parent process is gone."""
     host = socket.socket(fileno=descriptor)
     host_process = os.pidfd_open(os.getppid())
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # where memory runs out, a program goes first
+            file.write("1000")  # if memory runs out, programs are killed first
         for name in PRELOADED_MODULES.split():
             importlib.import_module(name)
-        site.setquit()  # exit() and quit(), which -S leaves out
+        site.setquit()  # exit() and quit(), which -S omits
         readable = [path for path in sys.path if os.path.isdir(path)]
         if with_namespaces:
             namespaces.enter([*readable, os.devnull])
@@ -63,17 +63,17 @@ def main(descriptor: int, with_namespaces: bool, filter: bytes) -> None:
         for name in [name for name in sys.modules if name.startswith("atoll.")]:
             del sys.modules[name]
         gc.collect()
-        gc.freeze()  # a fork's collector does not touch, and so copy, the memory of what is here
+        gc.freeze()  # the garbage collector of a fork does not touch, and so copy, this memory
     except BaseException as error:
         host.send(f"{type(error).__name__}: {error}".encode())
-        sys.exit(1)  # the host says what failed, or does without namespaces
+        sys.exit(1)  # the host reports the error, or does without namespaces
     host.send(READY)
     Zygote(host, walls).serve(host_process)
 
 
 def _leave_to_child() -> None:
-    """Returns in a child, the first process of its namespace. Each of the two ends with the other; asked to
-    terminate, this one waits for the child, which would otherwise become an orphan."""
+    """Returns in a child, the first process of its namespace. Each process ends with the other; on SIGTERM,
+    the parent waits for the child, which would otherwise be orphaned."""
     own = os.pidfd_open(os.getpid())
     child = os.fork()
     if child:
@@ -87,7 +87,7 @@ def _leave_to_child() -> None:
 
 
 def _ruleset(readable: Sequence[str], with_namespaces: bool) -> landlock.Ruleset:
-    """The standard library without installed packages."""
+    """The standard library, without installed packages."""
     ruleset = landlock.Ruleset()
     ruleset.allow(os.devnull, landlock.READ_FILE | landlock.WRITE_FILE | landlock.TRUNCATE)
     for path in readable:
@@ -103,7 +103,7 @@ def _ruleset(readable: Sequence[str], with_namespaces: bool) -> landlock.Ruleset
 @dataclass(slots=True)
 class ChildProgram:
     process: int
-    cpu_s: float = -1.0  # at the last look
+    cpu_s: float = -1.0  # at the last check
     is_parked: bool = False
 
 
@@ -111,12 +111,12 @@ class Zygote:
     def __init__(self, host: socket.socket, walls: program.Confinement) -> None:
         self._host, self._walls = host, walls
         self._programs: dict[int, ChildProgram] = {}  # by run
-        self._ends: dict[int, int] = {}  # runs by a descriptor of their process, which is readable at its end
+        self._ends: dict[int, int] = {}  # runs by pidfd, which becomes readable when the process ends
         self._poll = select.poll()
 
     def serve(self, host_process: int) -> None:
         """Forks for each order and reports each end, until the host is gone. Waits for orders and ends, and
-        looks at what runs every LOOK_S; never waits for one program."""
+        checks running programs every LOOK_S; never waits for a single program."""
         look_at = 0.0
         self._poll.register(self._host, select.POLLIN)
         self._poll.register(host_process, select.POLLIN)
@@ -131,7 +131,7 @@ class Zygote:
                 look_at = time.monotonic() + LOOK_S
 
     def _obey(self) -> bool:
-        """False: the host has closed its end."""
+        """Returns False once the host has closed its end."""
         message, descriptors, _, _ = socket.recv_fds(self._host, ORDER.size, 1 + len(program.STREAMS))
         if not message:
             return False
@@ -142,7 +142,7 @@ class Zygote:
             return True
         try:
             self._start(run, program.ProgramOrder(descriptors[0], descriptors[1:], *limits))
-        except OSError as error:  # no memory or too many processes
+        except OSError as error:  # out of memory, or too many processes
             os.write(descriptors[1], f"fork: {error}".encode())
             self._host.send(REPORT.pack(run, True, 0, 0.0))
         finally:
@@ -169,13 +169,13 @@ class Zygote:
         self._host.send(REPORT.pack(run, True, status, usage.ru_utime + usage.ru_stime))
 
     def _look(self) -> None:
-        """For programs that sleep and for those that have had their share."""
+        """Checks for programs that sleep or have used up their share."""
         for run, running in self._programs.items():
             cpu_s = time.clock_gettime(_cpu_clock(running.process))
             is_greedy, sleeps = cpu_s > SHARE_S, cpu_s == running.cpu_s
             running.cpu_s = cpu_s
             if is_greedy:
-                with suppress(ProcessLookupError):  # it is at its end
+                with suppress(ProcessLookupError):  # it is ending
                     os.setpriority(os.PRIO_PGRP, running.process, NICENESS_AFTER)  # of all its threads
             if (is_greedy or sleeps) and not running.is_parked:
                 running.is_parked = True
@@ -183,5 +183,5 @@ class Zygote:
 
 
 def _cpu_clock(process: int) -> int:
-    """As clock_getcpuclockid(3) makes it."""
+    """Computed as by clock_getcpuclockid(3)."""
     return ~process << 3 | 2

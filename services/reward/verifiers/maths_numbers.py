@@ -33,7 +33,7 @@ class _NotRationalError(ValueError):
 
 
 def rational(text: str) -> Fraction | None:
-    """The value of canonical text; None if it is not arithmetic with a rational value. Raises TooLargeError."""
+    """The value of canonical text; None if that is not a rational number. Raises TooLargeError."""
     if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS:
         return Fraction(int(text))
     if r"\overline" in text:
