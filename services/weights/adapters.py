@@ -1,4 +1,4 @@
-"""How low-rank adapters are named, in files, pushes and checkpoints: as PEFT names them."""
+"""Names of low-rank adapters in files, pushes and checkpoints: PEFT's."""
 
 WEIGHT = ".weight"
 
@@ -10,5 +10,5 @@ def adapter_names(tensor: str) -> tuple[str, str]:
 
 
 def is_target(tensor: str, targets: tuple[str, ...]) -> bool:
-    """Is it the matrix of a projection named in `targets`, such as "q_proj"?"""
+    """Whether it is the matrix of a projection in `targets`, such as "q_proj"."""
     return tensor.endswith(tuple(f".{target}{WEIGHT}" for target in targets))

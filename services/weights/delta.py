@@ -1,10 +1,10 @@
 """Lossless deltas between two versions of a part. Pure torch, on whatever device the parts are.
 
-After a step of AdamW at a small learning rate most weights in bfloat16 are as before, and most others moved
-to a neighbour. A delta lists the elements that changed: how far each is from the one before it in a byte, and
-the difference of the bit patterns, read as integers, in another. What does not fit into a byte is encoded
-differently: a distance of more than 256 passes over elements that did not change, which are listed with
-difference 0; a difference outside [-127, 127] is listed as -128 and stands in full in a list of its own.
+After a step of AdamW at a small learning rate, most bfloat16 weights are unchanged, and most others have
+moved to a neighbouring value. A delta lists the changed elements: the distance from the previous one in one
+byte, and the difference of the bit patterns, read as integers, in another. Values that do not fit: a distance
+above 256 is split by listing unchanged elements in between, with difference 0; a difference outside [-127,
+127] is listed as -128 and stored in full in a separate list.
 
     int64 K | W differences in full | K distances less 1 (uint8) | K differences (int8)
 
@@ -13,27 +13,27 @@ Letters in shapes: N elements of the part, C that changed, K listed, W listed in
 
 import torch
 
-MAX_SHARE = 0.5  # of the full bytes; a larger delta is not worth its two passes
-REACH = 256  # elements that one distance spans
+MAX_SHARE = 0.5  # of the full size; a larger delta is not worth its two passes
+REACH = 256  # maximum distance, in elements
 IN_FULL = -128
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def encode(old_N: torch.Tensor, new_N: torch.Tensor) -> torch.Tensor | None:
-    """uint8 [bytes] that `decode` turns `old` into `new` with, bit for bit; None if it would take more
-    than MAX_SHARE of the bytes of `new`. Both are dense and of one dtype."""
+    """uint8 [bytes] from which `decode` turns `old` into `new`, bit for bit; None if it would exceed
+    MAX_SHARE of the bytes of `new`. Both are dense and of one dtype."""
     old_N, new_N = (_integers(part.clone() if part.data_ptr() % 8 else part) for part in (old_N, new_N))
     position_C = _find_changed(old_N, new_N)
     max_bytes = int(new_N.nbytes * MAX_SHARE)
     if 2 * len(position_C) > max_bytes:
         return None
-    # wraps round, and so does the sum in `decode`
+    # wraps around, and so does the sum in `decode`
     difference_C = new_N.index_select(0, position_C) - old_N.index_select(0, position_C)
     in_full_C = (difference_C < -127) | (difference_C > 127)
     in_full_W = difference_C[in_full_C]
 
     distance_C = position_C.diff(prepend=position_C.new_tensor([-1]))
-    passed_C = (distance_C - 1) >> 8  # by REACH; elements listed only to get there
+    passed_C = (distance_C - 1) >> 8  # number of unchanged elements listed to bridge the distance
     listed_C = passed_C.cumsum(0) + torch.arange(len(position_C), device=position_C.device)
     num_listed = int(listed_C[-1]) + 1 if len(listed_C) else 0
     distance_K = torch.full((num_listed,), REACH - 1, dtype=torch.uint8, device=new_N.device)
@@ -46,9 +46,9 @@ def encode(old_N: torch.Tensor, new_N: torch.Tensor) -> torch.Tensor | None:
 
 
 def decode(delta: torch.Tensor, into_N: torch.Tensor) -> None:
-    """Makes the dense part `into`, which holds `old`, the `new` that the delta was encoded from.
+    """Turns the dense part `into` from `old` into the `new` of the delta, in place.
 
-    Raises ValueError, with `into` as it was, where the bytes are no delta of such a part.
+    Raises ValueError and leaves `into` unchanged if the bytes are not a delta of such a part.
     """
     into_N = _integers(into_N)
     num_listed = int(delta[:8].clone().view(torch.int64))  # a copy: a part may begin at any byte
@@ -66,8 +66,8 @@ def decode(delta: torch.Tensor, into_N: torch.Tensor) -> None:
 
 
 def _find_changed(old_N: torch.Tensor, new_N: torch.Tensor) -> torch.Tensor:
-    """[C] Where the two differ, ascending. Most words of 8 bytes are equal, so they are compared first."""
-    shift = {1: 3, 2: 2, 4: 1}[new_N.itemsize]  # to an element's word; division of int64 is slow
+    """[C] indices of differences, ascending. Compares words of 8 bytes first, since most are equal."""
+    shift = {1: 3, 2: 2, 4: 1}[new_N.itemsize]  # from an element to its word; division of int64 is slow
     whole = len(new_N) >> shift << shift
     old_words, new_words = (part[:whole].view(torch.int64) for part in (old_N, new_N))
     word_W = (old_words != new_words).nonzero().squeeze(1)

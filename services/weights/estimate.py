@@ -1,4 +1,4 @@
-"""Estimates what a plan moves and how long it takes. Pure numpy."""
+"""Estimates how much a plan transfers and how long that takes. Pure numpy."""
 
 from dataclasses import dataclass
 
@@ -18,11 +18,11 @@ class PushEstimate:
 
 
 def estimate(plan: Plan, itemsize: int, bytes_per_s: float) -> PushEstimate:
-    """Rounds follow each other, the parts of a round travel side by side: the sum, over the rounds, of the
-    largest part's bytes by the speed.
+    """Rounds are sequential, and the parts of a round travel concurrently, so the time is the sum over rounds
+    of the largest part's bytes, divided by the bandwidth.
 
-    `itemsize`: bytes of an element of the serving dtype; `bytes_per_s`: of the slower end of a part's link.
-    A replica's copies of a part are not counted again: a broadcast streams through them.
+    `itemsize`: bytes of an element of the serving dtype; `bytes_per_s`: bandwidth of the slower end of a
+    part's link. More replicas do not count: a broadcast streams through them.
     """
     t = plan.transfers
     size_N = t["rows"] * t["columns"] * itemsize

@@ -1,14 +1,14 @@
 """Which trainer rank sends which box of which tensor to which rank of a replica, and when. Pure numpy.
 
-Worked example: `w` [4, 6] lies as rows 0-1 on trainer rank 0 and rows 2-3 on rank 1 (TP2), each with a
-data-parallel copy on ranks 2 and 3; the replica (TP1) keeps it whole. Ranks 0 and 2 hold the same two
-rows, so 0 sends row 0 and 2 sends row 1; likewise 1 and 3: four transfers of one row. The replica hears one
-rank at a time: four rounds. Replicas of TP2 that cut `w` by rows as the trainer does would need two: in each,
-one of the ranks 0 and 2 sends to their rank 0, and one of 1 and 3 to their rank 1.
+Worked example: trainer rank 0 holds rows 0-1 of `w` [4, 6] and rank 1 rows 2-3 (TP2), with data-parallel
+copies on ranks 2 and 3; the replica (TP1) needs all of it. Ranks 0 and 2 hold the same two rows, so 0 sends
+row 0 and 2 sends row 1; likewise 1 and 3: four transfers of one row. The replica receives from one rank at a
+time: four rounds. Replicas with TP2, which split `w` by rows like the trainer, would need two: in each, rank
+0 or 2 sends to their rank 0, and rank 1 or 3 to their rank 1.
 
-Letters in shapes: H boxes that the sources hold, W boxes that the targets want, D distinct boxes of H,
-N pieces: at first where a distinct and a wanted box meet, in the end transfers; B stretches of a line,
-K pairs of a source and a target, P parts.
+Letters in shapes: H boxes that the sources hold, W boxes that the targets want, D distinct boxes of H, N
+pieces (initially intersections of distinct and wanted boxes, finally transfers), B stretches of a line, K
+pairs of a source and a target, P parts.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ Boxes = NDArray[np.void]
 MAX_SENDERS = 8
 AXES = (("row", "rows"), ("column", "columns"))
 PLACE = ("tensor", "row", "column", "rows", "columns")
-OWNED = np.dtype([("owner", np.int32), *BOX.descr])  # by a shard layout of the sources, or a target rank
+OWNED = np.dtype([("owner", np.int32), *BOX.descr])  # index of a source shard layout, or a target rank
 PIECE = np.dtype(
     [
-        ("held", np.int32),  # number of the distinct box
+        ("held", np.int32),  # index of the distinct box
         ("wanted", np.int32),
         ("source", np.int32),  # rank
         ("target", np.int32),
@@ -49,27 +49,26 @@ def plan(
     max_senders: int = MAX_SENDERS,
     tie_break: int = 0,
 ) -> Plan:
-    """Transfers from the trainer's ranks to the tensor-parallel ranks per replica class.
+    """Plans transfers from the trainer's ranks to the tensor-parallel ranks of one class of replicas.
 
-    `sources` and `targets` are by rank; ranks with equal shard layouts (data-parallel copies) are planned as
-    one. `tie_break` numbers the classes of one trainer, so that their plans use different copies, if there
-    are any.
+    `sources` and `targets` are indexed by rank; ranks with equal shard layouts (data-parallel copies) are
+    planned as one. `tie_break` numbers the trainer's classes of replicas, so that their plans use different
+    copies if there are any.
 
-    What holds of the result:
-    - Every element that a target keeps arrives exactly once, from a rank that holds it.
-    - A part (what one source sends to one target in one round) has `part_elements` elements at most. It ends
-      between rows, or within one that is longer than an eighth of a part.
-    - In one round a source is in one part at most, and a target as well; there are as many rounds as the
-      busiest rank has parts.
-    - A target hears `max_senders` ranks at most, or as many as hold something that it gets from nobody else.
-      Within that cap as many copies as possible send; where there are several targets, to different ones.
-    - Of the ranks that hold the same boxes, those that send any of them send equally much, to within 5 % or
-      one row. An exception: boxes that ranks with different shard layouts hold, where the cap leaves no other
-      way.
-    - The same arguments give the same plan, with the same id.
+    Guarantees:
+    - Every element that a target needs arrives exactly once, from a rank that holds it.
+    - A part (what one source sends to one target in one round) has at most `part_elements` elements. Parts
+      are cut between rows, or within rows longer than an eighth of a part.
+    - In each round a source sends at most one part and a target receives at most one; there are as many
+      rounds as the busiest rank has parts.
+    - A target receives from at most `max_senders` ranks, or more if it needs them as the only holders of
+      something. Within that limit as many copies as possible send; with several targets, to different ones.
+    - Ranks that hold the same boxes and send any of them send equal amounts, to within 5 % or one row.
+      Exception: boxes held by ranks with different shard layouts, if the limit on senders rules that out.
+    - Equal arguments give equal plans with equal ids.
 
-    The boxes that sources hold of a tensor must be equal or disjoint. Raises ValueError naming a tensor for
-    which that fails, or which one side has not, or not whole, or of another shape.
+    The sources' boxes of a tensor must be equal or disjoint. Raises ValueError naming a tensor for which they
+    are not, or which one side lacks, has only in part, or has with a different shape.
     """
     tensors = tuple(dict.fromkeys(chain.from_iterable(dict.fromkeys(c.tensors for c in targets))))
     shard_layouts, copies = _classes(sources)
@@ -96,7 +95,7 @@ def plan(
 
 
 def _classes(sources: Sequence[ShardLayout]) -> tuple[list[ShardLayout], list[list[int]]]:
-    """The distinct shard layouts, and the ranks that have each."""
+    """The distinct shard layouts, and the ranks with each."""
     digests = {id(c): xxhash.xxh3_128_digest(c.boxes.tobytes()) for c in {id(c): c for c in sources}.values()}
     ranks: dict[tuple[tuple[str, ...], bytes], list[int]] = {}
     for rank, shard_layout in enumerate(sources):
@@ -105,7 +104,7 @@ def _classes(sources: Sequence[ShardLayout]) -> tuple[list[ShardLayout], list[li
 
 
 def _list_owned(shard_layouts: Sequence[ShardLayout], tensors: tuple[str, ...]) -> Boxes:
-    """All shard layouts' boxes with their owner, numbered by `tensors`."""
+    """The boxes of all shard layouts with their owners; tensors are numbered as in `tensors`."""
     number = {name: i for i, name in enumerate(tensors)}
     numbers = {
         names: np.array([number[name] for name in names], np.int32)
@@ -123,8 +122,8 @@ def _list_owned(shard_layouts: Sequence[ShardLayout], tensors: tuple[str, ...]) 
 
 
 def _by_place(held_H: Boxes) -> tuple[Boxes, Int64]:
-    """Sorted by place and owner, each box once per owner and none that is empty; and where each distinct box
-    begins [D]."""
+    """Non-empty boxes sorted by position and owner, once per owner; and the index of each distinct box's
+    first one [D]."""
     order = np.lexsort([held_H[key] for key in ("owner", *reversed(PLACE))])
     order = order[(held_H["rows"] * held_H["columns"])[order] > 0]
     new_H = np.ones(len(order), bool)
@@ -135,17 +134,17 @@ def _by_place(held_H: Boxes) -> tuple[Boxes, Int64]:
 
 
 def _intersect(distinct_D: Boxes, wanted_W: Boxes) -> Boxes:
-    """[N] Where a held and a wanted box have elements in common."""
+    """[N] pieces: the intersections of held and wanted boxes."""
     d_begin, d_end, w_begin, w_end = _intervals(distinct_D, wanted_W)
     order_W = np.argsort(w_begin, kind="stable")
-    # of the wanted boxes in order, those that begin before the held one ends and do not all end before it
+    # the range of wanted boxes, in order, that may intersect each held one
     first_D = np.searchsorted(np.maximum.accumulate(w_end[order_W]), d_begin, "right")
     d, w = _expand(first_D, np.searchsorted(w_begin[order_W], d_end))
     return _overlap(distinct_D, wanted_W, d, order_W[w])
 
 
 def _intervals(*sides: Boxes) -> list[Int64]:
-    """Begin and end of each side's boxes on a line of all tensors, by the axis that the first side cuts."""
+    """Begin and end of each side's boxes on a line of all tensors, along the axis cut by the first side."""
     most = max(int((side[at] + side[size]).max(initial=0)) for side in sides for at, size in AXES)
     num_tensors = max(int(side["tensor"].max(initial=-1)) for side in sides) + 1
     by_columns = np.ones(num_tensors, bool)
@@ -166,7 +165,7 @@ def _expand(first: Int64, end: Int64) -> tuple[Int64, Int64]:
 
 
 def _overlap(held: Boxes, wanted: Boxes, i: Int64, j: Int64) -> Boxes:
-    """The elements that box i of the one and box j of the other have in common, where there are some."""
+    """The non-empty intersections of boxes i of the one side and j of the other."""
     some, spans = np.ones(len(i), bool), {}
     for at, size in AXES:
         spans[at] = np.maximum(held[at][i], wanted[at][j])
@@ -194,7 +193,7 @@ def _check_shapes(held_H: Boxes, wanted_W: Boxes, tensors: tuple[str, ...]) -> N
 
 
 def _check_disjoint(distinct_D: Boxes, tensors: tuple[str, ...]) -> None:
-    begin, end = _intervals(distinct_D)  # begins ascend, as the boxes do
+    begin, end = _intervals(distinct_D)  # begins are ascending, since the boxes are sorted
     i, j = _expand(np.arange(1, len(begin) + 1), np.searchsorted(begin, end))
     for d in _overlap(distinct_D, distinct_D, i, j)["held"][:1]:
         name = tensors[distinct_D["tensor"][d]]
@@ -202,7 +201,7 @@ def _check_disjoint(distinct_D: Boxes, tensors: tuple[str, ...]) -> None:
 
 
 def _check_covered(pieces_N: Boxes, wanted_W: Boxes, tensors: tuple[str, ...]) -> None:
-    """Held boxes are disjoint, so equal areas mean that each element is met once."""
+    """Held boxes are disjoint, so equal areas mean that each element occurs once."""
     missing_W = wanted_W["rows"] * wanted_W["columns"]
     np.subtract.at(missing_W, pieces_N["wanted"], _size(pieces_N))
     for w in np.flatnonzero(missing_W)[:1]:
@@ -218,14 +217,14 @@ def _size(pieces: Boxes) -> Int64:
 
 
 def _sets(owner_H: NDArray[np.int32], first_D: Int64) -> tuple[list[tuple[int, ...]], Int64]:
-    """The distinct sets of owners, small ones first, and the number of each box's [D]."""
+    """The distinct sets of owners, small ones first, and the index of each box's set [D]."""
     sets: list[tuple[int, ...]] = []
     set_D = np.empty(len(first_D), np.int64)
     count_D = np.diff(first_D, append=len(owner_H))
     for count in np.unique(count_D).tolist():
         of_count = np.flatnonzero(count_D == count)
         number = np.zeros(len(of_count), np.int64)
-        for i in range(count):  # numbers of the sets of the first i + 1 owners
+        for i in range(count):  # indices of the sets of the first i + 1 owners
             number = number * (int(owner_H.max()) + 1) + owner_H[first_D[of_count] + i]
             _, example, number = np.unique(number, return_index=True, return_inverse=True)
         set_D[of_count] = len(sets) + number
@@ -241,7 +240,7 @@ def _share_among_senders(
     max_senders: int,
     tie_break: int,
 ) -> Boxes:
-    """Cuts the pieces by rows between the ranks that send, which it adds."""
+    """Divides the pieces by rows among the sending ranks, and sets their sources."""
     set_N = set_D[pieces_N["held"]]
     num_targets = int(pieces_N["target"].max()) + 1
     key_N = set_N * num_targets + pieces_N["target"]
@@ -255,8 +254,8 @@ def _share_among_senders(
 
 
 def _cut(line_N: Boxes, begin_B: Int64) -> tuple[Boxes, Int64]:
-    """Cuts pieces that follow each other on a line of elements, between the rows that are nearest to where
-    the stretches begin; and the stretch of each."""
+    """Cuts consecutive pieces on a line of elements at the row borders nearest to the beginnings of the
+    stretches. Returns the pieces, and the stretch of each."""
     end_N = np.cumsum(_size(line_N))
     begin_N = end_N - _size(line_N)
     border_B = np.append(begin_B, end_N[-1])
@@ -264,7 +263,7 @@ def _cut(line_N: Boxes, begin_B: Int64) -> tuple[Boxes, Int64]:
     begin, rows, width = begin_N[n], line_N["rows"][n], line_N["columns"][n]
 
     def row(border: Int64) -> Int64:
-        """The first one of which half or more lies behind the border."""
+        """The first row of which at least half lies beyond the border."""
         row: Int64 = -((2 * (begin - border) + width) // (2 * width))
         return np.clip(row, 0, rows)
 
@@ -277,7 +276,8 @@ def _cut(line_N: Boxes, begin_B: Int64) -> tuple[Boxes, Int64]:
 
 
 def _in_rounds(pieces_N: Boxes, part_elements: int) -> tuple[Boxes, Int64]:
-    """Cuts in parts what goes from a source to a target, and orders by source and round, which comes too."""
+    """Cuts the pieces of each source and target into parts. Returns the pieces sorted by source and round,
+    and the round of each."""
     pieces_N = _narrow(pieces_N, max(1, part_elements // 8))
     num_targets = int(pieces_N["target"].max()) + 1
     key_N = pieces_N["source"] * np.int64(num_targets) + pieces_N["target"]
@@ -285,7 +285,7 @@ def _in_rounds(pieces_N: Boxes, part_elements: int) -> tuple[Boxes, Int64]:
     pieces_N, key_N = pieces_N[order_N], key_N[order_N]
     first_K = np.flatnonzero(np.diff(key_N, prepend=-1))
     size_K = np.add.reduceat(_size(pieces_N), first_K)
-    # a part has less than a row more than its equal share of what goes from its source to its target
+    # a part exceeds its equal share of what its source sends to its target by less than a row
     parts_K = -(-size_K // (part_elements + 1 - int(pieces_N["columns"].max())))
     k, number = _expand(np.zeros_like(parts_K), parts_K)
     pieces_N, part_N = _cut(pieces_N, (np.cumsum(size_K) - size_K)[k] + -(-size_K[k] * number // parts_K[k]))
@@ -297,7 +297,7 @@ def _in_rounds(pieces_N: Boxes, part_elements: int) -> tuple[Boxes, Int64]:
 
 
 def _narrow(pieces_N: Boxes, most: int) -> Boxes:
-    """Cuts pieces of more than `most` columns between columns."""
+    """Cuts pieces of more than `most` columns into narrower ones."""
     cuts_N = -(-pieces_N["columns"] // most)
     n, number = _expand(np.zeros_like(cuts_N), cuts_N)
     narrow = pieces_N[n]
@@ -308,14 +308,14 @@ def _narrow(pieces_N: Boxes, most: int) -> Boxes:
 
 
 def _find(owner_H: NDArray[np.int32], first_D: Int64, d_N: Int64, owner_N: Int64) -> Int64:
-    """[N] where the owner's copy of each distinct box is among the held boxes."""
+    """[N] index of the owner's copy of each distinct box among the held boxes."""
     d_H = np.repeat(np.arange(len(first_D)), np.diff(first_D, append=len(owner_H)))
     num_owners = int(owner_H.max()) + 1
     return np.searchsorted(d_H * num_owners + owner_H, d_N * num_owners + owner_N)
 
 
 def _transfers(pieces_N: Boxes, round_N: Int64, held_H: Boxes, source_N: Int64, wanted_W: Boxes) -> Boxes:
-    """Adds both sides' places; streams are dense."""
+    """Adds both sides' positions in memory; streams are dense."""
     transfers_N = np.empty(len(pieces_N), TRANSFER)
     for name in ("source", "target", "row", "rows", "column", "columns"):
         transfers_N[name] = pieces_N[name]

@@ -1,4 +1,4 @@
-"""Rounds that use each rank at most once. Pure.
+"""Assigns parts to rounds that use each rank at most once. Pure.
 
 Letter in shapes: P parts.
 """
@@ -11,13 +11,14 @@ from atoll.wire.types import Int64
 
 
 def rounds(source_P: Sequence[int], target_P: Sequence[int]) -> Int64:
-    """[P] the round of each part: in one round a source is in one part at most, and a target as well.
+    """[P] the round of each part: in each round a source sends at most one part and a target receives at most
+    one.
 
-    There are as many rounds as the busiest rank has parts, and fewer are impossible: a bipartite multigraph's
+    There are as many rounds as the busiest rank has parts, which is the minimum: a bipartite multigraph's
     edges need no more colours than its largest degree (König, Math. Ann. 77, 1916). This is his proof as an
-    algorithm: where no round is free at both ends of a part, the path of parts that
-    alternates between a round free at the source and one free at the target is exchanged. A path visits a
-    target once at most, so that is O(parts x targets).
+    algorithm: if no round is free at both ends of a part, the path of parts that alternates between a round
+    free at the source and one free at the target swaps the two. A path visits a target at most once, so this
+    is O(parts x targets).
     """
     ends = [(source, -1 - target) for source, target in zip(source_P, target_P, strict=True)]
     degrees: dict[int, int] = {}
@@ -54,8 +55,8 @@ def _exchange(
     free: dict[int, int],
     part_in: dict[int, dict[int, int]],
 ) -> None:
-    """Frees round `taken` at `begin`, where `spare` is free: the parts on the path from there that alternate
-    between the two rounds change to the other one."""
+    """Frees round `taken` at `begin`, which has `spare` free: the parts on the path from there that alternate
+    between the two rounds swap them."""
     path, vertex, step = [], begin, taken
     while (part := part_in[vertex].pop(step, None)) is not None:
         source, target = ends[part]

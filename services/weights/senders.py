@@ -1,8 +1,9 @@
-"""Which of the ranks that hold the same boxes send them to which target rank. Pure numpy.
+"""Chooses which of the ranks that hold the same boxes send them to which target rank. Pure numpy.
 
-What a set of ranks holds in common is laid on a line, target after target; each rank of the set sends one
-stretch of it. Equal stretches make the work equal; borders that fall on those of the targets, and ranks that
-stand in the order of the targets that they send to anyway, keep the senders of a target few.
+The elements that a set of ranks has in common are laid out on a line, target after target; each rank of the
+set sends one stretch. Equal stretches balance the work. To keep the number of senders per target low,
+stretches end at borders of targets if possible, and ranks are ordered by the targets that they already send
+to.
 
 Letters in shapes: S sets, T targets, R trainer ranks, K ranks that share a set's line, B stretches.
 """
@@ -14,9 +15,9 @@ from numpy.typing import NDArray
 
 from atoll.wire.types import Int64
 
-# a set's elements by target [T], its ranks [K], what they send already [R, T] -> begins and senders [B]
+# a set's elements by target [T], its ranks [K], what they already send [R, T] -> begins and senders [B]
 Cut = Callable[[Int64, Int64, NDArray[np.float64]], tuple[Int64, Int64]]
-SLACK = 0.02  # of a stretch: how far each of its two borders moves to fall on a target's
+SLACK = 0.02  # of a stretch: how far each border may move to coincide with a target's
 
 
 def assign_senders(
@@ -26,13 +27,13 @@ def assign_senders(
     max_senders: int,
     tie_break: int,
 ) -> tuple[Int64, Int64]:
-    """Where each stretch begins on the lines of all sets, one after the other [B], and who sends it.
+    """The beginning of each stretch on the concatenated lines of all sets [B], and its sender [B].
 
-    `elements_ST`: what each target wants of what each set holds; `sets`: numbers of the shard layouts that
-    make it up, small sets first; `copies`: the ranks that have each catalog. As many copies send as the cap
-    allows: plans with different `tie_break` prefer different ones. Where even one copy of each is too many,
-    what several shard layouts hold comes from ranks that send to the target in any case, however unequal the
-    stretches.
+    `elements_ST`: number of elements that each target wants from each set; `sets`: indices of each set's
+    shard layouts, small sets first; `copies`: the ranks with each shard layout. As many copies send as the
+    limit allows; plans with different `tie_break` prefer different ones. If even one copy of each exceeds the
+    limit, elements that several shard layouts hold come from ranks that send to the target anyway, however
+    unequal the stretches.
     """
     fewest, sent_RT = _stretches(elements_ST, sets, _choose_ranks(copies, 1, tie_break), _reuse_senders)
     limit_T = np.maximum(max_senders, (sent_RT > 0).sum(axis=0))
@@ -53,8 +54,8 @@ def _choose_ranks(copies: Sequence[Sequence[int]], most: int, tie_break: int) ->
 def _stretches(
     elements_ST: Int64, sets: Sequence[Sequence[int]], active: Sequence[Sequence[int]], cut: Cut
 ) -> tuple[tuple[Int64, Int64], NDArray[np.float64]]:
-    """The stretches if the `active` ranks of each shard layout send; and the elements [R, T] that they
-    make.
+    """The stretches if the `active` ranks of each shard layout send, and how many elements each rank then
+    sends to each target [R, T].
     """
     num_targets = elements_ST.shape[1]
     sent_RT = np.zeros((1 + max(max(ranks) for ranks in active), num_targets))
@@ -73,7 +74,7 @@ def _stretches(
 
 
 def _cut_equally(elements_T: Int64, ranks_K: Int64, sent_RT: NDArray[np.float64]) -> tuple[Int64, Int64]:
-    """Stretches of equal length, but for SLACK at each border."""
+    """Stretches of equal length, up to SLACK at each border."""
     sent_KT = sent_RT[ranks_K]
     middle_K = sent_KT @ np.arange(len(elements_T)) / np.maximum(sent_KT.sum(axis=1), 1)
     middle_K[~sent_KT.any(axis=1)] = np.inf
@@ -86,8 +87,8 @@ def _cut_equally(elements_T: Int64, ranks_K: Int64, sent_RT: NDArray[np.float64]
 
 
 def _reuse_senders(elements_T: Int64, ranks_K: Int64, sent_RT: NDArray[np.float64]) -> tuple[Int64, Int64]:
-    """For each target, equal stretches for the ranks that send to it anyway; one of the others where there is
-    none: the one with the least to send."""
+    """For each target, equal stretches for the ranks that already send to it; if there are none, one stretch
+    for the rank with the least to send."""
     begins, senders = [], []
     end = 0
     for t, elements in enumerate(elements_T.tolist()):

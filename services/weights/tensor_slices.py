@@ -12,7 +12,7 @@ from atoll.wire.types import BOX, ShardLayout
 class TensorSlice:
     """Rows [row, row + rows) and columns [column, column + columns) of a canonical tensor.
 
-    Pieces of one parameter follow each other, row after row. A one-dimensional tensor of n elements
+    The slices of a parameter are stored one after another, row-major. A one-dimensional tensor of n elements
     is n rows of one column.
     """
 

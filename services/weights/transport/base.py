@@ -1,9 +1,9 @@
 """The two ends of a weight transport, which carries bytes as planned.
 
-Two kinds of transports keep to it. In memory that readers map or open (`shm`, `cuda_ipc`) a version stays as
-it was sent until the next but one: late readers need no work of the sender. Those
-that both ends enter together (`nccl`, `tcp`; see collective.py) have two buckets, so that one is packed while
-the other travels, and a communicator per epoch, source and target rank.
+There are two kinds of transports. In memory that readers map or open (`shm`, `cuda_ipc`), a version stays
+readable until the one after the next is sent: late readers cost the sender nothing. Collective transports
+(`nccl`, `tcp`; see collective.py) have two buckets, so that one is packed while the other is sent, and a
+communicator per epoch, source and target rank.
 """
 
 from collections.abc import Sequence
@@ -17,36 +17,36 @@ from atoll.wire.types import Membership, StreamManifest
 
 
 class Sender(Protocol):
-    """A trainer rank's end, for the replicas of one plan. Calls come one at a time, from one thread."""
+    """A trainer rank's end, for the replicas of one plan. Use it from one thread."""
 
     def begin(self, membership: Membership) -> None:
-        """The parts that follow, from the first one, are those of another version or go to other members.
+        """Starts over from the first part, for another version or other members.
 
         Raises WeightPushError for an epoch that is over.
         """
         ...
 
     def room(self, part: int) -> torch.Tensor:
-        """uint8 [bytes of the part], where it is to be packed. Waits for the readers of what was there.
+        """uint8 [bytes of the part] into which to pack it. Waits for the readers of its previous content.
 
-        Raises WeightPushError if a part before it did not arrive in time, naming who is missing.
+        Raises WeightPushError if an earlier part did not arrive in time, naming the missing members.
         """
         ...
 
     def send(self, part: int, target: int, num_bytes: int) -> tuple[str, int]:
-        """Lets the members' ranks of number `target` read the first bytes of the room; returns location and
-        offset for the manifest, at once."""
+        """Lets rank `target` of each member read the first `num_bytes` of the room; returns location and
+        offset for the manifest without waiting."""
         ...
 
     def close(self) -> None: ...
 
 
 class Receiver(Protocol):
-    """A target rank's end. Calls come one at a time, from one thread."""
+    """A target rank's end. Use it from one thread."""
 
     def take(self, stream: StreamManifest, membership: Membership) -> torch.Tensor:
-        """uint8 [stream.num_bytes], valid until the next call. Raises WeightPushError if the sender is
-        gone or silent for longer than the deadline, and if the membership is of an epoch that is over."""
+        """uint8 [stream.num_bytes], valid until the next call. Raises WeightPushError if the sender is gone
+        or silent for longer than the deadline, and if the membership's epoch is over."""
         ...
 
     def close(self) -> None: ...
@@ -104,7 +104,7 @@ def open_receiver(transport: str, deadline_s: float) -> Receiver:
 
 
 def _check_device(transport: str) -> None:
-    """What modules that import CuPy need."""
+    """Checks the requirements of modules that import CuPy."""
     missing = None
     if not torch.cuda.is_available():
         missing = "this process sees no CUDA device"

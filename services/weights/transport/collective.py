@@ -1,9 +1,9 @@
-"""The two ends of a transport that a sender and its readers enter together: one broadcast for each part.
+"""The two ends of a collective transport: one broadcast for each part.
 
-Of a plan's replicas, those of one epoch that have a tensor-parallel rank of one number form a communicator
-with each trainer rank that sends to them: rank 0 is the sender, 1 + member the replica. Communicators stay
-until another epoch begins. Their location travels by gRPC in the manifest; nothing is shared before. What
-a communicator runs on, `nccl.py` and `tcp.py` say.
+For each tensor-parallel rank, the replicas of a plan and epoch form a communicator with each trainer rank
+that sends to it: rank 0 is the sender, rank 1 + member a replica. Communicators last until another epoch
+begins. Their location travels by gRPC in the manifest; nothing is shared beforehand. `nccl.py` and `tcp.py`
+implement them.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ from atoll.wire.types import Membership, StreamManifest
 
 
 class Communicator(Protocol):
-    """One rank's end. Calls come one at a time."""
+    """One rank's end. Not for concurrent calls."""
 
     def broadcast(self, part: torch.Tensor) -> None:
-        """Rank 0's bytes arrive in everybody's `part`, uint8 [bytes]. The first call waits for all to enter.
+        """Copies rank 0's bytes into everyone's `part`, uint8 [bytes]. The first call waits for all to enter.
 
-        Returns once `part` may be read, or repacked. Raises WeightPushError if that takes longer than
-        the deadline, naming who is missing as far as it is known: the communicator is closed then.
+        Returns once `part` may be read or repacked. Raises WeightPushError and closes the communicator if
+        that takes longer than the deadline, naming the missing ranks as far as they are known.
         """
         ...
 
@@ -40,11 +40,11 @@ class RootCommunicator(Communicator, Protocol):
 
     @property
     def location(self) -> str:
-        """What the members need to enter, in printable characters."""
+        """What members need to enter, as printable characters."""
         ...
 
     def abort(self) -> None:
-        """From any thread: ends the broadcast that is under way, and all later ones, with WeightPushError."""
+        """Ends the current broadcast and all later ones with WeightPushError. Call it from any thread."""
         ...
 
 
@@ -60,14 +60,14 @@ T = TypeVar("T", bound=Communicator)
 @dataclass(slots=True)
 class _Channel(Generic[T]):
     communicator: T
-    num_bytes: int = 0  # broadcast so far: where the next part begins
+    num_bytes: int = 0  # broadcast so far: the offset of the next part
 
 
 class BroadcastSender:
     """Two buckets, packed alternately by the caller and broadcast by a separate thread.
 
-    The thread consumes packed buckets in order and waits, in each broadcast, for the members; their
-    arrival, the deadline, a newer epoch and `close` unblock it.
+    The thread consumes packed buckets in order; waits for the members in each broadcast; unblocked by their
+    arrival, the deadline, a newer epoch and `close`.
     """
 
     def __init__(self, found: Found, allocate: Allocate, part_bytes: Sequence[int]) -> None:
@@ -75,7 +75,7 @@ class BroadcastSender:
         self._part_bytes = part_bytes
         self._buckets = [allocate(max(part_bytes, default=0)) for _ in range(2)]
         self._arrived = [_completed_future(), _completed_future()]  # the last part in each bucket
-        self._current = 0  # the bucket that is packed
+        self._current = 0  # the bucket being packed
         self._membership = Membership(-1, 0)
         self._channels: dict[int, _Channel[RootCommunicator]] = {}  # by target rank
         self._packed: SimpleQueue[_Travel | None] = SimpleQueue()  # None: the end
@@ -91,7 +91,7 @@ class BroadcastSender:
             self._membership = membership
 
     def room(self, part: int) -> torch.Tensor:
-        self._arrived[self._current].result()  # in time: a broadcast has a deadline
+        self._arrived[self._current].result()  # bounded: a broadcast has a deadline
         return self._buckets[self._current][: self._part_bytes[part]]
 
     def send(self, part: int, target: int, num_bytes: int) -> tuple[str, int]:
@@ -99,7 +99,7 @@ class BroadcastSender:
             self._channels[target] = _Channel(self._found(self._membership))
         channel, bucket = self._channels[target], self._buckets[self._current]
         if bucket.is_cuda:
-            torch.cuda.current_stream(bucket.device).synchronize()  # it is packed: others read it from now on
+            torch.cuda.current_stream(bucket.device).synchronize()  # finish packing: others read it now
         arrived: Future[None] = Future()
         self._packed.put((channel.communicator, bucket[:num_bytes], arrived))
         self._arrived[self._current] = arrived
@@ -113,7 +113,7 @@ class BroadcastSender:
         self._packed.put(None)
 
     def _leave(self) -> None:
-        """Ends the epoch: what of it still travels does not arrive."""
+        """Ends the epoch: parts still in transit do not arrive."""
         for channel in self._channels.values():
             channel.communicator.abort()
         wait(self._arrived)
@@ -128,7 +128,7 @@ class BroadcastSender:
                 communicator.broadcast(part)
                 arrived.set_result(None)
             except Exception as error:
-                arrived.set_exception(error)  # raised where the bucket is needed next
+                arrived.set_exception(error)  # raised when the bucket is needed next
 
 
 def _completed_future() -> Future[None]:
@@ -156,7 +156,7 @@ class BroadcastReceiver:
         if membership.epoch > self._epoch:
             self.close()
             self._epoch = membership.epoch
-        if (stream.location, stream.offset) != self._last:  # else the call is repeated
+        if (stream.location, stream.offset) != self._last:  # otherwise the call is repeated
             try:
                 self._broadcast(stream, membership)
             except WeightPushError as error:

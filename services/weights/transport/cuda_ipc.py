@@ -1,7 +1,7 @@
-"""Memory of one GPU that the trainer and the replicas on it share: a rank writes, every replica reads.
+"""Memory of one GPU, shared by the trainer and the replicas on it: a rank writes, every replica reads.
 
-A segment is device memory that others open by its handle. Readers get the writer's memory itself; what they
-copy out of it moves from device to device.
+A segment is device memory that others open by its handle. Readers map the writer's memory itself and copy
+from it on the device.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class CudaIpcSender:
         return self._memory[self._double_buffer.slot(part)]
 
     def send(self, part: int, target: int, num_bytes: int) -> tuple[str, int]:
-        torch.cuda.current_stream(self._device).synchronize()  # it is packed: others read it from now on
+        torch.cuda.current_stream(self._device).synchronize()  # finish packing: others read it from now on
         return self._location, self._double_buffer.slot(part).start
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class CudaIpcReceiver:
 
 
 def _tensor(pointer: int, num_bytes: int, device: int) -> torch.Tensor:
-    """uint8 [bytes] view, which does not own the memory."""
+    """uint8 [bytes] view that does not own the memory."""
     unowned = cupy.cuda.UnownedMemory(pointer, num_bytes, None, device)
     with cupy.cuda.Device(device):
         array = cupy.ndarray((num_bytes,), cupy.uint8, cupy.cuda.MemoryPointer(unowned, 0))
@@ -94,5 +94,5 @@ def _tensor(pointer: int, num_bytes: int, device: int) -> torch.Tensor:
 
 
 def _uuid(device: int) -> str:
-    """Names the GPU wherever it is looked at from: numbers depend on what a process may see."""
+    """Identifies the GPU in all processes; device numbers depend on what a process may see."""
     return str(torch.cuda.get_device_properties(device).uuid)

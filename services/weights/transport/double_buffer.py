@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-ALIGNMENT = 64  # bytes; of the two halves
+ALIGNMENT = 64  # bytes; of both halves
 
 
 class DoubleBuffer:

@@ -1,7 +1,7 @@
 """Broadcasts over NCCL, from a trainer's GPUs to those of the replicas, by CuPy's binding.
 
-CuPy's communicators do not care for torch's process groups, nor for torch's version on the other side: a
-trainer rank is in many at once, and each ends by itself.
+CuPy's communicators are independent of torch's process groups and of torch's version on the other side: a
+trainer rank is in many at once, and each ends separately.
 """
 
 import time
@@ -37,7 +37,7 @@ def open_receiver(deadline_s: float) -> collective.BroadcastReceiver:
 
 def _allocate(device: int, num_bytes: int) -> torch.Tensor:
     part = torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{device}")
-    torch.cuda.synchronize(device)  # the streams of broadcasts do not wait for torch's, which zeroes it
+    torch.cuda.synchronize(device)  # the broadcasts' streams do not wait for torch's, which zeroes it
     return part
 
 
@@ -60,7 +60,7 @@ def _join_communicator(
 
 
 class NcclCommunicator:
-    """One rank's end; it enters with its first broadcast. See collective.Source."""
+    """One rank's end; it enters with its first broadcast. See collective.RootCommunicator."""
 
     def __init__(
         self, device: int, deadline_s: float, location: str, membership: Membership, rank: int
@@ -72,16 +72,16 @@ class NcclCommunicator:
         self._rank = rank
         self._inner: nccl.NcclCommunicator | None = None
         self._stream: cupy.cuda.Stream | None = None
-        self._answers: SimpleQueue[Exception | None] = SimpleQueue()  # how the broadcast under way ended
+        self._answers: SimpleQueue[Exception | None] = SimpleQueue()  # how the current broadcast ended
         self._aborted = False
         # CuPy lets other threads run while NCCL frees the communicator: a second abort would free it again
         self._freeing = Lock()
 
     def broadcast(self, part: torch.Tensor) -> None:
-        """NCCL blocks while it connects to a rank that is missing, and nothing can end that: a thread of the
-        call's own waits for it, and is left behind if need be."""
+        """NCCL blocks while it connects to a missing rank, and cannot be interrupted: a separate thread waits
+        for it, and is abandoned if necessary."""
         answers: SimpleQueue[Exception | None] = SimpleQueue()
-        self._answers = answers  # before the look: an abort sets the flag, then answers
+        self._answers = answers  # before the check: an abort sets the flag, then answers
         if self._aborted:
             raise WeightPushError(f"epoch {self._membership.epoch} is over")
         Thread(target=self._enter, args=(part, answers), name="nccl", daemon=True).start()
@@ -103,14 +103,14 @@ class NcclCommunicator:
         self.close()
 
     def close(self) -> None:
-        """Aborts: to be destroyed, NCCL would wait for ranks that may be gone."""
+        """Aborts, since destroying a communicator waits for ranks that may be gone."""
         self._aborted = True
         if self._inner is not None:
             self._free(self._inner)
 
     def _enter(self, part: torch.Tensor, answers: "SimpleQueue[Exception | None]") -> None:
         try:
-            cupy.cuda.Device(self._device).use()  # a thread begins with device 0
+            cupy.cuda.Device(self._device).use()  # a new thread uses device 0
             if self._inner is None:
                 unique_id = tuple(byte - 256 if byte > 127 else byte for byte in bytes.fromhex(self.location))
                 self._inner = nccl.NcclCommunicator(self._membership.num_members + 1, unique_id, self._rank)
@@ -121,7 +121,7 @@ class NcclCommunicator:
             answers.put(error)
 
     def _run(self, inner: nccl.NcclCommunicator, stream: cupy.cuda.Stream, part: torch.Tensor) -> None:
-        self._check(inner)  # it may have entered only after an abort
+        self._check(inner)  # it may have been aborted before it entered
         inner.broadcast(part.data_ptr(), part.data_ptr(), part.numel(), nccl.NCCL_UINT8, 0, stream.ptr)
         done = stream.record()
         while not done.done:

@@ -1,7 +1,7 @@
 """Shared memory of one host: a trainer rank writes, every replica maps the same pages.
 
-A segment is an anonymous memory file that others open by /proc/PID/fd/N. It has no name in /dev/shm:
-the kernel frees it with the last process that has it mapped, however that process ends.
+A segment is an anonymous memory file that others open as /proc/PID/fd/N. It has no name in /dev/shm, so the
+kernel frees it when the last process that maps it ends, however it ends.
 """
 
 import mmap
@@ -65,12 +65,12 @@ class SharedSegment:
     def __init__(self, num_bytes: int) -> None:
         self._fd = os.memfd_create("atoll-weights")
         os.posix_fallocate(self._fd, 0, num_bytes)
-        # the token tells it from an earlier segment, since a process reuses descriptors
+        # the token distinguishes it from earlier segments, since descriptors are reused
         self.location = f"/proc/{os.getpid()}/fd/{self._fd}#{secrets.token_hex(8)}"
         self.memory = _map(self._fd)
 
     def close(self) -> None:
-        """No process can map it any more; those that did keep their pages."""
+        """No process can map it any more; those that have keep their pages."""
         os.close(self._fd)
 
 

@@ -1,7 +1,7 @@
 """Broadcasts over sockets, for hosts without NCCL: the sender listens, members connect, bytes follow.
 
-Each communicator has a port and a secret of its own: who does not know the secret, or comes for another
-epoch, is turned away. The bytes themselves travel in the clear, as gRPC does here: for a trusted network.
+Each communicator has its own port and secret: connections without the secret, or for another epoch, are
+refused. The data is not encrypted, nor is gRPC: use a trusted network.
 """
 
 import hmac
@@ -21,8 +21,8 @@ from atoll.weights.transport import collective
 from atoll.wire.types import Membership
 
 HELLO = struct.Struct("<16sqi")  # secret, epoch, member
-HELLO_S = 2.0  # a stranger that connects and says nothing holds up the others for as long
-CHUNK_BYTES = 1 << 20  # to one member at once
+HELLO_S = 2.0  # how long a stranger that connects and sends nothing delays the others
+CHUNK_BYTES = 1 << 20  # sent to one member at a time
 
 
 def open_sender(deadline_s: float, host: str, part_bytes: Sequence[int]) -> collective.BroadcastSender:
@@ -38,10 +38,10 @@ def _allocate(num_bytes: int) -> torch.Tensor:
 
 
 class TcpRoot:
-    """See collective.Source."""
+    """See collective.RootCommunicator."""
 
     def __init__(self, host: str, deadline_s: float, membership: Membership) -> None:
-        """Raises UserError if `host` is no address of this machine."""
+        """Raises UserError if `host` is not an address of this machine."""
         self._deadline_s = deadline_s
         self._membership = membership
         self._secret = secrets.token_bytes(16)
@@ -72,7 +72,7 @@ class TcpRoot:
     def abort(self) -> None:
         self._aborted = True
         for connection in (self._listener, *list(self._members.values())):
-            with suppress(OSError):  # not connected any more
+            with suppress(OSError):  # no longer connected
                 connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class TcpRoot:
                 self._members[member] = connection
 
     def _greet(self, connection: socket.socket) -> int | None:
-        """Which member it is; None for one that does not belong here."""
+        """The member's number; None if the connection does not belong here."""
         connection.settimeout(HELLO_S)
         try:
             hello = connection.recv(HELLO.size)
@@ -110,8 +110,8 @@ class TcpRoot:
         return member if belongs and expected else None
 
     def _send(self, part: memoryview, deadline: float) -> None:
-        """To all members at once, each as fast as it reads."""
-        if self._aborted:  # perhaps before the last of them was known
+        """Sends to all members concurrently, to each as fast as it reads."""
+        if self._aborted:  # possibly before all members were known
             raise ConnectionAbortedError
         unsent = dict.fromkeys(self._members, part)
         with selectors.DefaultSelector() as selector:
