@@ -1,7 +1,7 @@
 """Low-rank adapters on Megatron's linear layers: y = W x + alpha / rank * B A x (arXiv:2106.09685).
 
-Each canonical projection has its own A and B, also if Megatron multiplies several as one (q, k and v;
-gate and up), so that an adapter is what PEFT calls one.
+Each canonical projection has its own A and B, even if Megatron fuses several (q, k and v; gate and up), so
+that adapters correspond to PEFT's.
 
 Letters in shapes: T tokens, I inputs and O outputs of a layer on this rank, R rank of the adapters.
 """
@@ -28,7 +28,8 @@ Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
 
 
 class Adapter(torch.nn.Module):
-    """Of one canonical projection: this rank's part of A and B, and if it lies in the whole ones."""
+    """The adapter of one canonical projection: this rank's parts of A and B, and their positions in the whole
+    matrices."""
 
     def __init__(self, tensor: str, a: TensorSlice, b: TensorSlice, scale: float, linear: Linear) -> None:
         super().__init__()
@@ -36,8 +37,9 @@ class Adapter(torch.nn.Module):
         like = linear.weight
         self.lora_A = torch.nn.Parameter(like.new_empty(a.rows, a.columns))
         self.lora_B = torch.nn.Parameter(like.new_zeros(b.rows, b.columns))
-        # The matrix on the split side of the layer is split with it; the other one is whole on every rank,
-        # and with sequence parallelism its gradient is of this rank's tokens: Megatron sums what is tagged.
+        # The matrix on the split side of the layer is split like the layer; the other one is whole on every
+        # rank, and with sequence parallelism its gradient covers only this rank's tokens, which Megatron sums
+        # if the parameter is tagged.
         self._split = "lora_B" if isinstance(linear, ColumnParallelLinear) else "lora_A"
         for kind, _, parameter in self.parts:
             if self.is_split(kind):
@@ -47,7 +49,7 @@ class Adapter(torch.nn.Module):
                 parameter.sequence_parallel = linear.config.sequence_parallel  # type: ignore[attr-defined]
 
     def is_split(self, kind: str) -> bool:
-        """Is this matrix split over tensor-parallel ranks, or whole on each?"""
+        """Whether this matrix is split over tensor-parallel ranks, instead of whole on each."""
         return kind == self._split
 
     @property
@@ -56,10 +58,10 @@ class Adapter(torch.nn.Module):
 
 
 class LayerAdapters(torch.nn.ModuleDict):
-    """Those of one linear layer, by projection; what they add lies as the layer's own output does."""
+    """The adapters of one linear layer, by projection. Their output has the layout of the layer's own."""
 
     def __init__(self, linear: Linear, layout: Sequence[TensorSlice], adapters: Sequence[Adapter]) -> None:
-        """`layout` says which rows of which canonical tensor the layer's outputs are, in their order."""
+        """`layout`: the rows of canonical tensors that the layer's outputs correspond to, in order."""
         super().__init__({each.tensor.split(".")[-2]: each for each in adapters})
         self._layout = layout
         self._is_column = isinstance(linear, ColumnParallelLinear)
@@ -74,15 +76,14 @@ class LayerAdapters(torch.nn.ModuleDict):
         for each, low_T1R in zip(adapters, low.chunk(len(adapters), -1), strict=True):
             delta = (low_T1R * each.scale) @ each.lora_B.T
             parts[each.tensor] = iter(torch.split(delta, rows[each.tensor], -1))
-        for piece in self._layout:  # projections that have none
+        for piece in self._layout:  # projections without an adapter
             if piece.tensor not in parts:
                 parts[piece.tensor] = repeat(low.new_zeros(*low.shape[:-1], piece.rows))
         return torch.cat([next(parts[piece.tensor]) for piece in self._layout], -1)
 
     def _exchange(self, low: Tensor) -> Tensor:
-        """What the tensor-parallel ranks owe each other, of A x: the layer's own exchange, rank by rank
-        instead of hidden size. A column-parallel layer has all of A x and sums its gradient; a row-parallel
-        one sums A x."""
+        """Exchanges A x between tensor-parallel ranks as the layer does, but of size R instead of the hidden
+        size. A column-parallel layer has all of A x and sums its gradient; a row-parallel one sums A x."""
         match self._is_column, self._sequence_parallel:
             case True, False:
                 exchange = copy_to_tensor_model_parallel_region
@@ -96,7 +97,7 @@ class LayerAdapters(torch.nn.ModuleDict):
 
 
 def add_adapters(linear: Linear, adapters: LayerAdapters) -> None:
-    """The layer's output is the sum from now on. Its own parameters keep their names."""
+    """From now on the layer's output is the sum. Its own parameters keep their names."""
     linear.adapters = adapters
     linear.register_forward_hook(_add)
 
@@ -107,5 +108,5 @@ def _add(linear: Linear, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | N
 
 
 def is_adapter_parameter(parameter: str) -> bool:
-    """By its name in the network."""
+    """`parameter`: its name in the network."""
     return ".adapters." in parameter

@@ -1,14 +1,14 @@
 """Attention over packed segments that form trees.
 
-With PyTorch's scaled-dot-product attention: a row of a call holds the tokens of one segment, or of several
-short ones, as queries; its keys are the tokens of their common ancestors and the row's own. A mask lets each
-query see its ancestors and, in its own segment, what came before. Rows of similar length share one call; a
-long root has a row of its own and needs no mask.
+With PyTorch's scaled-dot-product attention, the queries of a row of a call are the tokens of one segment, or
+of several short ones; its keys are those of their common ancestors and the row's own. A mask lets each query
+attend to its ancestors and to earlier tokens of its own segment. Rows of similar length share one call; a
+long root has its own row and needs no mask.
 
-With flash-attn, on GPUs: all segments in one call, without padding and masks.
+With flash-attn, on GPUs: all segments in one call, without padding or masks.
 
-The plan is made once per micro-batch and used by every layer. Where the micro-batch is split over context
-ranks, each plans the queries that it holds; keys and values are those of all ranks.
+The plan is made once per micro-batch and used by every layer. If the micro-batch is split over context ranks,
+each rank plans its own queries; keys and values are those of all ranks.
 
 Letters in shapes: T tokens of the micro-batch, t of them on this context rank, N rows, Q queries of a row,
 K its keys, B keys before the row's own (K = B + Q), S segments, C keys of all of them, H heads, G key-value
@@ -33,20 +33,21 @@ from atoll.wire.types import Bool, Int64, Segments
 
 ROW_TOKENS = 64  # short segments join one row up to this length
 SHORTEST_BUCKET = 16  # tokens; rows shorter than this share one call
-MASK_LIMIT = 1 << 24  # elements of one call's mask: bounds memory where a long segment has ancestors
+MASK_LIMIT = 1 << 24  # elements of one call's mask: bounds memory for long segments with ancestors
 
 
 class AttentionPlan(Protocol):
-    """How one micro-batch's tokens go through attention calls."""
+    """How one micro-batch's tokens are distributed over attention calls."""
 
     def attend(self, query_tHD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
-        """[t, H * D]. Keys and values are of the whole micro-batch, in the gathered order of context.py."""
+        """[t, H * D]. Keys and values are those of the whole micro-batch, in the gathered order of
+        context.py."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """What Megatron hands to every layer's core attention as its `packed_seq_params`."""
+    """Passed by Megatron to every layer's core attention as `packed_seq_params`."""
 
     plan: AttentionPlan
     rotation: Rotation
@@ -54,7 +55,7 @@ class AttentionInputs:
 
 
 class TreeAttention(torch.nn.Module):
-    """Megatron's core-attention slot; of what Megatron passes to its constructor, it needs the ranks."""
+    """Fills Megatron's core-attention slot; of the constructor's arguments it needs only the ranks."""
 
     def __init__(self, *, pg_collection: ProcessGroupCollection, **_: object) -> None:
         super().__init__()
@@ -84,16 +85,16 @@ class SegmentPart(NamedTuple):
     """Consecutive tokens of one segment."""
 
     segment: int
-    base: int  # what they hang off: the segment's parent, or itself where they are not its first; -1: nothing
-    before: Int64  # tokens that all of them see: the segment's ancestors' and its own earlier ones
+    base: int  # what they follow: the segment's parent, or their own segment's earlier tokens; -1: nothing
+    before: Int64  # tokens that all of them attend to: of the segment's ancestors, and its own earlier ones
     start: int
     end: int
 
 
 def cut_segments(segments: Segments, spans: list[tuple[int, int]]) -> Iterator[SegmentPart]:
-    """The segments cut to the `spans` of tokens, in order; nothing of those that lie outside."""
+    """The parts of the segments inside the `spans` of tokens, in order."""
     offsets, parents = segments.offsets.tolist(), segments.parents.tolist()
-    paths: dict[int, Int64] = {-1: np.empty(0, np.int64)}  # tokens of a parent and of its ancestors
+    paths: dict[int, Int64] = {-1: np.empty(0, np.int64)}  # tokens of a parent and its ancestors
     for s, parent in enumerate(parents):
         first, last = offsets[s], offsets[s + 1]
         if parent not in paths:  # parents come first, so the grandparent's path is there
@@ -111,17 +112,17 @@ def cut_segments(segments: Segments, spans: list[tuple[int, int]]) -> Iterator[S
 class Bucket:
     """Rows that one call computes. Padding repeats some token and its output is never read."""
 
-    queries_NQ: Tensor  # place of each query among this rank's tokens
-    keys_NK: Tensor  # place of each key among all; K is Q without a mask
-    mask_N1QK: Tensor | None  # True where a query sees a key; None: causal
+    queries_NQ: Tensor  # index of each query among this rank's tokens
+    keys_NK: Tensor  # index of each key among all tokens; without a mask, K is Q
+    mask_N1QK: Tensor | None  # True if a query attends to a key; None: causal
 
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:
-    """Padded rows, row beside row in as few calls as their lengths allow."""
+    """Padded rows, batched into as few calls as their lengths allow."""
 
     buckets: tuple[Bucket, ...]
-    outputs_t: Tensor  # each token's place in the buckets' outputs, joined
+    outputs_t: Tensor  # each token's index in the concatenated outputs of the buckets
 
     def attend(self, query_tHD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
         outputs = []
@@ -139,7 +140,7 @@ class TreePlan:
 
 
 def _take(values_THD: Tensor, tokens_NQ: Tensor) -> Tensor:
-    """[N, H, Q, D] of the named tokens."""
+    """[N, H, Q, D] values of these tokens."""
     taken = values_THD.index_select(0, tokens_NQ.flatten())
     return taken.view(*tokens_NQ.shape, *taken.shape[1:]).transpose(1, 2)
 
@@ -148,8 +149,8 @@ def _take(values_THD: Tensor, tokens_NQ: Tensor) -> Tensor:
 class _AttentionRow:
     """Consecutive tokens: a segment, a part of a long one, or several short ones."""
 
-    base: int  # the segment that they hang off; -1: none
-    before: Int64  # [B] tokens that all of them see
+    base: int  # the segment that they follow; -1: none
+    before: Int64  # [B] tokens that all of them attend to
     start: int  # first token
     end: int
     parts: list[tuple[int, int]] = field(default_factory=list)  # of each segment: base's last token, end
@@ -170,17 +171,17 @@ class _AttentionRow:
 
     @property
     def bucket(self) -> tuple[bool, int, int]:
-        """Rows that agree in it share a call: masked or not, padded sizes."""
+        """Key of the call: whether masked, and padded sizes."""
         masked = len(self.before) > 0 or len(self.parts) > 1
         return masked, _round_up(len(self.before)), _round_up(self.num_tokens)
 
     def own_mask(self) -> Bool:
-        """[Q, Q] which of the row's own tokens each of them attends to."""
+        """[Q, Q] True if a token of the row attends to another one of it."""
         sees_QQ = np.zeros((self.num_tokens, self.num_tokens), bool)
         causal_QQ = np.tri(self.num_tokens, dtype=bool)
         start = 0
         for base, end in self.parts:
-            if base >= 0:  # it has seen all that is above
+            if base >= 0:  # it attends to all ancestors
                 sees_QQ[start:end] = sees_QQ[base]
             sees_QQ[start:end, start:end] = causal_QQ[: end - start, : end - start]
             start = end
@@ -206,7 +207,7 @@ def plan_rows(segments: Segments, device: torch.device, split: ContextSplit) -> 
         for row in bucket:
             outputs_T[row.start : row.end] = np.arange(place, place + row.num_tokens)
             place += width
-    query_places_T = np.maximum(split.local_index(num_tokens), 0)  # padding may name another rank's token
+    query_places_T = np.maximum(split.local_index(num_tokens), 0)  # padding may refer to another rank's token
     key_places_T = split.gathered_index(num_tokens)
     return TreePlan(
         buckets=tuple(_pad(bucket, query_places_T, key_places_T, device) for bucket in buckets),
@@ -252,7 +253,7 @@ def _pad(
         if masked:
             mask_NQK[n, :length, : len(row.before)] = True
             mask_NQK[n, :length, num_before : num_before + length] = row.own_mask()
-            mask_NQK[n, length:, num_before] = True  # a query that sees nothing would be NaN
+            mask_NQK[n, length:, num_before] = True  # a query without keys would give NaN
     return Bucket(
         queries_NQ=torch.from_numpy(query_places_T[queries_NQ]).to(device),
         keys_NK=torch.from_numpy(key_places_T[keys_NK]).to(device),
@@ -262,11 +263,12 @@ def _pad(
 
 @dataclass(frozen=True, eq=False)
 class FlashPlan:
-    """Every segment of this rank is a sequence of flash-attn's (Dao 2023, arXiv:2307.08691): its tokens as
-    queries, its ancestors' and its own as keys. The kernel's causal mask lets the last query see the last
-    key, the one before it one key less, and so on: all ancestors, and of the own segment what came before."""
+    """Every segment of this rank is one sequence of flash-attn (Dao 2023, arXiv:2307.08691): its tokens are
+    the queries, its ancestors' tokens and its own the keys. The kernel's causal mask is aligned to the end:
+    the last query attends to all keys, the one before to all but the last, and so on; so each attends to all
+    ancestors, and to earlier tokens of its own segment."""
 
-    keys_C: Tensor  # place of each key among all
+    keys_C: Tensor  # index of each key among all tokens
     query_bounds: Tensor  # [S+1] int32: the queries of sequence s are tokens [s, s+1) of these
     key_bounds: Tensor  # [S+1] int32
     max_queries: int  # of one sequence
@@ -313,7 +315,7 @@ class Backend:
     """How attention is computed."""
 
     plan: Callable[[Segments, torch.device, ContextSplit], AttentionPlan]
-    shares_prefix: bool  # else it takes roots alone: each sample gets its own copy of the prompt
+    shares_prefix: bool  # otherwise it takes only roots: each sample gets its own copy of the prompt
 
 
 BACKENDS = {

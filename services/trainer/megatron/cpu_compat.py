@@ -1,8 +1,8 @@
-"""Runs unmodified megatron-core on a CPU: it asks torch.cuda for devices, streams and random states.
+"""Runs unmodified megatron-core on a CPU, by patching its calls of torch.cuda.
 
-The patches are for the whole process. The rewriting of `device="cuda"` arguments is PyTorch's function
-mode, which belongs to one thread and slows every call down: enter it where Megatron's objects are built,
-and only there. What our steps call afterwards names no device.
+The patches affect the whole process. `device="cuda"` arguments are rewritten by a PyTorch function mode,
+which belongs to one thread and slows down every call: enter it only while Megatron's objects are built. Calls
+in training steps name no device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 
 
 def _import_without_compiler() -> None:
-    """Megatron passes functions to torch.compile while it is imported, and that alone loads the compiler:
-    half of the start-up of a CPU process, which calls none of them. Import this module first."""
+    """Megatron calls torch.compile during its import, which loads the compiler: half of the start-up time of
+    a CPU process, which never calls the compiled functions. Import this module first."""
     compiler = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]
     try:
@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
 
 
 class _NullObject:
-    """Stands in for a stream or an event: every method does nothing and returns another such."""
+    """Stands in for a stream or an event: every method does nothing and returns another null object."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -62,12 +62,14 @@ def _manual_seed(seed: int) -> None:
 def _flat_rows(
     grad_output: torch.Tensor, all_gathered_input: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Without Megatron's copy to contiguous rows: layers.py lays them out as the product wants them."""
+    """Omits Megatron's copy to contiguous rows: layers.py already uses the best layout for the matrix
+    product."""
     return grad_output.flatten(0, -2), all_gathered_input.flatten(0, -2)
 
 
 def _splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Where nothing has to move, numbers are still asked for as NumPy's: a collective takes no tensor."""
+    """There is nothing to move to the CPU, but Megatron expects a NumPy array, since its collective takes no
+    tensor."""
     return tensor.numpy() if as_numpy and tensor is not None else tensor
 
 
@@ -126,7 +128,7 @@ def _patch(module: ModuleType, replacements: Mapping[str, object]) -> None:
 def apply() -> AbstractContextManager[object]:
     """Call before any Megatron object is built, and build them inside the result.
 
-    Patching twice changes nothing. Where CUDA is available nothing is patched at all.
+    Patching twice changes nothing. If CUDA is available, nothing is patched.
     """
     if torch.cuda.is_available():
         return nullcontext()

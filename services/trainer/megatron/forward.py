@@ -1,7 +1,7 @@
 """A model's forward passes over whole batches, on this rank: log-probabilities and values.
 
-Letters in shapes: T tokens, t of them on this context rank, N that the caller asks for, n of them on this
-context rank, H hidden size.
+Letters in shapes: T tokens, t of them on this context rank, N requested tokens, n of them on this context
+rank, H hidden size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,10 +46,10 @@ P = TypeVar("P", bound=HasSegments)
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Tokens of a micro-batch."""
+    """Maximum tokens of a micro-batch."""
 
     training: int
-    forward: int  # of a forward pass without backward
+    forward: int  # of a pass without gradients
 
 
 class Forward:
@@ -69,7 +69,7 @@ class Forward:
         self._split = ContextSplit(
             parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         )
-        # what the number of a micro-batch's tokens must be a multiple of
+        # the number of a micro-batch's tokens must be a multiple of this
         self._multiple = self._split.multiple(
             parallel_state.get_tensor_model_parallel_world_size() if self._splits_sequence else 1
         )
@@ -77,7 +77,7 @@ class Forward:
     def compute_logprobs(self, segments: Segments, temperature: float | None = None) -> Float32:
         """[T] log-probability of each token; 0 for the first token of a root. The same on every rank.
 
-        `temperature` takes the place of the policy's own.
+        `temperature` replaces the policy's.
         """
         if temperature is None:
             self.check_temperature()
@@ -91,7 +91,7 @@ class Forward:
         return self._compute(segments, segments.predecessors >= 0, logprobs)
 
     def compute_values(self, segments: Segments) -> Float32:
-        """[T] what the value head says after each token. The same on every rank."""
+        """[T] the value head's output after each token. The same on every rank."""
         if self.model.spec.head != "value":
             raise UserError("a policy has no value head: ask a critic, a reward model or a cost model")
 
@@ -108,7 +108,7 @@ class Forward:
             )
 
     def run(self, parts: Sequence[P], last: Callable[[P, Tensor], Tensor], backward: bool) -> None:
-        """Every part through the model. `last(part, hidden_tH)` runs on the last pipeline stage; with
+        """Runs every part through the model. `last(part, hidden_tH)` runs on the last pipeline stage; with
         `backward`, the scalar that it returns is differentiated."""
 
         def hidden(part: P, hidden_T1H: Tensor) -> Tensor:
@@ -127,13 +127,13 @@ class Forward:
         self.num_tokens = 0
 
     def hidden(self, segments: Segments) -> Tensor:
-        """[t, H] of one micro-batch after the final norm, where the model is on one pipeline stage."""
+        """[t, H] hidden states of one micro-batch after the final norm. Only without pipeline parallelism."""
         return self._whole_sequence(self.model.output(*self._inputs(segments)))
 
     def logprobs(
         self, hidden_tH: Tensor, segments: Segments, targets: Int64, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [N] of the distributions that the target tokens came from."""
+        """Log-probabilities [N] of the target tokens, and entropies [N] of their distributions."""
         hidden_nH, which = self.local_hidden(hidden_tH, segments.predecessors[targets])
         logprobs_n, entropy_n = token_logprobs(
             hidden_nH,
@@ -145,27 +145,27 @@ class Forward:
         return self.join(logprobs_n, which, len(targets)), self.join(entropy_n, which, len(targets))
 
     def values(self, hidden_tH: Tensor, after: Int64) -> Tensor:
-        """[N] what the value head says after the tokens `after`; carries gradients."""
+        """[N] the value head's output after the tokens `after`; carries gradients."""
         hidden_nH, which = self.local_hidden(hidden_tH, after)
         return self.join(self.model.output.output_layer(hidden_nH), which, len(after))
 
     def local_hidden(self, hidden_tH: Tensor, tokens: Int64) -> tuple[Tensor, Int64]:
-        """[n, H] hidden states of those of the N `tokens` that this context rank holds, and [n] which of them
-        these are."""
+        """[n, H] hidden states of the tokens among the N `tokens` that this context rank holds, and [n] their
+        indices."""
         places_N = self._split.local_index(len(hidden_tH) * self._split.size)[tokens]
         which = np.flatnonzero(places_N >= 0)
         return hidden_tH.index_select(0, self.tensor(places_N[which])), which
 
     def join(self, values_n: Tensor, which: Int64, count: int) -> Tensor:
-        """[N] the values of all tokens that `held` was asked for, on every context rank."""
+        """[N] the values of all N tokens passed to `local_hidden`, on every context rank."""
         if self._split.size == 1:
             return values_n
         return join(values_n, self.tensor(which), count, parallel_state.get_context_parallel_group())
 
     def microbatches(self, batch: B) -> list[B]:
-        """Those of this data-parallel rank: what has something to train on.
+        """This data-parallel rank's micro-batches, of segments with something to train on.
 
-        A token that is repeated because the attention cannot share it has a loss weight in its first copy.
+        If the attention cannot share prefixes, repeated tokens have a loss weight only in their first copy.
         """
         whole, first = self._whole(batch.segments)
         flat = take(batch, whole)
@@ -184,10 +184,10 @@ class Forward:
     def _compute(
         self, segments: Segments, is_asked: Bool, per_token: Callable[[Tensor, Segments, Int64], Tensor]
     ) -> Float32:
-        """[T] `per_token` where `is_asked`, else 0."""
+        """[T] `per_token` of tokens with `is_asked`; 0 for the others."""
         self.check(segments)
         whole, first = self._whole(segments)
-        is_asked = first & is_asked[whole.source]  # of a repeated token, the first copy
+        is_asked = first & is_asked[whole.source]  # only the first copy of a repeated token
         answers_T = torch.zeros(len(segments.token_ids), device=self.device)
 
         def answer(part: Selection, hidden_tH: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class Forward:
         with torch.no_grad():
             parts = self._parts(whole.segments, is_asked, self._budget.forward)
             self.run(list(parts), answer, backward=False)
-        # each token is on one data-parallel rank's last stage, 0 on the others
+        # each token is nonzero on one data-parallel rank's last stage only
         reduce_over_replicas(answers_T)
         return answers_T.cpu().numpy()
 
@@ -215,13 +215,13 @@ class Forward:
         )
 
     def _whole_sequence(self, hidden_T1H: Tensor) -> Tensor:
-        """[t, H] of this context rank's tokens, where tensor-parallel ranks hold a part of them each."""
-        if self._splits_sequence:  # what follows gives every rank the whole gradient: each takes its part
+        """[t, H] of all of this context rank's tokens, if tensor-parallel ranks hold a part each."""
+        if self._splits_sequence:  # every rank gets the whole gradient, and takes its own part
             hidden_T1H = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=False)
         return hidden_T1H.squeeze(1)
 
     def _whole(self, segments: Segments) -> tuple[Selection, Bool]:
-        """The segments as the attention takes them, and a flag for each token's first copy."""
+        """The segments in a form that the attention supports, and a flag for each token's first copy."""
         if not self._attention.shares_prefix:
             return flatten_trees(segments)
         num_tokens = len(segments.token_ids)
@@ -230,7 +230,8 @@ class Forward:
     def _parts(
         self, segments: Segments, is_asked: Bool, max_tokens: int, samples: Int32 | None = None
     ) -> Iterator[Selection]:
-        """The micro-batches of this data-parallel rank, some of them empty where a layout needs them."""
+        """The micro-batches of this data-parallel rank; some may be empty if the parallel layout requires
+        that."""
         num_chunks = len(self.model.chunks)
         plan = plan_microbatches(
             segments,
@@ -246,7 +247,8 @@ class Forward:
 
 
 def reduce_over_replicas(tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-    """In place, over data-parallel ranks and pipeline stages: what last stages have computed, others not."""
+    """Reduces in place over data-parallel ranks and pipeline stages: only last stages have computed
+    values."""
     dist.all_reduce(tensor, op, parallel_state.get_data_parallel_group())
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         dist.all_reduce(tensor, op, parallel_state.get_pipeline_model_parallel_group())

@@ -1,4 +1,4 @@
-"""Loads weights of a Hugging Face folder into this rank's parameters, and exports them, box by box."""
+"""Loads and exports this rank's weights from and to Hugging Face folders, box by box."""
 
 import json
 import shutil
@@ -25,14 +25,14 @@ from atoll.trainer.megatron.peft import load_adapter, write_adapter
 from atoll.trainer.megatron.shards import boxes_of
 
 INDEX = "model.safetensors.index.json"
-FILE_BYTES = 4 << 30  # of one exported file: what the writing rank holds at once
+FILE_BYTES = 4 << 30  # of one exported file: the writing rank holds one in memory
 ADAPTER = "adapter"
 COPIED = {".json", ".txt", ".jinja", ".model"}  # tokenizer and generation settings
 
 
 def load_model(folder: Path, spec: ModelSpec, settings: ModelSettings) -> MegatronModel:
-    """This rank's part of the folder's model, as `spec` says. Call it inside `cpu_compat.apply()`, after
-    `initialize_parallel`. Raises UserError if the folder does not hold such a model."""
+    """Loads this rank's part of the folder's model. Call it inside `cpu_compat.apply()`, after
+    `initialize_parallel`. Raises UserError if the folder does not contain a model of `spec`."""
     if settings.lora is not None:
         check_targets(spec, settings.lora)
     model = build(folder, spec, settings)
@@ -47,8 +47,9 @@ def load_model(folder: Path, spec: ModelSpec, settings: ModelSettings) -> Megatr
 def load_weights(model: MegatronModel, folder: Path) -> None:
     """Fills every parameter of this rank, reading only its own slices.
 
-    A value model takes a policy's folder, too: its head stays as it is. Raises UserError if a file or
-    tensor is missing, unknown, or of a wrong shape, and if the folder holds another model than `spec`.
+    A value model can also be loaded from a policy's folder: its head is left unchanged. Raises UserError if a
+    file or tensor is missing, unknown, or of a wrong shape, and if the folder contains a different model than
+    `spec`.
     """
     spec = model.spec
     theirs = read_spec(folder, ("language", "value") if spec.head == "value" else ("language",))
@@ -72,7 +73,7 @@ def load_weights(model: MegatronModel, folder: Path) -> None:
 
 
 def open_tensors(folder: Path, spec: ModelSpec, files: ExitStack) -> dict[str, Any]:
-    """Tensor name -> safetensors slice, for exactly the tensors of `spec`; `files` keeps them open."""
+    """Tensor name -> safetensors slice, for exactly the tensors of `spec`; `files` keeps the files open."""
     index = folder / INDEX
     names = {"model.safetensors"}
     if index.exists():
@@ -124,18 +125,19 @@ def _check_tensors(
 
 
 def export_hf(model: MegatronModel, target: Path) -> int:
-    """Writes a folder that transformers loads with bit-equal weights, in the parameters' dtype. Adapters are
-    merged into them, and lie below in `adapter`, as peft loads them on top of the model's own folder.
+    """Writes a folder that transformers loads with bit-identical weights, in the parameters' dtype. Adapters
+    are merged, and also written to the subfolder `adapter`, which peft loads on top of the base model's
+    folder.
 
-    Every rank calls it; rank 0 writes, and the others send it what it lacks, tensor by tensor: it holds one
-    file at a time, the others nothing beside their parameters. config.json is written last: an interrupted
-    export is no model folder. Returns bytes written (0 on the other ranks). Raises UserError on every rank
-    where `target` holds something already, CheckpointError on rank 0 where the disk does not take it.
+    Every rank calls it; rank 0 writes, and the others send it what it lacks, tensor by tensor, so rank 0
+    holds one file in memory and the others nothing but their parameters. config.json is written last, so an
+    interrupted export is not a model folder. Returns bytes written (0 on the other ranks). Raises UserError
+    on every rank if `target` is not empty, CheckpointError on rank 0 if writing fails.
     """
     writes = dist.get_rank() == 0
     first = next(model.parameters)
     refused = torch.tensor([writes and target.exists() and not _is_empty(target)], device=first.device).int()
-    dist.broadcast(refused, 0)  # of several machines, each would see its own disk
+    dist.broadcast(refused, 0)  # each machine would see its own disk
     if refused.item():
         raise UserError(f"{target} is not empty: choose a new folder for the exported model")
     gathered = _gather(model)
@@ -146,7 +148,7 @@ def export_hf(model: MegatronModel, target: Path) -> int:
         if writes:
             num_bytes = _write(model, target, gathered, first.dtype)
     except (OSError, SafetensorError) as error:
-        deque(gathered, maxlen=0)  # the other ranks send all the same
+        deque(gathered, maxlen=0)  # the other ranks still have to send
         shutil.rmtree(target, ignore_errors=True)
         raise CheckpointError(
             f"{target} was not written: {error}. Free some space or choose another folder"
@@ -173,7 +175,7 @@ def _write(
         if path.is_file() and path.suffix in COPIED and path.name not in ("config.json", INDEX):
             shutil.copyfile(path, target / path.name)
     config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)  # what transformers 4 called dtype
+    config.pop("torch_dtype", None)  # dtype's name in transformers 4
     config["dtype"] = str(dtype).removeprefix("torch.")
     if spec.head == "value":
         family, _ = ARCHITECTURES[config["architectures"][0]]
@@ -206,7 +208,7 @@ def _is_empty(path: Path) -> bool:
 def _gather(model: MegatronModel) -> Iterator[tuple[str, Tensor | None]]:
     """Canonical name and whole tensor on rank 0, None on the others; one at a time.
 
-    Of the ranks that hold the same box, the first sends it.
+    The first of the ranks that hold a box sends it.
     """
     rank = dist.get_rank()
     mine = {(name, int(box["row"]), int(box["column"])): memory for name, box, memory in boxes_of(model)}
@@ -235,8 +237,8 @@ def _gather(model: MegatronModel) -> Iterator[tuple[str, Tensor | None]]:
 
 
 def _owned_boxes(model: MegatronModel) -> dict[str, list[tuple[int, ...]]]:
-    """Of each tensor, its distinct boxes (first rank that holds it, row, rows, column, columns); all ranks
-    call it and get the same."""
+    """The distinct boxes of each tensor (first rank that holds it, row, rows, column, columns). All ranks
+    call it and get the same result."""
     numbers = {name: i for i, name in enumerate(shapes(model.spec))}
     boxes = torch.tensor(
         [

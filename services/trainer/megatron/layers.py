@@ -1,4 +1,4 @@
-"""The norm and the MLP, with gradients written out: fewer passes over memory than autograd's.
+"""The norm and the MLP with hand-written gradients, which need fewer passes over memory than autograd's.
 
 Letters in shapes: N rows (tokens, or tokens x heads), H size of a row, F width of the MLP on this rank.
 """
@@ -18,9 +18,8 @@ from torch.nn.functional import linear, silu
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), computed in fp32.
 
-    The constructor's arguments are those that Megatron passes. The tag tells Megatron to sum this
-    weight's gradient over tensor-parallel ranks where each of them normalises its own part of the
-    sequence.
+    The constructor takes the arguments that Megatron passes. The tag `sequence_parallel` makes Megatron sum
+    this weight's gradient over tensor-parallel ranks if each normalizes its own part of the sequence.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
@@ -58,7 +57,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class ValueHead(torch.nn.Module):
-    """One number per row of hidden states, without bias; says 0 until it is loaded or trained.
+    """One number per row of hidden states, without bias; 0 until it is loaded or trained.
 
     Every tensor-parallel rank holds it whole and computes the same values and gradients.
     """
@@ -78,7 +77,7 @@ class ValueHead(torch.nn.Module):
 class GatedMLP(MLP):  # type: ignore[misc]
     """Megatron's MLP with silu(gate) * up in one autograd function.
 
-    With selective recomputation, the product is freed once it is multiplied, and made again for backward.
+    With selective recomputation, the product is freed after its use, and recomputed for the backward pass.
     """
 
     def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
@@ -93,14 +92,14 @@ class GatedMLP(MLP):  # type: ignore[misc]
 
 
 class ExpertRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router, but for its product, which asks for TransformerEngine even if there is none."""
+    """Megatron's router with its own matrix product: Megatron's requires TransformerEngine."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config, pg_collection)
-        self.weight.data = self.weight.data.to(torch.cuda.current_device())  # Megatron makes it on the host
+        self.weight.data = self.weight.data.to(torch.cuda.current_device())  # Megatron creates it on the host
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits in fp32 of hidden states [..., H]."""
+        """fp32 logits of hidden states [..., H]."""
         return linear(input.float(), self.weight.float())
 
 
@@ -129,8 +128,9 @@ class _SiluGate(torch.autograd.Function):
 
 
 def _empty_rows(like: Tensor) -> Tensor:
-    """Memory of `like`'s shape. On a CPU its rows lie no power of two apart: such rows compete for the same
-    cache lines, and a product that sums over them (a weight's gradient) takes up to 1.7 times as long."""
+    """Empty tensor of `like`'s shape. On a CPU, row strides avoid powers of two, with which rows compete for
+    the same cache lines: a matrix product that sums over rows (a weight's gradient) would take up to 1.7
+    times as long."""
     size = like.shape[-1]
     padding = 16 if like.device.type == "cpu" else 0
     return like.new_empty(*like.shape[:-1], size + padding)[..., :size]

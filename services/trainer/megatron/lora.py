@@ -1,6 +1,6 @@
-"""Training of low-rank adapters only: attaching, describing and merging them. Their maths is in adapter.py.
+"""Attaches, describes and merges low-rank adapters, for training only them. Their maths is in adapter.py.
 
-For everyone outside of the trainer, a canonical matrix W is W + alpha / rank * B A.
+Outside the trainer, a canonical matrix is the sum W + alpha / rank * B A.
 
 Letters in shapes: R rows and C columns of a box, K rank of an adapter.
 """
@@ -27,14 +27,14 @@ from atoll.weights.boxes import box_view
 from atoll.weights.tensor_slices import TensorSlice
 from atoll.wire.types import BOX, ShardLayout
 
-EXPERTS = ("gate_proj", "up_proj", "down_proj")  # in a mixture of them
+EXPERTS = ("gate_proj", "up_proj", "down_proj")  # in a mixture of experts
 
 
 def attach_adapters(model: MegatronModel, lora: LoraConfig, seed: int) -> None:
-    """Freezes the model and gives its target layers new adapters, which change nothing yet: B is 0.
+    """Freezes the model and adds adapters to its target layers, initially without effect: B is 0.
 
-    A is drawn as PEFT draws it, uniform within 1 / sqrt(inputs), from `seed` and its own name: the same on
-    every layout.
+    A is drawn as in PEFT, uniform within 1 / sqrt(inputs), from `seed` and its own name: the same in every
+    parallel layout.
     """
     whole = shapes(model.spec)
     for network in model.chunks:
@@ -53,12 +53,12 @@ def attach_adapters(model: MegatronModel, lora: LoraConfig, seed: int) -> None:
                 adapters.append(adapter)
             add_adapters(linear, LayerAdapters(linear, layout, adapters))
         if network.pre_process and network.config.recompute_granularity == "full":
-            # a recomputed layer is differentiated where its input is, and the frozen embedding is not
+            # a recomputed layer gets gradients only if its input requires them; a frozen embedding's does not
             network.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_())
 
 
 def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
-    """Raises UserError if the model has a target that no adapter can be put on."""
+    """Raises UserError if the model has a target that does not support adapters."""
     if spec.experts is not None and (refused := [name for name in lora.targets if name in EXPERTS]):
         raise UserError(
             f"trainer.lora.targets has {', '.join(refused)}, which lie in this model's experts: adapters go "
@@ -67,7 +67,7 @@ def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
 
 
 def _parts(held: list[TensorSlice], rank: int) -> tuple[TensorSlice, TensorSlice]:
-    """Where A and B of this rank's part of a matrix lie in the whole ones."""
+    """The slices of A and B that belong to this rank's part of a matrix."""
     a, b = adapter_names(held[0].tensor)
     first_row, rows = min(piece.row for piece in held), sum(piece.rows for piece in held)
     return TensorSlice(a, 0, rank, held[0].column, held[0].columns), TensorSlice(b, first_row, rows, 0, rank)
@@ -82,17 +82,17 @@ def _draw(adapter: Adapter, seed: int, num_inputs: int) -> None:
 
 
 def adapters_of(network: Network) -> dict[str, Adapter]:
-    """By their names in the network."""
+    """Adapters by their names in the network."""
     return {name: module for name, module in network.named_modules() if isinstance(module, Adapter)}
 
 
 def adapters(model: MegatronModel) -> dict[str, Adapter]:
-    """By their canonical matrices; none if every weight is trained."""
+    """Adapters by their canonical matrices; empty if every weight is trained."""
     return {each.tensor: each for network in model.chunks for each in adapters_of(network).values()}
 
 
 def adapter_shard_layout(model: MegatronModel) -> tuple[ShardLayout, list[Tensor]]:
-    """The boxes of PEFT's tensors that this rank holds, and their memory, as from `shards.shard_layout`."""
+    """The boxes of PEFT's tensors that this rank holds, and their memory, like `shards.shard_layout`."""
     parts = [part for each in adapters(model).values() for part in each.parts]
     boxes = [
         (i, piece.row, piece.rows, piece.column, piece.columns, i, 0, piece.columns)
@@ -103,8 +103,8 @@ def adapter_shard_layout(model: MegatronModel) -> tuple[ShardLayout, list[Tensor
 
 
 def merge_adapter(adapter: Adapter | None, row: int, column: int, memory_RC: Tensor) -> Tensor:
-    """The box [R, C] that begins at `row` and `column` of a canonical tensor, with what its adapter adds: in
-    new memory, since merging in place and taking it out again would leave rounding errors behind."""
+    """The box [R, C] at `row` and `column` of a canonical tensor with its adapter merged, in new memory:
+    merging in place and subtracting again would leave rounding errors."""
     if adapter is None:
         return memory_RC
     row, column = row - adapter.b.row, column - adapter.a.column
@@ -114,9 +114,9 @@ def merge_adapter(adapter: Adapter | None, row: int, column: int, memory_RC: Ten
 
 
 def adapter_state(network: Network) -> dict[str, ShardedTensor]:
-    """The adapters as a checkpoint of Megatron keeps them: parameter name -> its place in PEFT's tensor.
+    """The adapters in the form of Megatron's checkpoints: parameter name -> its position in PEFT's tensor.
 
-    Their names and places do not depend on the layout, so any other layout finds its own parts.
+    Names and positions do not depend on the parallel layout, so any other layout finds its own parts.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -138,12 +138,12 @@ class PushedWeights:
     """The weights that are pushed to replicas."""
 
     shard_layout: ShardLayout
-    buffers: list[Tensor]  # that the shard layout indexes
+    buffers: list[Tensor]  # indexed by the shard layout
     refresh: Callable[[], None] | None = None  # updates the buffers; None: they are the live weights
 
 
 def weights_to_push(model: MegatronModel) -> PushedWeights:
-    """Every weight, merged, or the adapters alone: see LoraConfig.push."""
+    """All weights, merged, or only the adapters: see LoraConfig.push."""
     if model.lora is None:
         return PushedWeights(*shard_layout(model))
     if model.lora.push == "adapter":

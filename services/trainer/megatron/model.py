@@ -1,4 +1,4 @@
-"""Builds a Megatron GPT model from a Hugging Face folder. Nothing here runs per step but `forward`.
+"""Builds a Megatron GPT model from a Hugging Face folder. Only `forward` runs in training steps.
 
 Letters in shapes: T tokens of a packed micro-batch, H hidden size, D size of a head, V vocabulary of
 this tensor-parallel rank.
@@ -46,8 +46,8 @@ from atoll.trainer.megatron.rope import compute_rotation
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
-# What the backward pass computes again instead of keeping it: nothing; what is large and cheap, to which
-# GatedMLP adds its product; or every layer from its input (Chen et al. 2016, arXiv:1604.06174).
+# What the backward pass recomputes: nothing; large but cheap activations, including GatedMLP's product; or
+# every layer from its input (Chen et al. 2016, arXiv:1604.06174).
 RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -56,16 +56,16 @@ RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
 
 
 class Network(GPTModel):  # type: ignore[misc]
-    """The layers of one pipeline stage, or of one of its virtual stages, over packed trees of segments.
+    """The layers of one pipeline stage or virtual stage, over packed trees of segments.
 
-    The first stage embeds. The last one stops before the output layer, or the value head in its place:
-    log-probabilities are computed from hidden states at the needed positions only, so that the
-    [T, vocabulary] logits never exist whole.
+    The first stage embeds. The last one stops before the output layer or value head: log-probabilities are
+    computed from hidden states at the needed positions only, so that the [T, vocabulary] logits never exist
+    as a whole.
     """
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
-        """[T, 1, H] hidden states, after the final norm on the last stage; of this rank's tokens where
-        they are split over tensor-parallel ranks. A later stage has its input from `set_input_tensor`."""
+        """[T, 1, H] hidden states, after the final norm on the last stage; only this rank's tokens if they
+        are split over tensor-parallel ranks. Later stages get their input by `set_input_tensor`."""
         embedded_T1H = None
         if self.pre_process:
             embedded_T1H = self.embedding(input_ids=tokens_T.unsqueeze(0), position_ids=None)
@@ -78,20 +78,20 @@ class Network(GPTModel):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """How a model is computed, beside what it is."""
+    """How a model is computed; ModelSpec is what it computes."""
 
     dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
-    lora: LoraConfig | None = None  # default: train all weights
+    lora: LoraConfig | None = None  # None: all weights are trained
     seed: int = 0  # of new adapters
 
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """The matrices of attention and of a dense MLP, and what comes before the first of each."""
+    """Module types for the linear layers of attention and dense MLP, and for the norm before them."""
 
-    norm: type  # nothing, where `column` normalises its input
+    norm: type  # no operation if `column` normalizes its input
     column: type
     row: type
 
@@ -101,12 +101,12 @@ LOCAL = Linears(RMSNorm, ColumnParallelLinear, RowParallelLinear)
 
 @dataclass(frozen=True, eq=False)
 class MegatronModel:
-    """This rank's part of a policy, or of a value model: see spec.head."""
+    """This rank's part of a policy or a value model: see spec.head."""
 
     chunks: tuple[Network, ...]  # one, or one per virtual pipeline stage
     spec: ModelSpec
-    folder: Path  # where the weights came from; exports take the tokenizer from here
-    lora: LoraConfig | None = None  # none: it has no adapters
+    folder: Path  # source of the weights; exports copy the tokenizer from here
+    lora: LoraConfig | None = None  # None: no adapters
 
     @property
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -122,7 +122,7 @@ class MegatronModel:
 def initialize_parallel(parallel: ParallelConfig, section: str = "trainer") -> None:
     """Joins the process groups that torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT describe.
 
-    Raises UserError if these are not the ranks that `section` of the config asks for.
+    Raises UserError if they do not match the parallelism in `section` of the config.
     """
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -142,21 +142,21 @@ def initialize_parallel(parallel: ParallelConfig, section: str = "trainer") -> N
         ),
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=1,  # an expert is whole on its rank
+        expert_tensor_parallel_size=1,  # experts are not split
         create_gloo_process_groups=False,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
     )
-    with cpu_compat.apply():  # the embedding asks for a random state of its own, to drop nothing out
+    with cpu_compat.apply():  # the embedding's dropout asks for a random state, even at rate 0
         model_parallel_cuda_manual_seed(0)
 
 
 def build(folder: Path, spec: ModelSpec, settings: ModelSettings) -> MegatronModel:
-    """This rank's part of a model as `spec` says, its weights not read yet; a value head says 0.
+    """This rank's part of a model of `spec`, with uninitialized weights; a value head is 0.
 
     Call it inside `cpu_compat.apply()`, after `initialize_parallel`.
     """
     config = _transformer_config(spec, settings)
-    # an adapter reads what the norm returns, which TransformerEngine keeps inside of a fused layer
+    # an adapter needs the norm's output, which TransformerEngine's fused layer does not expose
     linears = _fused_linears() if uses_transformer_engine() and settings.lora is None else LOCAL
     num_vp_stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     stages = [None] if num_vp_stages is None else list(range(num_vp_stages))
@@ -165,8 +165,8 @@ def build(folder: Path, spec: ModelSpec, settings: ModelSettings) -> MegatronMod
 
 
 def uses_transformer_engine() -> bool:
-    """Its kernels compute a norm and the matrix behind it at once. Attention stays ours, which shares
-    prefixes, and so do experts."""
+    """Its kernels fuse a norm with the following matrix. Attention, which shares prefixes, and experts stay
+    ours."""
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
@@ -187,7 +187,7 @@ def _network(spec: ModelSpec, config: TransformerConfig, linears: Linears, vp_st
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=is_last,
         share_embeddings_and_output_weights=spec.tied,
-        position_embedding_type="none",  # positions enter in the core attention
+        position_embedding_type="none",  # the core attention applies positions
         vp_stage=vp_stage,
     )
     even = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=torch.cuda.current_device())
@@ -199,12 +199,12 @@ def _network(spec: ModelSpec, config: TransformerConfig, linears: Linears, vp_st
 
 
 def _tag_shards(network: Network) -> None:
-    """Megatron tags the weights that it splits when it initialises them, which we skip. TransformerEngine
-    tags its own.
+    """Tags split weights. Megatron does so when it initializes them, which we skip; TransformerEngine tags
+    its own.
 
-    Without the tag they would count once instead of once per rank in the gradient norm. Experts that are no
-    parallel ones are the same on all tensor-parallel ranks, each of which has its own tokens, like a norm:
-    Megatron sums their gradients over these ranks if they are tagged as a norm is.
+    Without the tag, only one rank's part of them would count in the gradient norm. Without expert
+    parallelism, experts are copied to all tensor-parallel ranks, each of which has its own tokens: Megatron
+    sums their gradients over these ranks if they are tagged like norms.
     """
     for module in network.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and _is_copied_expert(module):
@@ -220,10 +220,10 @@ def _is_copied_expert(module: ColumnParallelLinear | RowParallelLinear) -> bool:
 
 
 def output_weight(model: MegatronModel) -> Tensor:
-    """The vocabulary-parallel output weight [V, H], also if it is the embedding. On the last stage.
+    """The vocabulary-parallel output weight [V, H], which may be the embedding. Only on the last stage.
 
-    Callers that multiply hidden states with it must sum their gradient over the tensor-parallel ranks: each
-    rank's covers only its own part of the vocabulary.
+    Callers that multiply hidden states by it must sum the hidden states' gradient over the tensor-parallel
+    ranks: each rank covers only its part of the vocabulary.
     """
     network = model.output
     if network.share_embeddings_and_output_weights:
@@ -257,19 +257,19 @@ def _transformer_config(spec: ModelSpec, settings: ModelSettings) -> Transformer
         sequence_parallel=settings.sequence_parallel,
         pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=num_vp_stages,
-        # No two micro-batches have equally many tokens: stages tell each other sizes before they send. With
-        # virtual stages they cannot: of two stages, each is before and behind the other, Megatron posts both
-        # messages at once, and either may be taken for the other. Then all sizes are equal, and the two
-        # directions take different groups, as Megatron does where it does not send in batches.
+        # Micro-batches differ in their numbers of tokens, so stages announce sizes before they send. With
+        # virtual stages that fails: each of two stages both precedes and follows the other, Megatron posts
+        # both messages at once, and one may be mistaken for the other. Then all sizes are equal, and the two
+        # directions use different groups, as in Megatron without batched sends.
         variable_seq_lengths=pipeline > 1 and num_vp_stages is None,
         batch_p2p_comm=num_vp_stages is None,
         overlap_p2p_comm=num_vp_stages is not None,
-        moe_token_dispatcher_type="alltoall",  # the only one that Megatron takes with variable lengths
+        moe_token_dispatcher_type="alltoall",  # the only one that Megatron supports with variable lengths
         **_expert_settings(spec),
         calculate_per_token_loss=True,  # data-parallel gradients are summed: the loss weights carry the mean
-        perform_initialization=False,  # every parameter is read from the folder
+        perform_initialization=False,  # every parameter is loaded from the folder
         **RECOMPUTE[settings.recompute],
-        # these need CUDA kernels
+        # these would need CUDA kernels
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
@@ -284,7 +284,7 @@ def _expert_settings(spec: ModelSpec) -> dict[str, Any]:
         "num_moe_experts": spec.experts.num,
         "moe_router_topk": spec.experts.per_token,
         "moe_ffn_hidden_size": spec.experts.intermediate_size,
-        # scaling the chosen probabilities to sum 1 is a softmax over the chosen logits
+        # normalizing the chosen probabilities equals a softmax over the chosen logits
         "moe_router_pre_softmax": not spec.experts.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),

@@ -1,6 +1,6 @@
 """Maps each Megatron parameter of a model chunk to slices of canonical (Hugging Face) tensors.
 
-The only place that knows the two layouts: loading, exporting and pushing weights all read it.
+The only place that knows both layouts: loading, exporting and pushing weights all use it.
 """
 
 from collections.abc import Iterator
@@ -10,20 +10,20 @@ from typing import Literal
 from atoll.runtime.model_spec import Experts, ModelSpec
 from atoll.weights.tensor_slices import TensorSlice
 
-# Megatron's own layers, or TransformerEngine's, which join a norm to the linear layer behind it
+# Megatron's own layers, or TransformerEngine's, which fuse a norm with the following linear layer
 Flavour = Literal["local", "transformer_engine"]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Which part of a model one chunk is: some layers, on one of the ranks that share their matrices."""
+    """The part of a model in one chunk: some layers, on one of the ranks that share their matrices."""
 
-    layers: range  # their numbers in the whole model; the chunk's own names count from 0
+    layers: range  # indices in the whole model; names in the chunk count from 0
     is_first: bool  # has the embedding
     is_last: bool  # has the final norm and the output layer or value head
     rank: int = 0  # in its tensor-parallel group
     size: int = 1
-    experts: range = range(0)  # of every layer, each of them whole; the chunk's own names count from 0
+    experts: range = range(0)  # of every layer, not split; names in the chunk count from 0
 
 
 def whole_model(spec: ModelSpec) -> Chunk:
@@ -32,7 +32,7 @@ def whole_model(spec: ModelSpec) -> Chunk:
 
 
 def tensor_slices(spec: ModelSpec, chunk: Chunk, flavour: Flavour = "local") -> dict[str, list[TensorSlice]]:
-    """Megatron parameter name -> what it holds in this chunk."""
+    """Megatron parameter name -> the slices that it holds in this chunk."""
     hidden, rank, size = spec.hidden_size, chunk.rank, chunk.size
 
     def rows_of(tensor: str, rows: int, columns: int) -> list[TensorSlice]:
@@ -55,7 +55,7 @@ def tensor_slices(spec: ModelSpec, chunk: Chunk, flavour: Flavour = "local") -> 
         elif not spec.tied:
             found["output_layer.weight"] = rows_of("lm_head.weight", spec.vocab_size, hidden)
         elif not chunk.is_first:
-            found["output_layer.weight"] = embedding  # a copy, where another stage embeds
+            found["output_layer.weight"] = embedding  # a copy, if another stage embeds
     for i, number in enumerate(chunk.layers):
         ours, theirs = f"decoder.layers.{i}", f"model.layers.{number}"
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
@@ -99,7 +99,7 @@ def tensor_slices(spec: ModelSpec, chunk: Chunk, flavour: Flavour = "local") -> 
 def _experts(
     experts: Experts, held: range, ours: str, theirs: str, hidden: int
 ) -> dict[str, list[TensorSlice]]:
-    """The router, and these experts of one layer, each of them whole."""
+    """The router and these experts of one layer, not split."""
     ffn = experts.intermediate_size
     found = {f"{ours}.router.weight": [TensorSlice(f"{theirs}.gate.weight", 0, experts.num, 0, hidden)]}
     for i, number in enumerate(held):
@@ -114,7 +114,7 @@ def _experts(
 def _interleaved_qkv(
     spec: ModelSpec, attention: str, kind: str, columns: int, rank: int, size: int
 ) -> Iterator[TensorSlice]:
-    """Megatron keeps, for each key-value group: the group's query heads, its key head, its value head."""
+    """For each key-value group, Megatron stores the group's query heads, its key head, its value head."""
     groups = spec.num_kv_heads // size
     queries = spec.num_heads // spec.num_kv_heads * spec.head_dim  # rows of one group
     for group in range(rank * groups, (rank + 1) * groups):
@@ -124,7 +124,7 @@ def _interleaved_qkv(
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape, for every tensor that the model folder must hold."""
+    """Canonical name -> shape, for every tensor that the model folder must contain."""
     extents: dict[str, tuple[int, int]] = {}
     for held in tensor_slices(spec, whole_model(spec)).values():
         for piece in held:

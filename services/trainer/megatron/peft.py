@@ -23,8 +23,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def load_adapter(model: MegatronModel, folder: Path) -> None:
-    """Fills this rank's adapters, reading only its own slices. Raises UserError if the folder holds no
-    such adapter: another rank, alpha or other targets than the model's, or no readable files."""
+    """Fills this rank's adapters, reading only its own slices. Raises UserError if its rank, alpha or targets
+    differ from the model's, or if files are missing or unreadable."""
     assert model.lora is not None
     _check_config(folder, model.lora)
     expected = adapter_shapes(model)
@@ -74,7 +74,7 @@ def _check_config(folder: Path, lora: LoraConfig) -> None:
 
 
 def write_adapter(model: MegatronModel, folder: Path) -> None:
-    """Writes `folder` so that peft's `PeftModel.from_pretrained(base, folder)` is the policy. Every rank
+    """Writes `folder` such that peft's `PeftModel.from_pretrained(base, folder)` is the policy. Every rank
     calls it; rank 0 writes."""
     assert model.lora is not None
     tensors = _whole_adapters(model)
@@ -99,7 +99,7 @@ def write_adapter(model: MegatronModel, folder: Path) -> None:
 
 
 def adapter_shapes(model: MegatronModel) -> dict[str, tuple[int, ...]]:
-    """PEFT's tensor name -> shape, of all adapters of the whole model."""
+    """PEFT's tensor name -> shape, for all adapters of the whole model."""
     assert model.lora is not None
     found: dict[str, tuple[int, ...]] = {}
     for tensor, shape in shapes(model.spec).items():
@@ -110,8 +110,8 @@ def adapter_shapes(model: MegatronModel) -> dict[str, tuple[int, ...]]:
 
 
 def _whole_adapters(model: MegatronModel) -> dict[str, Tensor]:
-    """All adapters on each rank of one copy of the model: small, so that a single sum brings them together,
-    to which each part is given by the one rank that has it, or by the first of those."""
+    """All adapters, on each rank of one copy of the model. Since they are small, one all-reduce collects
+    them: each part is contributed by the only rank, or the first rank, that has it."""
     whole = adapter_shapes(model)
     like = next(model.parameters)
     sizes = [prod(shape) for shape in whole.values()]

@@ -1,4 +1,4 @@
-"""Micro-batches through a model: one after another, or in Megatron's 1F1B order over pipeline stages."""
+"""Runs micro-batches through a model: one after another, or in Megatron's 1F1B order over pipeline stages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from atoll.trainer.megatron.attention import AttentionPlan
 from atoll.trainer.megatron.model import MegatronModel, Network
 
 P = TypeVar("P")
-Inputs = tuple[Tensor, Tensor, AttentionPlan]  # what Network.forward takes
+Inputs = tuple[Tensor, Tensor, AttentionPlan]  # arguments of Network.forward
 
 
 def run(
@@ -25,11 +25,11 @@ def run(
     backward: bool,
     num_tokens: int,
 ) -> None:
-    """Every rank of a pipeline calls it with the same parts. If a stage has several virtual stages, their
-    number is a multiple of that of the stages, and `inputs` gives each of them `num_tokens` tokens.
+    """Every rank of a pipeline calls it with the same parts. With virtual stages, the number of parts must be
+    a multiple of the number of stages, and `inputs` must pad each part to `num_tokens` tokens.
 
-    `last(part, hidden_T1H)` runs on the last stage, part after part; with `backward`, the scalar that it
-    returns is differentiated and gradients are accumulated.
+    `last(part, hidden_T1H)` runs on the last stage for each part; with `backward`, the scalar that it returns
+    is differentiated and gradients are accumulated.
     """
     if not parts:
         return
@@ -45,7 +45,7 @@ def run(
         return network(*inputs(part)), partial(loss, part)
 
     def loss(part: P, hidden_T1H: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        # of three results, Megatron leaves the first as it is: loss weights carry the denominator
+        # given three results, Megatron does not rescale the loss: loss weights contain the denominator
         return last(part, hidden_T1H), torch.zeros((), dtype=torch.int), {}
 
     with cpu_compat.apply():
@@ -54,7 +54,7 @@ def run(
             data_iterator=[iter(parts) for _ in model.chunks],
             model=list(model.chunks),
             num_microbatches=len(parts),
-            seq_length=num_tokens,  # else, the stages tell each other the real one
+            seq_length=num_tokens,  # otherwise the stages announce the actual length
             micro_batch_size=1,
             forward_only=not backward,
         )

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split order of Qwen and Llama.
 
-The rotation is computed once per micro-batch, from the positions, and used by every layer.
+The rotation is computed from positions once per micro-batch and used by every layer.
 
 Letters in shapes: T tokens, H heads, D size of a head.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 class Rotation(NamedTuple):
     cos_T1D: Tensor
-    sin_T1D: Tensor  # negative in the first half, which receives minus the second half
+    sin_T1D: Tensor  # negative in the first half, which gets minus the second half
 
 
 def compute_rotation(positions_T: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
@@ -31,7 +31,7 @@ def rotate(x_THD: Tensor, rotation: Rotation) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the opposite rotation, so nothing of the input is kept."""
+    """A rotation's gradient is the inverse rotation, so the input need not be saved."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The boxes of canonical tensors that this rank holds, and their place in its memory."""
+"""The boxes of canonical tensors that this rank holds, and their positions in its memory."""
 
 from collections.abc import Iterator
 
@@ -36,9 +36,9 @@ def chunk_of(network: Network) -> Chunk:
 def shard_layout(model: MegatronModel) -> tuple[ShardLayout, list[Tensor]]:
     """The boxes of this rank, and the flat buffers that they index: one view per parameter.
 
-    Boxes held by several ranks (norms, copies of a tied embedding) are in the layout of each.
-    The views stay valid until the parameters' storage is replaced. Raises UserError for a parameter that
-    has no canonical name.
+    Boxes held by several ranks (norms, copies of a tied embedding) are in each one's layout. The views stay
+    valid until the parameters' storage is replaced. Raises UserError for a parameter that has no canonical
+    name.
     """
     parameters: dict[str, Tensor] = {}
     held: dict[str, list[TensorSlice]] = {}
@@ -67,7 +67,7 @@ def shard_layout(model: MegatronModel) -> tuple[ShardLayout, list[Tensor]]:
 
 
 def boxes_of(model: MegatronModel) -> Iterator[tuple[str, NDArray[np.void], Tensor]]:
-    """Each box of this rank with its tensor's name and the parameter's memory [rows, columns] it names."""
+    """Each box of this rank with its tensor's name and its memory [rows, columns] in the parameter."""
     listing, buffers = shard_layout(model)
     for box in listing.boxes:
         _, _, rows, _, columns, buffer, offset, stride = box.item()
