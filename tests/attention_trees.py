@@ -1,4 +1,4 @@
-"""Random token trees, and the padded rows that they stand for."""
+"""Random token trees, and the padded rows that they represent."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Tree:
     samples: np.ndarray  # [T] -1 in prompts
     ids_RL: Tensor  # 0 where a row has ended
     mask_RL: Tensor
-    row_T: Tensor  # where each token of the segments stands: a prompt's in the first of its rows
+    row_T: Tensor  # row of each token of the segments; of a prompt's tokens, the first of its rows
     column_T: Tensor
 
     @property

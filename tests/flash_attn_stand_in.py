@@ -1,4 +1,4 @@
-"""flash-attn's call in plain torch: for machines without a GPU, and to compare with on others."""
+"""flash-attn's function in plain torch: for machines without a GPU, and as reference on others."""
 
 import math
 import sys
@@ -23,7 +23,7 @@ def varlen(
     *,
     causal: bool,
 ) -> torch.Tensor:
-    """What flash_attn documents of flash_attn_varlen_func, sequence by sequence, in plain torch."""
+    """flash_attn_varlen_func as documented, sequence by sequence, in plain torch."""
     assert causal
     assert query_bounds.dtype == key_bounds.dtype == torch.int32
     assert max_queries == query_bounds.diff().max()

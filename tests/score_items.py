@@ -1,4 +1,4 @@
-"""A response to grade, as tests of external servers send it."""
+"""A response to grade, as sent by tests of external servers."""
 
 from atoll.wire.types import FinishReason, GroupId, SampleId, ScoreItem
 

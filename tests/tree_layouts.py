@@ -1,4 +1,4 @@
-"""Token trees without tokens, and what attention makes of them by one dense mask."""
+"""Token trees without tokens, and reference attention with one dense mask."""
 
 import math
 
@@ -28,7 +28,7 @@ def random_forest(seed: int, num_segments: int, longest: int) -> Segments:
 
 
 def dense_mask(segments: Segments) -> Tensor:
-    """[T, T], from the definition: what came before, in the own segment or an ancestor."""
+    """[T, T] by definition: earlier tokens of the own segment or an ancestor."""
     owner = np.repeat(np.arange(len(segments.parents)), np.diff(segments.offsets))
     mask = torch.zeros(len(owner), len(owner), dtype=torch.bool)
     for q, segment in enumerate(owner):
@@ -56,7 +56,8 @@ CASES = {
 def check_dense(
     name: str, num_ranks: int, segments: Segments, device: torch.device, dtype: torch.dtype, share: float
 ) -> None:
-    """Outputs and gradients of a backend are those of a dense mask in float64, to `share` of the largest."""
+    """Outputs and gradients of a backend equal those of a dense mask in float64, to `share` of the
+    largest."""
     torch.manual_seed(0)
     num_tokens, heads, groups, size = len(segments.token_ids), 4, 2, 8
     q, k, v = (
@@ -87,7 +88,7 @@ def dense_attention(segments: Segments, q: Tensor, k: Tensor, v: Tensor) -> Tens
 
 
 def all_ranks(name: str, num_ranks: int, segments: Segments, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What all context ranks together make of the queries, each with the keys and values of all."""
+    """The output of all context ranks together, each with the keys and values of all."""
     splits = [ContextSplit(rank, num_ranks) for rank in range(num_ranks)]
     held = [torch.from_numpy(split.local_tokens(len(q))).to(q.device) for split in splits]
     order = torch.cat(held)  # of the gathered tokens

@@ -1,5 +1,5 @@
-"""The grader code on a real sandbox: HumanEval, rows of other data sets with verdicts known by hand, and
-responses that go for the reward without solving the problem."""
+"""The code grader on a real sandbox: HumanEval, rows of other datasets with verdicts worked out by hand, and
+reward hacks."""
 
 import asyncio
 import gzip
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 HUMANEVAL = Path(__file__).parents[1] / "data" / "humaneval" / "HumanEval.jsonl.gz"
 PROGRAMS = 4
-CASE_S = 4.0  # for one case: longer than this machine may stand still
+CASE_S = 4.0  # for one case: longer than this machine may stall
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -59,8 +59,8 @@ def humaneval() -> list[dict[str, str]]:
 
 
 async def grade_all(sandbox: Sandbox, responses: list[str]) -> list[Grade]:
-    """One for each problem. More at once than there are places: a response's two programs must not wait for
-    each other."""
+    """Grades one response for each problem. Runs more at once than there are slots: a response's two programs
+    must not wait for each other."""
     graded = [
         code(item(response, row), sandbox) for response, row in zip(responses, humaneval(), strict=True)
     ]
@@ -89,7 +89,7 @@ async def test_no_empty_or_wrong_body_passes(sandbox: Sandbox, body: str) -> Non
     assert kinds == {(0.0, expected)}
 
 
-# 25 would not do: in frames that a response sees, it may be a descriptor or the number of a run
+# not 25, which may occur as a descriptor or run number in frames that a response sees
 SQUARES = {
     "test_list": ["assert f(2) == 4", "assert f(5000) == 25_000_000", "assert f(-1) == 1", "assert f(0) == 0"]
 }
@@ -210,7 +210,7 @@ LEETCODE = {  # as in LiveCodeBench
         ("return list(zip(sorted(numbers), letters))", 1),  # tuples for lists
         ("return [[n, l] for n, l in zip(sorted(numbers), letters)]", 1),
         ("return [[str(n), l] for n, l in zip(sorted(numbers), letters)]", 0),
-        ("return zip(sorted(numbers), letters)", 0),  # no plain data
+        ("return zip(sorted(numbers), letters)", 0),  # not plain data
         ("return set(zip(sorted(numbers), letters))", 0),
         ("numbers.sort(); return [[n, l] for n, l in zip(numbers, letters)]", 1),
     ],
@@ -463,14 +463,14 @@ FAILURES = ("wrong answer", "exception", "timeout", "memory", "output limit", "e
 @pytest.mark.parametrize("response", HACKS_BY_NAME.values(), ids=HACKS_BY_NAME)
 @FUNCTIONS
 async def test_hacks(sandbox: Sandbox, tests: Any, response: str) -> None:
-    """None of them is rewarded, for a single case either; none of them is an error of anything else."""
+    """No hack is rewarded, not even for a single case, or causes any other error."""
     grade = await code(item(response, tests), sandbox, case_timeout_s=2.0, timeout_s=4.0)
     assert grade.value == 0.0
     assert grade.reason.partition(":")[0] in FAILURES
 
 
 async def test_numbers_that_collide_cost_no_more_than_a_call(sandbox: Sandbox) -> None:
-    """A set of them would take minutes to build, here or on the host."""
+    """Building a set of them would take minutes, here or on the host."""
     response = """
 import os
 def f(x):
@@ -488,7 +488,7 @@ def f(x):
 
 @FUNCTIONS
 async def test_expected_values_are_not_where_the_response_runs(sandbox: Sandbox, tests: Any) -> None:
-    """The only expected value is looked for in all objects, frames and memory that it can read."""
+    """Searches all objects, frames and memory that the response can read for the only expected value."""
     secret = 8675309
     tests = {"test_list": [f"assert f() == {secret}"]} if tests is SQUARES else tests
     tests = {"fn_name": "f", "inputs": [[]], "outputs": [secret]} if tests is SQUARE_CALLS else tests
@@ -555,7 +555,7 @@ async def test_tests_that_choke_on_a_value_are_the_responses_fault(sandbox: Sand
 
 
 async def test_verdicts_of_a_panel(sandbox: Sandbox) -> None:
-    """More responses that hang than places, and a row without sound tests: an error that no retry mends."""
+    """More hanging responses than slots, and a row without valid tests: an error that is not retryable."""
     config = GraderConfig.model_validate({"name": "code", "weight": 2.0, "case_timeout_s": CASE_S})
     panel = await GraderPanel.start([config], sandbox, PROGRAMS)
     hangs = [item("def f(x):\n    while True: pass", SQUARES)] * (2 * PROGRAMS)

@@ -1,4 +1,4 @@
-"""Every parallel layout makes the updates of a plain padded transformers loop.
+"""Every parallel layout makes the same updates as a plain padded transformers loop.
 
 One launch per layout makes all its assertions.
 """
@@ -60,7 +60,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def loop_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], tuple[Path, Reference]]:
-    """A layout's model and the loop over it, made once for each family and depth."""
+    """A layout's model and its reference loop, computed once for each family and depth."""
 
     @cache
     def made(family: str, num_layers: int) -> tuple[Path, Reference]:

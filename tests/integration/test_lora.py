@@ -60,7 +60,7 @@ PUSHES: tuple[Push, ...] = ("merged", "adapter")
 
 
 def write_start(folder: Path, base: Path, targets: tuple[str, ...]) -> Path:
-    """An adapter of peft itself; neither A nor B is 0."""
+    """Writes an adapter created by peft; neither A nor B is 0."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
@@ -94,8 +94,8 @@ def check_rank(
 
 
 def check_push(learner: Learner, base: Path, lora: LoraConfig) -> int:
-    """A replica on rank 0 generates with the logprobs that the trainer computes. Returns the bytes that the
-    ranks have written."""
+    """A replica on rank 0 generates with the trainer's logprobs. Returns the bytes that the ranks have
+    written."""
     served = weights_to_push(replace(learner.model, lora=lora))
     engine = None
     if dist.get_rank() == 0:
@@ -158,7 +158,7 @@ def check_resumed(
 
 @torch.no_grad()
 def check_files(base: Path, out: Path, lora: LoraConfig) -> None:
-    """peft and transformers read what was exported; both are one policy."""
+    """peft and transformers load the exported files; both give the same policy."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

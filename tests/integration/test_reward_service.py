@@ -111,7 +111,7 @@ async def grading(*graders: GraderConfig, max_queued: int = 8192) -> AsyncIterat
 
 
 async def replies(client: RewardClient, items: Sequence[ScoreItem]) -> AsyncIterator[reward_pb2.ScoreReply]:
-    """The messages of one call, as they come."""
+    """The messages of one call, as they arrive."""
     async with grpc.aio.insecure_channel(client.address) as channel:
         request = reward_pb2.ScoreRequest(items=[encode_score_item(item) for item in items])
         metadata = Caller(token=TOKEN).metadata
@@ -138,12 +138,12 @@ def go(tmp_path: Path) -> Path:
 
 
 async def opened(fifo: Path) -> None:
-    """Waits for the grader that opens it, which waits for this."""
+    """Waits for the grader to open it, which waits for this."""
     await asyncio.wait_for(asyncio.to_thread(fifo.read_bytes), 30)
 
 
 def workers() -> list[psutil.Process]:
-    """The children of the server that they are forked from, which stays, as does the resource tracker."""
+    """The children of the fork server, which stays, as does the resource tracker."""
     return [worker for child in psutil.Process().children() for worker in child.children()]
 
 
@@ -255,14 +255,14 @@ async def test_graders_are_loaded_anew_on_request_and_only_then(
         await client.reload()
         assert await component() == ten
         await opened(go)
-        (verdict,) = await old  # begun before: what it began with
+        (verdict,) = await old  # begun before: with the old graders
         assert verdict == Graded(item(1, "").id, 0.2, one | {"exact_match": 1.0})
         file.write_text("import absent_module")
         with pytest.raises(UserError, match="absent_module"):
             await client.reload()
         assert await component() == ten
-        for worker in workers():  # and so it stays where a worker has to be replaced
-            with suppress(psutil.NoSuchProcess):  # one that has loaded nothing is at its end
+        for worker in workers():  # and it remains so when a worker has to be replaced
+            with suppress(psutil.NoSuchProcess):  # one without a grader is ending
                 worker.kill()
         assert await all_gone(workers())
         assert await component() == ten
@@ -310,7 +310,7 @@ async def test_a_full_queue_refuses_at_once_and_each_verdict_frees_a_place(
             await client.score([item(index, "46") for index in range(4)])
         held = asyncio.create_task(client.score([item(1, "46"), item(2, "46", began=began, go=go)]))
         await opened(began)
-        # item 1 needs no go, so its place is free by the time that its verdict is out
+        # item 1 need not wait, so its place is free once its verdict is sent
         assert len(await client.score([item(3, "46")])) == 1
         with pytest.raises(OverloadedError, match=r"3 more would be over reward.max_queued = 3"):
             await client.score([item(index, "46") for index in range(3)])
@@ -397,7 +397,7 @@ async def test_a_grader_that_hangs_does_not_hold_up_the_end(grader: GraderConfig
 
 @pytest.mark.long
 async def test_every_way_to_run_a_grader_in_one_request(grader: GraderConfig, began: Path) -> None:
-    """A mix of inline, isolated, sandboxed and routed ones, with a real sandbox, which Execute uses, too."""
+    """A mix of inline, isolated, sandboxed and routed graders, with a real sandbox that Execute also uses."""
     tests = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
     program = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
     wrong = program.replace("a + b", "3")
@@ -437,7 +437,7 @@ async def test_every_way_to_run_a_grader_in_one_request(grader: GraderConfig, be
 
 
 class RecordingSandbox:
-    """Says what it was asked."""
+    """Records its calls."""
 
     tier = "none, it records"
 
@@ -479,7 +479,7 @@ async def test_execute_stays_within_the_services_limits() -> None:
 
 
 def start(tmp_path: Path, grader: str) -> tuple[subprocess.Popen[bytes], str]:
-    """`python -m atoll.reward` as the launcher starts it; its address, or "" where it ended."""
+    """Starts `python -m atoll.reward` as the launcher does; returns its address, or "" if it ended."""
     config = {
         "run": {"name": "toy", "steps": 1},
         "model": {"path": "unused"},
@@ -512,7 +512,7 @@ def start(tmp_path: Path, grader: str) -> tuple[subprocess.Popen[bytes], str]:
 async def test_the_process_finishes_what_it_grades_and_takes_its_workers_with_it(
     grader: GraderConfig, tmp_path: Path, began: Path, go: Path
 ) -> None:
-    """As the launcher ends it: the whole process group gets SIGTERM."""
+    """Stops it like the launcher: the whole process group gets SIGTERM."""
     process, address = start(tmp_path, grader.name)
     client = RewardClient(address, Caller(token=TOKEN), timeout_s=20.0)
     call = asyncio.create_task(client.score([item(1, "46", began=began, go=go)]))
@@ -526,7 +526,7 @@ async def test_the_process_finishes_what_it_grades_and_takes_its_workers_with_it
         _, log = await asyncio.to_thread(process.communicate, timeout=20)
     finally:
         await client.close()
-        process.kill()  # where it has not ended by itself
+        process.kill()  # if it has not ended by itself
     assert process.returncode == 0, log.decode()
     assert await all_gone(children)
 

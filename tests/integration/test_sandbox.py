@@ -1,6 +1,6 @@
-"""The sandbox with programs that mean no harm: how each ends, what it can do, and what is left of it.
+"""The sandbox with harmless programs: how they end, what they can do, and what they leave behind.
 
-Both tiers, where namespaces work; tests/integration/test_sandbox_attacks.py has the programs that mean harm.
+Both tiers if namespaces work; hostile programs are in tests/integration/test_sandbox_attacks.py.
 """
 # long because all of it shares one started sandbox per tier
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 PROGRAMS = 4
 NAMESPACES = "landlock, seccomp, namespaces"
-# Answers each frame with what `answer(frame)` makes of it.
+# Answers each frame with `answer(frame)`.
 DIALOGUE = f"""
 import os, sys
 
@@ -112,10 +112,10 @@ async def test_what_it_prints_and_reads(sandbox: Sandbox) -> None:
     """
     execution = await run(sandbox, source, "größe\n".encode())
     assert (execution.stdout, execution.stderr) == ("GRÖSSE\né".encode(), b"trouble\n")
-    data = bytes(range(256)) * 3000  # more than a pipe holds, both ways
+    data = bytes(range(256)) * 3000  # more than a pipe holds, in both directions
     echo = "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read())"
     assert (await run(sandbox, echo, data)).stdout == data
-    # an end that the interpreter does not see loses what it has not written, as it does anywhere
+    # an end without the interpreter's shutdown loses unwritten output, as it does anywhere
     assert (await run(sandbox, "import os; print('lost'); os._exit(0)")).stdout == b""
 
 
@@ -232,7 +232,7 @@ async def test_output_is_cut_off_at_its_limit(sandbox: Sandbox, stream: str) -> 
     assert just.status is ProgramStatus.OK
     assert getattr(just, stream) == b"x" * 5000
     more = await run(sandbox, f"import sys\nsys.{stream}.write('x' * 5001)", output_bytes=5000)
-    assert more.status is ProgramStatus.OUTPUT_LIMIT  # though it had ended by itself
+    assert more.status is ProgramStatus.OUTPUT_LIMIT  # although it had ended by itself
 
 
 async def test_a_dialogue(sandbox: Sandbox) -> None:
@@ -303,7 +303,7 @@ async def test_no_more_than_so_many_at_once(sandbox: Sandbox) -> None:
 
 
 async def test_programs_that_sleep_or_spin_step_aside(sandbox: Sandbox) -> None:
-    """With all places taken by such for 20 s, others would have to wait for the first one's end."""
+    """If such programs occupied all slots for 20 s, others would have to wait for the first one to end."""
     hang = ["import time; time.sleep(100)", "while True: pass"] * (PROGRAMS // 2)
     tasks = [asyncio.create_task(run(sandbox, source, timeout_s=20.0)) for source in hang]
     await _until(lambda: len(_programs()) == PROGRAMS)
@@ -336,7 +336,7 @@ async def test_two_thousand_runs_leave_nothing(sandbox: Sandbox) -> None:
     write = "open('file', 'w').write('x' * 1000)\n" if sandbox.tier == NAMESPACES else ""
     sources = [write + "print(1)", write + "import os; os._exit(1)", write + "1 / 0", "import os; os.abort()"]
     await asyncio.gather(*(run(sandbox, source) for source in sources))
-    gc.collect()  # what other tests left is not to go meanwhile
+    gc.collect()  # garbage of other tests must not be collected in between
     before = _left()
     for _ in range(20):
         executions = await asyncio.gather(*(run(sandbox, sources[i % len(sources)]) for i in range(100)))
@@ -362,7 +362,7 @@ async def test_a_zygote_that_dies_is_an_error_and_the_next_run_works(sandbox: Sa
 
 async def test_a_program_that_something_else_kills_is_an_error(sandbox: Sandbox) -> None:
     task = asyncio.create_task(run(sandbox, "while True: pass", timeout_s=60.0))
-    # one that has used processor time for so long has been locked in before: it runs
+    # a program with that much CPU time is confined and running
     await _until(lambda: any(program.cpu_times().user > 0.2 for program in _programs()))
     _programs()[0].kill()
     with pytest.raises(SandboxError, match="killed from outside"):
@@ -370,7 +370,7 @@ async def test_a_program_that_something_else_kills_is_an_error(sandbox: Sandbox)
 
 
 async def test_a_dialogue_that_something_else_ends_is_an_error(sandbox: Sandbox) -> None:
-    """And not the end of a program that had no answer to give, which would be graded."""
+    """Not the end of a program without an answer, which would be graded."""
     source = f"{DIALOGUE}import time\nserve(lambda frame: time.sleep(100))"
     async with sandbox.open(source, ProgramLimits(timeout_s=60.0)) as dialogue:
         (program,) = _programs()
@@ -400,9 +400,7 @@ asyncio.run(main())
         assert service.stdout is not None
         assert await asyncio.to_thread(service.stdout.readline) == b"running\n"
         others = psutil.Process(service.pid).children(recursive=True)
-        assert len(others) == (
-            5 if namespaces else 3
-        )  # two zygotes, with those that wait for them, a program
+        assert len(others) == (5 if namespaces else 3)  # two zygotes with their parents, and a program
         service.send_signal(signal.SIGKILL)
     _, alive = await asyncio.to_thread(psutil.wait_procs, others, 10.0)
     assert not alive
@@ -410,14 +408,14 @@ asyncio.run(main())
 
 async def test_an_interpreter_that_cannot_be_run_is_refused(tmp_path: Path) -> None:
     interpreter = tmp_path / "python"
-    interpreter.write_text("#!/bin/sh\n")  # no right to execute it
+    interpreter.write_text("#!/bin/sh\n")  # not executable
     with pytest.raises(UserError, match=r"cannot start .*/python, .*\(chmod o\+x\)"):
         async with start_sandbox(1, False, str(interpreter)):
             pass
 
 
 def _zygotes() -> list[psutil.Process]:
-    """Beside them other tests may have left children: the resource tracker of multiprocessing, say."""
+    """Other tests may have left children, such as multiprocessing's resource tracker."""
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it has ended since
@@ -427,7 +425,7 @@ def _zygotes() -> list[psutil.Process]:
 
 
 def _programs() -> list[psutil.Process]:
-    """Those below the zygotes that are the leaders of a session."""
+    """Descendants of the zygotes that are session leaders."""
     found = []
     for process in (below for zygote in _zygotes() for below in zygote.children(recursive=True)):
         with suppress(ProcessLookupError, psutil.NoSuchProcess):  # it has ended since
@@ -437,7 +435,8 @@ def _programs() -> list[psutil.Process]:
 
 
 def _left() -> dict[str, object]:
-    """What a run could leave: processes, descriptors of this one and of the zygotes, mounts, files."""
+    """What a run could leave behind: processes, descriptors of this process and the zygotes, mounts,
+    files."""
     processes = [psutil.Process()]
     for zygote in _zygotes():
         processes += [zygote, *zygote.children(recursive=True)]
@@ -450,7 +449,7 @@ def _left() -> dict[str, object]:
 
 
 def _files() -> set[str]:
-    """Of the user that programs run as: those of others come and go."""
+    """Files of the user that programs run as: those of others come and go."""
     found, user = set(), NOBODY if os.geteuid() == 0 else os.geteuid()
     for entry in (entry for folder in ("/", "/dev/shm", "/var/tmp") for entry in os.scandir(folder)):
         with suppress(FileNotFoundError):

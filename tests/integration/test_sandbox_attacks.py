@@ -1,7 +1,7 @@
-"""Programs that try to get out of the sandbox, and responses that want a reward without a solution.
+"""Programs that try to escape the sandbox, and responses that hack the reward.
 
-One run of the whole suite (tests/sandbox/) in each set-up; and a part of it outside any sandbox, where it
-has to succeed: an attack that nothing would notice tests nothing.
+Runs the whole suite (tests/sandbox/) in each set-up, and a part of it without a sandbox, where it must
+succeed: an attack that cannot succeed anywhere tests nothing.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 SUITE_S = 120.0
 pytestmark = pytest.mark.long
 
-# Attacks that get through for an ordinary user outside a sandbox, and do no harm to the machine.
+# Attacks that succeed for an ordinary user outside a sandbox, without harm to the machine.
 OUTSIDE = """
 processes.clone3 processes.clone_as_fork processes.clone_into_new_namespaces
 processes.clone_that_shares_memory processes.clone_thread_with_namespaces processes.execve
@@ -61,7 +61,7 @@ floods.memory_by_map
 inside.environment inside.environment_in_c
 """.split()  # noqa: SIM905
 
-# Responses that a grader believes which runs the tests in their own process and asks for its exit code.
+# Responses that fool a grader that runs the tests in the response's process and checks its exit code.
 BELIEVED_BY_EXIT_CODE = """
 exit_at_once exit_of_os_at_once exit_when_called exit_of_os_when_called equal_to_everything
 number_equal_to_everything text_equal_to_everything mock_of_anything raises_system_exit class_that_lies
@@ -90,7 +90,7 @@ def test_no_cheat_is_rewarded(outcome: dict[str, Any]) -> None:
 
 
 def test_the_suite_is_whole() -> None:
-    """A family whose functions are not found would pass without a word."""
+    """A family whose functions are not found would pass silently."""
     for family in FAMILIES:
         name = family.__name__.rpartition(".")[2]
         assert sum(case.name.startswith(f"{name}.") for case in CASES) >= 15
@@ -110,7 +110,7 @@ def test_the_suite_is_whole() -> None:
 async def test_a_sandbox_with_a_wall_missing_does_not_start(
     part: ModuleType, wall: str, noticed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # from where a zygote gets its source
+    # where a zygote gets its source from
     monkeypatch.setattr(part, "__file__", _without(wall, str(part.__file__), tmp_path))
     try:
         with pytest.raises(SandboxError, match=f"does not hold on this machine.*{noticed}"):
@@ -154,7 +154,7 @@ async def test_outside_a_sandbox_attacks_get_through() -> None:
             with targets(token, USER) as made, TemporaryDirectory() as folder:
                 stdin = made.described([made.victim.pid])
                 said = await _outside(cases[name].source, stdin, folder, token)
-                if name == "others.kill_others":  # who is killed ends when it is next scheduled
+                if name == "others.kill_others":  # a killed process ends when it is next scheduled
                     await asyncio.to_thread(made.victim.wait, 20)
                 return name, said, made.damage()
 
@@ -163,7 +163,7 @@ async def test_outside_a_sandbox_attacks_get_through() -> None:
     damage = {name: found for name, _, found in came}
     assert damage["network.udp"] == ["udp was reached"]
     assert damage["network.unix_message_from_a_pair"] == ["datagram was reached"]
-    assert damage["files.write_secret"] == []  # it was opened, and not written
+    assert damage["files.write_secret"] == []  # opened, but not written
     assert damage["files.truncate_secret"] == ["the secret file was changed"]
     assert damage["files.create_beside_secret"] == ["files were left: {'atoll-attack'}"]
     assert damage["others.kill_others"] == ["the other process was ended: -9"]
@@ -174,7 +174,7 @@ async def test_outside_a_sandbox_attacks_get_through() -> None:
 
 
 async def test_a_grader_that_asks_for_the_exit_code_believes_cheats(tmp_path: Path) -> None:
-    """Which shows that these responses are what they say."""
+    """This shows that these responses are real cheats."""
     for name in BELIEVED_BY_EXIT_CODE:
         source = f"{FUNCTIONS[name]}\n{ASSERTS['test']}\ncheck(double)\n"
         process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-c", source, cwd=tmp_path)
@@ -182,7 +182,7 @@ async def test_a_grader_that_asks_for_the_exit_code_believes_cheats(tmp_path: Pa
 
 
 def _without(wall: str, path: str, folder: Path) -> str:
-    """A copy of the file in which one statement, or element, is missing."""
+    """A copy of the file without one statement or element."""
     source = Path(path).read_text()
     assert source.count(wall) == 1
     copy = folder / "copy.py"
@@ -208,7 +208,7 @@ async def _suite(setup: str) -> dict[str, Any]:
 
 
 async def _outside(source: str, stdin: bytes, folder: str, token: str) -> str:
-    """What an attack prints that runs as an ordinary user, in a session of its own."""
+    """The output of an attack that runs as an ordinary user, in its own session."""
     os.chmod(folder, 0o777)
     process = await asyncio.create_subprocess_exec(
         sys.executable, ROOT / "tests/sandbox/setups.py", "user", sys.executable, "-I", "-c", source,

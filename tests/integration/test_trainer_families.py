@@ -28,7 +28,7 @@ from tests.trainer_models import policy_forward
 
 
 def sequences(segments: Segments) -> list[np.ndarray]:
-    """Token indices of each segment's whole sequence, from its root to its end."""
+    """Token indices of each segment's whole sequence, from the root to the segment's end."""
     paths: list[np.ndarray] = []
     for s, parent in enumerate(segments.parents):
         own = np.arange(segments.offsets[s], segments.offsets[s + 1])
@@ -37,7 +37,7 @@ def sequences(segments: Segments) -> list[np.ndarray]:
 
 
 def reference_logprobs(folder: Path, segments: Segments) -> Float32:
-    """[T] of each token, as transformers says; 0 for the first of a root."""
+    """[T] transformers' log-probability of each token; 0 for the first token of a root."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -134,7 +134,7 @@ def test_families_equal_transformers(
 
 @pytest.mark.long
 def test_value_models_equal_transformers(tmp_path: Path) -> None:
-    """What transformers' sequence classification says after each token; check_values asserts it."""
+    """The output of transformers' sequence classification after each token; check_values asserts it."""
     from transformers import AutoModelForSequenceClassification
 
     segments = draw_tree(0).segments

@@ -1,4 +1,4 @@
-"""What the trainer keeps in memory: recomputation, off-load, half-precision weights.
+"""The trainer's memory: recomputation, offloading, half-precision weights.
 
 Letters in shapes: T tokens.
 """
@@ -47,7 +47,7 @@ def weights(learner: Learner) -> torch.Tensor:
 
 
 def check_offload(folder: Path, target: Path, settings: ModelSettings, optimizer: OptimizerConfig) -> None:
-    """One learner leaves the device wherever it can, another never: they stay equal to the last bit."""
+    """One learner is offloaded whenever possible, another never: they stay equal bit for bit."""
     initialize_parallel(ParallelConfig(data=2 if optimizer.distributed else 1))
     moving, staying = (policy_learner(policy_forward(folder, settings=settings), optimizer) for _ in range(2))
     memory, checkpoints = ModelOffloader(moving.model, moving), Checkpointer()
@@ -84,7 +84,7 @@ def check_offload(folder: Path, target: Path, settings: ModelSettings, optimizer
             memory.offload()
             memory.onload(MemoryKind.PARAMETERS, MemoryKind.OPTIMIZER)
             written = checkpoints.save(moving, target)
-            memory.offload()  # while it is written, and what wrote it must not have pinned the memory down
+            memory.offload()  # during the write, which must not have pinned the memory
             written.result(timeout=60)
             memory.onload(*MemoryKind)
         memory.offload()
@@ -129,7 +129,7 @@ class Loop:
 
 
 def plain_loop(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Loop:
-    """transformers on padded rows; AdamW on float32 copies of the weights, which are rounded from them."""
+    """transformers on padded rows; AdamW on float32 copies, from which the weights are rounded."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
@@ -157,12 +157,12 @@ def plain_loop(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Loop:
 
 
 def check_half_precision(folder: Path, half: Loop, single: Loop, data: int) -> None:
-    """bfloat16 has 8 bits: a rounding is at most 2**-9 = 0.2 % of a number, and packed rows round in another
-    order than padded ones. A loss and a norm are sums over hundreds of tokens and thousands of weights,
-    which average it out to a fifth, and to once.
+    """bfloat16 has 8 significant bits: a rounding error is at most 2**-9 = 0.2 % of a number, and packed rows
+    round in a different order than padded ones. Losses are sums over hundreds of tokens, and norms over
+    thousands of weights, which average the errors out to a fifth of that, and to that.
 
-    At this learning rate an update is half the distance between two bfloat16 numbers of a weight's size:
-    without float32 copies most of it would be lost. Elements that are close to no gradient go either way.
+    At this learning rate an update is half the distance between neighbouring bfloat16 numbers of a weight's
+    size: without float32 copies most of it would be lost. Elements with almost no gradient may go either way.
     """
     initialize_parallel(ParallelConfig(data=data))
     optimizer = ADAMW.model_copy(update={"distributed": data > 1})
@@ -191,7 +191,7 @@ def test_bfloat16_weights_with_float32_masters_equal_a_plain_loop(tiny_qwen2: Pa
 
 
 def kept_and_peak(learner: Learner) -> tuple[int, int]:
-    """Bytes that a forward pass keeps, and the most that there are until its backward pass has ended."""
+    """Bytes that a forward pass keeps, and the peak until its backward pass has ended."""
     objective, kept = learner._objectives[SupervisedBatch], []
 
     def last(part: SupervisedBatch, hidden_tH: torch.Tensor) -> torch.Tensor:
@@ -205,7 +205,7 @@ def kept_and_peak(learner: Learner) -> tuple[int, int]:
 
 
 def check_recomputation(folder: Path) -> None:
-    """The same gradients to the last bit, for less memory; how much less, test_memory_plan.py computes."""
+    """Bit-identical gradients with less memory; test_memory_plan.py computes how much less."""
     initialize_parallel(ParallelConfig())
     sizes, vectors = [], []
     for recompute in ("none", "selective", "full"):

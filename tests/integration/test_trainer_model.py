@@ -18,7 +18,7 @@ from atoll.wire.types import Segments
 from tests.torch_ranks import run_ranks
 
 CPU = torch.device("cpu")
-# A prompt of 7 with three answers, one of which goes on in two branches, and a lone sequence.
+# A prompt of 7 with three answers, one of which has two branches, and a single sequence.
 LENGTHS, PARENTS, GROUPS = [7, 5, 3, 9, 4, 6, 11], [-1, 0, 0, 0, 1, 1, -1], [0, 0, 0, 0, 0, 0, 1]
 
 
@@ -30,7 +30,7 @@ def tree() -> Segments:
 
 
 def paths(segments: Segments) -> list[np.ndarray]:
-    """Token indices of every segment's whole sequence, from its root to its end."""
+    """Token indices of every segment's whole sequence, from the root to the segment's end."""
     found: list[np.ndarray] = []
     for s, parent in enumerate(segments.parents):
         own = np.arange(segments.offsets[s], segments.offsets[s + 1])
@@ -50,7 +50,7 @@ def duplicated(segments: Segments) -> Segments:
 
 
 def on_megatron(check: Callable[..., Any], tensor: int, folder: Path, *args: Any) -> Any:
-    """In a rank: `check(policy, ...)` on the model of `folder`."""
+    """Runs `check(policy, ...)` in a rank, on the model of `folder`."""
     from atoll.trainer.megatron import cpu_compat
 
     torch.set_num_threads(1)
@@ -73,7 +73,7 @@ def hidden(policy: Any, segments: Segments) -> Tensor:
 
 
 def logits(policy: Any, segments: Segments) -> Tensor:
-    """[T, vocabulary], joined over the tensor-parallel ranks."""
+    """[T, vocabulary], gathered from the tensor-parallel ranks."""
     from atoll.trainer.megatron.model import output_weight
 
     own = hidden(policy, segments) @ output_weight(policy).T
@@ -102,7 +102,7 @@ def agrees_with_transformers(policy: Any) -> None:
         torch.testing.assert_close(got[path], expected_logits, rtol=0, atol=1e-5)
     torch.testing.assert_close(logits(policy, repeated), torch.cat(expected), rtol=0, atol=1e-5)
 
-    # a loss that weighs each tree token once, whichever copy of it carries the weight
+    # the loss counts each tree token once, whichever copy carries its weight
     weights = (
         torch.randn(len(segments.token_ids), policy.spec.hidden_size, generator=torch.manual_seed(1)) / 100
     )
@@ -133,7 +133,7 @@ def agrees_with_transformers(policy: Any) -> None:
 
 
 def canonical_gradients(policy: Any) -> dict[str, Tensor]:
-    """Hugging Face name -> whole gradient, put together from all ranks' boxes."""
+    """Hugging Face name -> whole gradient, assembled from all ranks' boxes."""
     from atoll.trainer.megatron.names import shapes, tensor_slices, whole_model
 
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
@@ -146,7 +146,7 @@ def canonical_gradients(policy: Any) -> dict[str, Tensor]:
     ).items():
         if grads[name] is None:  # the output layer: hidden states stop before it
             continue
-        # norms of the residual stream see the same gradient on every rank, all else sees its own part
+        # norms of the residual stream get the same gradient on every rank, everything else its own part
         is_norm = name.endswith(("input_layernorm.weight", "mlp_layernorm.weight", "layer_norm_weight"))
         share = size if is_norm or name == "decoder.final_layernorm.weight" else 1
         parts = grads[name].flatten().split([piece.rows * piece.columns for piece in held])
@@ -161,7 +161,7 @@ def canonical_gradients(policy: Any) -> dict[str, Tensor]:
 
 
 def exports_bit_equal(policy: Any, target: Path) -> None:
-    """Changed weights, several files, transformers reads back exactly what the ranks hold."""
+    """With changed weights and several files: transformers loads exactly what the ranks hold."""
     from atoll.trainer.megatron import hf
     from atoll.trainer.megatron.shards import boxes_of
 
@@ -190,7 +190,7 @@ def exports_bit_equal(policy: Any, target: Path) -> None:
 
 
 def a_full_disk_leaves_the_ranks_in_step(policy: Any, target: Path) -> None:
-    """The export begins with a file that may not be as large; afterwards all ranks meet, and it works."""
+    """The export first exceeds the file size limit; afterwards all ranks are in step, and it works."""
     from atoll.trainer.megatron import hf
 
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -218,7 +218,7 @@ def reads_a_folder_of_several_files(policy: Any, whole: Path) -> None:
 
 
 def fused_layers_agree(tensor: int, folder: Path) -> None:
-    """The layers as they are with TransformerEngine; a stand-in is in its place: norm and matrix in one."""
+    """Layers as with TransformerEngine, for which a stand-in fuses norm and matrix."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from torch.nn.functional import rms_norm

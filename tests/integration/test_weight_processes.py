@@ -1,5 +1,5 @@
-"""Two trainer ranks and three replicas of two ranks, each rank a process, over tcp: rounds, a replica that is
-killed with SIGKILL in the middle of a push, and one that joins late. The test is the coordinator."""
+"""Two trainer ranks and three replicas of two ranks, each rank a process, over tcp: rounds, a replica killed
+by SIGKILL during a push, and one that joins late. The test plays the coordinator."""
 
 import multiprocessing
 import time
@@ -45,7 +45,7 @@ def shard_layout(rank: int, num_ranks: int) -> ShardLayout:
 
 
 def values(seed: int, rank: int, num_ranks: int) -> torch.Tensor:
-    """What a rank's buffer holds of the model `seed`: each element is a number of its own in the model."""
+    """A rank's buffer for the model `seed`, in which every element is unique."""
     rows = ROWS // num_ranks
     whole = torch.arange(TENSORS * ROWS * COLUMNS, dtype=torch.int32).view(TENSORS, ROWS, COLUMNS)
     mine = whole[:, rank * rows : (rank + 1) * rows] * 64 + seed
@@ -78,7 +78,7 @@ class ReplicaRank:
         return self._refit.receive(part)
 
     def holds(self, version: Version, seed: int) -> bool:
-        """Commits, and compares with the model."""
+        """Commits, then compares with the model."""
         (live,) = self._refit.commit(version)
         return torch.equal(live.view(torch.int32), values(seed, self._rank, 2).view(torch.int32))
 
@@ -96,7 +96,7 @@ def serve(pipe: Connection, kind: type[TrainerRank] | type[ReplicaRank], rank: i
 
 
 class Worker:
-    """A rank in a process of its own; calls come one at a time."""
+    """A rank in its own process; one call at a time."""
 
     def __init__(self, kind: type[TrainerRank] | type[ReplicaRank], rank: int) -> None:
         context = multiprocessing.get_context("forkserver")  # which imports torch once
@@ -111,7 +111,7 @@ class Worker:
         assert self._pipe.recv() is None
 
     def __call__(self, method: str, *arguments: object):
-        """Raises what the rank raises, and EOFError or OSError if it is dead."""
+        """Raises what the rank raises; EOFError or OSError if it is dead."""
         with self._lock:
             self._pipe.send((method, arguments))
             answer = self._pipe.recv()

@@ -1,4 +1,5 @@
-"""Weights from a trainer fleet to rollout processes over gRPC: equal, whole, whoever dies."""
+"""Weights pushed from a trainer fleet to rollout processes over gRPC stay equal and complete, whichever
+process dies."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ Two = Callable[[Path], Sequence[ServiceEntry]]
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    """Two replicas of a model, which all trainer layouts push to."""
+    """Two replicas of a model; all trainer layouts push to them."""
     with ExitStack() as running:
 
         @cache
@@ -101,7 +102,7 @@ async def check_deaths(
         await check_kill(run, services, folder / "3", 3)
         assert [replica.entry.name for replica in run.replicas] == ["rollout-0"]
 
-        # one that joins gets it from what the trainer wrote then
+        # one that joins gets it from what the trainer has written
         await update(run.trainer, 4)
         [entry] = services.start({"rollout-2": LOCAL})
         late = await run.join(entry)
@@ -124,7 +125,7 @@ async def check_epochs(
     folder: Path,
     weights: dict[str, object],
 ) -> None:
-    """Where both ends enter each part together."""
+    """For transports whose two ends enter each part together."""
     async with connected(running, entries, model, finish_running=False, **weights) as run:
         first, _ = run.members
         await push(run, 1)
@@ -142,7 +143,7 @@ async def check_epochs(
 
 
 async def check_corruption(run: Run, folder: Path) -> None:
-    """One replica finds a flipped byte in the trainer's memory: it keeps what it has, and catches up."""
+    """One replica finds a flipped byte in the trainer's memory: it keeps its version, and catches up."""
     first, second = run.members
     before = await second.client.checksums()
     first_is_done = asyncio.Event()
@@ -174,6 +175,6 @@ async def check_corruption(run: Run, folder: Path) -> None:
     assert await second.client.checksums() == before
     assert list(run.replicas) == [first]
     await run.trainer.export_hf(folder / "2")
-    await run.sync.catch_up(second)  # as once it is seen to generate
+    await run.sync.catch_up(second)  # as happens once it generates
     assert list(run.replicas) == [first, second]
     await assert_hold(run.members, folder / "2", run.version(2))

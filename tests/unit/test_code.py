@@ -1,4 +1,4 @@
-"""The grader code without a sandbox: values across its wire, code in responses, test cases, comparisons."""
+"""The code grader without a sandbox: encoded values, code in responses, test cases, comparisons."""
 
 import ast
 import json
@@ -63,7 +63,7 @@ def test_values_keep_their_content_and_their_types(value: Any) -> None:
         ([1, -1.5, "a", None, True], '[1, -1.5, "a", null, true]'),
         ((1,), '{"tuple": [1]}'),
         ({1: b"\x00\xff"}, '{"dict": [[1, {"bytes": "00ff"}]]}'),
-        ({"tuple": []}, '{"dict": [["tuple", []]]}'),  # no object of the value's own looks like a tag
+        ({"tuple": []}, '{"dict": [["tuple", []]]}'),  # an ordinary object never looks like a tag
         (1 << 70, '{"int": "0x400000000000000000"}'),
         (-(1 << 63), '{"int": "-0x8000000000000000"}'),
         ((1 << 63) - 1, "9223372036854775807"),
@@ -148,8 +148,8 @@ def test_what_is_no_encoded_value(data: bytes) -> None:
         (b'[7, "memory", ""]', ("memory", "")),
         (b'[7, "exception", "KeyError: 1"]', ("exception", "KeyError: 1")),
         (b'[6, "value", 1]', None),  # of another call
-        (b'[7, "passed", ""]', None),  # a verdict is not the response's to give
-        (b'[7, "broken", ""]', None),  # nor on the tests
+        (b'[7, "passed", ""]', None),  # a response cannot report a verdict
+        (b'[7, "broken", ""]', None),  # nor one on the tests
         (b'[7, "memory", 1]', None),
         (b'{"tuple": []}', None),
         (b"7", None),

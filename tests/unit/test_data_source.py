@@ -1,4 +1,4 @@
-"""Every data_source that verl grades leads to a grader of ours that takes the parameters given to it."""
+"""Every data_source that verl grades is routed to one of our graders with valid parameters."""
 
 import re
 
@@ -14,7 +14,7 @@ BOXED = Route("maths", {"answer": "boxed"})
 DAPO = Route("maths", {"answer": "line", "wrong": -1.0})
 ANY = Route("maths", {"answer": "any"})
 CODE = Route("code", {"pass_fraction": True})
-# the names that verl's default_compute_score knows, of January 2026
+# the names known to verl's default_compute_score as of January 2026
 VERL = {
     "openai/gsm8k": Route("gsm8k"),
     "lighteval/MATH": BOXED,
@@ -52,7 +52,7 @@ def test_verls_names(source: str) -> None:
 
 
 def test_every_route_is_to_a_grader_with_parameters_that_it_takes() -> None:
-    """The config refuses others."""
+    """The config rejects others."""
     for route in ROUTES.values():
         GraderConfig.model_validate({"name": route.grader, **route.parameters})
 

@@ -1,4 +1,4 @@
-"""The maths grader by pairs judged by hand, by every GSM8K solution, and by what would keep it busy."""
+"""The maths grader on pairs judged by hand, on every GSM8K solution, and on expensive input."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ from atoll.wire.types import FinishReason, GroupId, SampleId, ScoreItem
 
 DATA = Path(__file__).parents[1] / "data"
 KINDS = {"equal", "different", "no answer", "unbalanced box", "too long", "not a value", "unreadable"}
-MAX_MISSES = 0.02  # of the pairs that are right
+MAX_MISSES = 0.02  # fraction of the equal pairs
 
 
 def item(response: str, truth: str) -> ScoreItem:
@@ -175,7 +175,7 @@ def test_bombs_cost_little(answer: str) -> None:
     begun = time.process_time()
     grade = maths(item(rf"\boxed{{{answer}}}", "5"))
     assert grade.value == 0.0
-    assert time.process_time() - begun < 5.0  # 0.05 at most when idle, the first import of SymPy apart
+    assert time.process_time() - begun < 5.0  # at most 0.05 when idle, without the first import of SymPy
 
 
 @pytest.mark.parametrize(

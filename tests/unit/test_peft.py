@@ -1,4 +1,4 @@
-"""Which of peft's folders no model can begin with, and why; which layers have no adapters."""
+"""Which of peft's folders a model cannot start from, and why; which layers have no adapters."""
 
 import json
 from dataclasses import replace

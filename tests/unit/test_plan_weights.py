@@ -30,7 +30,7 @@ def sizes(shard_layout: ShardLayout) -> int:
 
 
 def test_ranks_are_numbered_as_megatron_does() -> None:
-    """Its groups along an axis are the ranks that differ in what lies along that axis alone."""
+    """Its groups along an axis are the ranks that differ only along that axis."""
     ranks = trainer_shard_layouts(SPEC, LAYOUT)
     dense = RankGenerator(tp=2, ep=1, dp=4, pp=2, cp=1, order="tp-cp-ep-dp-pp")
     experts = RankGenerator(tp=1, ep=4, dp=2, pp=2, cp=1, order="tp-cp-ep-dp-pp")
@@ -73,7 +73,7 @@ def test_a_replica_keeps_a_tied_embedding_once() -> None:
     ("number", "parameters"), [(0, 1_543_714_304), (1, 7_615_616_512)], ids=["1.5B", "7B"]
 )
 def test_a_replica_gets_its_own_part_once(number: int, parameters: int) -> None:
-    """Parameters as the model cards count them, two bytes each; one rank hears one link, and each round
+    """Parameter counts of the model cards, two bytes each; a rank receives over one link, and each round
     takes a millisecond of calls."""
     found = estimate_push(CASES[number])
     assert found.received == 2 * parameters

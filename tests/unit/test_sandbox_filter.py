@@ -1,4 +1,4 @@
-"""The seccomp filter on the calls of attacks: by their arguments, and whatever it does not name."""
+"""The seccomp filter on attackers' system calls: by arguments, and for calls that it does not name."""
 
 import errno
 
@@ -12,7 +12,7 @@ from tests.sandbox.preamble import NUMBERS
 ALLOW, KILL = "allow", "kill"
 AUDIT = {"x86_64": bpf.X86_64, "aarch64": bpf.AARCH64, "i386": bpf.I386, "arm": bpf.ARM}
 MACHINES = "x86_64", "aarch64"
-# name: numbers on both, arguments, what is made of them
+# name: numbers on both, arguments, decision
 CALLS = [
     ("a thread", (56, 220), (0x3D0F00,), ALLOW),
     ("a thread as musl makes it", (56, 220), (0x7D0F00,), ALLOW),
@@ -58,7 +58,7 @@ CALLS = [
 
 
 def decide(filter: bytes, machine: str, number: int, arguments: tuple[int, ...] = ()) -> str | int:
-    """What the kernel does."""
+    """What the kernel would do."""
     verdict = bpf.verdict(filter, AUDIT[machine], number, *arguments)
     if verdict >> 16 == 0x0005:
         return verdict & 0xFFFF

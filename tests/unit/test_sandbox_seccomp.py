@@ -1,7 +1,7 @@
-"""The filter as the kernel reads it: each test runs the classic BPF program on a system call.
+"""The filter as the kernel interprets it: each test runs the classic BPF program on a system call.
 
-Numbers of system calls here are of the kernel's tables (arch/x86/entry/syscalls/syscall_64.tbl and
-include/uapi/asm-generic/unistd.h), not of the code under test.
+System call numbers here are from the kernel's tables (arch/x86/entry/syscalls/syscall_64.tbl and
+include/uapi/asm-generic/unistd.h), not from the code under test.
 """
 
 import pytest
@@ -16,7 +16,7 @@ BOTH = pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 
 
 def judge(machine: str, number: int, *arguments: int, arch: int | None = None) -> int:
-    """The filter's answer."""
+    """The filter's decision."""
     return bpf.verdict(seccomp.program(machine), ARCH[machine] if arch is None else arch, number, *arguments)
 
 

@@ -1,4 +1,4 @@
-"""Graders by hand-worked cases and by every row of the GSM8K sample; what becomes of bad ones."""
+"""Graders on cases worked out by hand and on every row of the GSM8K sample; invalid grades."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The plans' calls against attention with one dense mask over all tokens."""
+"""Planned attention calls against attention with one dense mask over all tokens."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_rows_equal_dense_attention(
 @pytest.mark.parametrize("segments", CASES.values(), ids=CASES.keys())
 @pytest.mark.usefixtures("flash_on_cpu")
 def test_ranks_together_equal_dense_attention(segments: Segments, num_ranks: int, name: str) -> None:
-    """Chunks need not be equal for it, so the cases are not padded."""
+    """This works with unequal chunks, so the cases are not padded."""
     check_dense(name, num_ranks, segments, CPU, torch.float64, 1e-12)
 
 
@@ -59,7 +59,7 @@ def test_masks_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chunks_are_dealt_from_both_ends() -> None:
-    """Twelve tokens over three ranks: chunks of two, 0 and 5, 1 and 4, 2 and 3, these side by side."""
+    """Twelve tokens over three ranks: chunks of two, 0 and 5, 1 and 4, 2 and 3; the last two are adjacent."""
     splits = [ContextSplit(rank, 3) for rank in range(3)]
     assert [split.spans(12) for split in splits] == [[(0, 2), (10, 12)], [(2, 4), (8, 10)], [(4, 8)]]
     assert splits[1].local_index(12).tolist() == [-1, -1, 0, 1, -1, -1, -1, -1, 2, 3, -1, -1]

@@ -109,10 +109,10 @@ def test_trees_without_an_asked_token_are_left_out() -> None:
     asked[9] = True
     plans = plan_microbatches(TREE, asked, 100, 2)
     assert sorted([cut.tolist() for cut in cuts] for cuts in plans) == [[], [[5]]]
-    # a collective inside of every micro-batch: the rank without a tree runs an empty one
+    # every micro-batch contains a collective: the rank without a tree runs an empty one
     plans = plan_microbatches(TREE, asked, 100, 2, alike=True)
     assert sorted([cut.tolist() for cut in cuts] for cuts in plans) == [[[]], [[5]]]
-    # four stages with turns
+    # four stages with virtual stages
     assert [len(cuts) for cuts in plan_microbatches(TREE, asked, 100, 1, multiple=4)] == [4]
 
 
@@ -192,7 +192,7 @@ def test_bad_segments_are_refused_with_what_is_wrong() -> None:
 
 
 def policy_batch(segments: Segments, loss_weights: list[float], samples: list[int]) -> PolicyBatch:
-    """Advantages, rollout and old logprobs say which token they belong to."""
+    """Advantages, rollout and old logprobs encode the token that they belong to."""
     numbers = np.arange(len(loss_weights), dtype=np.float32)
     return PolicyBatch(
         segments,

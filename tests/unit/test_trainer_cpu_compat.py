@@ -1,7 +1,7 @@
 """Canaries: each symbol that the shim replaces still exists and takes the arguments that the shim expects.
 
-Signatures are those of torch 2.13.0 and megatron-core 0.16.1. The shim itself runs in another process,
-since its patches would stay.
+Signatures are those of torch 2.13.0 and megatron-core 0.16.1. The shim itself runs in another process, since
+its patches would persist.
 """
 
 import inspect
@@ -49,7 +49,7 @@ def test_megatron_dispatcher_takes_what_its_replacement_takes(name: str) -> None
 
 
 def test_a_trainer_starts_without_the_compiler() -> None:
-    """Which it never calls on a CPU, and which would be a third of its start."""
+    """It is never called on a CPU, and would take a third of the start-up time."""
     loaded = "import sys, atoll.trainer.__main__; print('torch._dynamo' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=120)
     assert answer.stdout == "False\n"

@@ -1,4 +1,4 @@
-"""The written-out gradients against torch's norm and finite differences."""
+"""The hand-written gradients against torch's norm and finite differences."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ def test_norm_equals_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = RMSNorm(config, hidden_size=6, eps=1e-3)  # type: ignore[arg-type]
     assert norm.weight.sequence_parallel
     torch.nn.init.normal_(norm.weight)
-    # neither lies row after row in memory
+    # neither is contiguous in memory
     x = torch.randn(3, 4, 6).transpose(0, 1).requires_grad_()
     upstream = torch.randn(4, 3, 12)[..., ::2]
     got, expected = norm(x), torch.nn.functional.rms_norm(x, (6,), norm.weight, 1e-3)

@@ -95,7 +95,7 @@ def test_each_rank_joins_its_gate_and_up_rows() -> None:
 
 
 def test_an_expert_rank_holds_its_experts_whole() -> None:
-    """The second of two ranks has experts 2 and 3, and calls them 0 and 1."""
+    """The second of two ranks has experts 2 and 3, named 0 and 1."""
     held = tensor_slices(MOE, replace(whole_model(MOE), experts=range(2, 4)))
     mlp = "model.layers.1.mlp"
     ours = "decoder.layers.1.mlp.experts.local_experts"
@@ -115,7 +115,7 @@ def test_an_expert_rank_holds_its_experts_whole() -> None:
 
 
 def test_transformer_engine_keeps_a_norm_in_the_layer_behind_it() -> None:
-    """But for the one in front of experts, which no single layer follows."""
+    """Except the norm before experts, which is not followed by a single layer."""
     layer, theirs = "decoder.layers.2", "model.layers.2"
     for spec in (SPEC, MOE):
         local, engine = (tensor_slices(spec, whole_model(spec), flavour) for flavour in FLAVOURS)

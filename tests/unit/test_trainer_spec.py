@@ -1,4 +1,4 @@
-"""A folder that is no model is refused with what, got, expected, do this."""
+"""A folder that is not a model is refused with what, got, expected, do this."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def test_reads_the_experts(tiny_qwen3_moe: Path, tiny_qwen3_moe_plain: Path, tmp
     assert read_spec(tiny_qwen3_moe).experts == experts
     assert read_spec(tiny_qwen3_moe_plain).experts == replace(experts, norm_topk_prob=False)
     published = Path(shutil.copytree(tiny_qwen3_moe, tmp_path / "model"))
-    change_config(published, num_local_experts=None, num_experts=4)  # transformers 4 writes it so
+    change_config(published, num_local_experts=None, num_experts=4)  # as written by transformers 4
     assert read_spec(published).experts == experts
     change_config(published, num_experts_per_tok=5)
     with pytest.raises(UserError, match="num_experts is 4, num_experts_per_tok 5"):
@@ -218,7 +218,7 @@ def test_names_the_tensor_that_does_not_match(
 
 
 def test_refuses_fused_experts(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
-    """As transformers keeps them in memory, and a dump of its state dict on disk."""
+    """As in transformers' memory, and in a dump of its state dict."""
     folder = Path(shutil.copytree(tiny_qwen3_moe, tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
     dense = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}

@@ -1,4 +1,4 @@
-"""Graders of text by cases worked out by hand; long responses made to take their time."""
+"""Text graders on cases worked out by hand, and on long responses built to be slow."""
 
 import json
 import math
@@ -128,7 +128,7 @@ def test_exact_match_takes_the_place_of_the_answer() -> None:
         ("U.S.A.", "usa"),
         ("it's\tthe-end", "its theend"),
         ("Zoë", "zoë"),
-        ("A", "a"),  # by the rule nothing is left, and it would equal "the" and "!"
+        ("A", "a"),  # the rule would leave nothing, so that it would equal "the" and "!"
         ("!", "!"),
     ],
 )
@@ -178,7 +178,7 @@ def test_edit_similarity() -> None:
 @pytest.mark.parametrize(
     ("response", "value"),
     [
-        # what verl's search_r1_like_qa_em does, by its rules
+        # the rules of verl's search_r1_like_qa_em
         ("<answer>Paris</answer>", 1.0),
         ("<think>London?</think><answer> the PARIS. </answer>", 1.0),
         ("<answer>London</answer> no, <answer>Paris</answer>", 1.0),  # the last counts
@@ -325,7 +325,7 @@ def test_a_schema_that_is_none_is_an_error_and_no_verdict(tmp_path: Path) -> Non
 
 
 def test_a_schema_reaches_no_network() -> None:
-    # a reserved address: were it asked, this would take longer and raise something else
+    # a reserved address: requesting it would take longer and raise a different error
     with pytest.raises(Exception) as caught:  # noqa: PT011  jsonschema wraps it in a class of its own
         json_schema(item("{}"), schema={"$ref": "http://192.0.2.1/schema.json"})
     assert isinstance(caught.value, Unresolvable)
@@ -387,7 +387,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "overlong": {"max_tokens": 8, "buffer": 2},
     "length_target": {"tokens": 8},
 }
-# their cases are in tests of their own
+# their cases are in other test files
 ELSEWHERE = {"maths", "data_source", *SANDBOXED}
 LONG_ONES = {"language_consistency"}  # linear, but it takes seconds for all of them
 

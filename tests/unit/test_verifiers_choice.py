@@ -9,7 +9,7 @@ from tests.unit.verifier_items import graded, item
 
 TEXTS = json.dumps(["London", "Paris", "Rome", "Vitamin C"])
 
-# the right one is B, of A to D
+# the correct one of A to D is B
 STATED = {
     "B": 1.0,
     "(B)": 1.0,

@@ -1,4 +1,4 @@
-"""The share of a response that is in one language."""
+"""The fraction of a response in one language."""
 
 import ast
 import json
@@ -55,7 +55,7 @@ def test_shares_of_words() -> None:
     assert share("\n".join(GERMAN.split()), "en") == (pytest.approx(1 / 13), "")  # pieces of 4, the last of 1
     # within a line it is by script: 10 characters, 2 words
     assert share(f"{CHINESE} therefore answer", "zh") == (pytest.approx(10 / 12), "")
-    assert share("因为 x + y = 46, 所以 \\frac{x}{2} = 23 <answer>", "zh") == (1.0, "")  # no words but Han
+    assert share("因为 x + y = 46, 所以 \\frac{x}{2} = 23 <answer>", "zh") == (1.0, "")  # words in Han only
     assert share("Also drei Zahlen", "en") == (1.0, "")  # three words: script alone
 
 
@@ -65,7 +65,7 @@ def test_without_words_there_is_nothing_to_be_consistent(text: str) -> None:
 
 
 def test_solutions_of_grade_school_maths_are_english() -> None:
-    """In what trains: short lines, names and numbers between words."""
+    """As in training: short lines, with names and numbers between words."""
     rows = [json.loads(line)["answer"] for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
     shares = [share(row, "en")[0] for row in rows]
     assert sum(shares) / len(shares) > 0.98

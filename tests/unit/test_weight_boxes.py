@@ -1,4 +1,4 @@
-"""Checksums of boxes: that of the host against xxhash, that of devices against Python's integers."""
+"""Checksums of boxes: the host's against xxhash, the devices' against Python's integers."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_device_checksum_of_several_blocks(monkeypatch, num_words):
 
 
 def test_device_checksum_sees_what_simple_sums_do_not():
-    """One bit; two words exchanged; the signs of two elements; a strided box is summed as the dense one."""
+    """A flipped bit; swapped words; the signs of two elements; a strided box sums like a dense one."""
     box = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     expected = device_checksum(box)
     exchanged, negated, flipped = box.clone(), box.clone(), box.clone()

@@ -13,7 +13,7 @@ SIZES = [1, 3, 4, 255, 256, 257, 4099, 70_001]
 
 
 def random_bits(num: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Every pattern is as likely: NaNs of all payloads, infinities, both zeros, subnormals."""
+    """Every pattern is equally likely: NaNs of all payloads, infinities, both zeros, subnormals."""
     num_bytes = num * dtype.itemsize
     return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype)
 
@@ -36,7 +36,7 @@ def test_random_bits(dtype: torch.dtype, share: float) -> None:
         other = random_bits(num, dtype, generator)
         new = torch.where(changed, other.view(ints), old.view(ints)).view(dtype)
         delta = encode(old, new)
-        if delta is None:  # its 8 bytes of head are too many for so small a part
+        if delta is None:  # its 8-byte header is too large for such a small part
             assert num < 4099 or (dtype.itemsize == 1 and share == 0.05)
         else:
             assert len(delta) <= MAX_SHARE * new.nbytes
@@ -46,7 +46,7 @@ def test_random_bits(dtype: torch.dtype, share: float) -> None:
 @pytest.mark.parametrize("step", [1, -1, 127, -127, -128, 128, 32767, -32768])
 @pytest.mark.parametrize("places", [[0], [9999], [0, 256, 257, 769, 9999], list(range(5000, 5040))], ids=len)
 def test_every_distance_and_difference(places: list[int], step: int) -> None:
-    """At both ends of what one byte can say, and beyond; sums wrap round."""
+    """At both ends of a byte's range, and beyond; sums wrap around."""
     old = torch.randint(-32768, 32767, (10_000,), dtype=torch.int16)
     new = old.clone()
     new[places] += torch.tensor(step, dtype=torch.int16)
@@ -54,7 +54,7 @@ def test_every_distance_and_difference(places: list[int], step: int) -> None:
 
 
 def test_size() -> None:
-    """One in 100 of 100,000 moved by one: 8 bytes of head and two for each, 2.008 % instead of 200,000."""
+    """One in 100 of 100,000 moved by one: an 8-byte header and two bytes each, 2.008 % instead of 200,000."""
     old = torch.arange(100_000, dtype=torch.int32).to(torch.int16)
     new = old.clone()
     new[99::100] += 1
@@ -67,7 +67,7 @@ def test_size() -> None:
 
 
 def test_one_far_away_is_reached_in_steps_of_256() -> None:
-    """Element 1,000 is 1,001 from the beginning: three listed on the way, then itself."""
+    """Element 1,000 is 1,001 from the beginning: three elements are listed on the way, then itself."""
     old = torch.zeros(2000, dtype=torch.bfloat16)
     new = old.clone()
     new[1000] = 1e-40  # a subnormal: its pattern differs by less than 128

@@ -1,5 +1,5 @@
 """The NCCL communicator's deadlines and aborts, over a stand-in for CuPy: ranks are threads, device memory is
-the host's, and a call waits for its ranks for ever, as NCCL's do. What runs on GPUs is in tests/gpu."""
+host memory, and calls wait for their ranks forever, like NCCL's. Tests on GPUs are in tests/gpu."""
 
 import ctypes
 import importlib
@@ -158,12 +158,12 @@ def test_an_abort_ends_a_broadcast_that_has_just_begun(nccl, monkeypatch):
         return SimpleQueue()
 
     monkeypatch.setattr(nccl, "SimpleQueue", queue)
-    with pytest.raises(WeightPushError, match="epoch 1 is over"):  # and not at the deadline
+    with pytest.raises(WeightPushError, match="epoch 1 is over"):  # not at the deadline
         communicator.broadcast(allocate(8))
 
 
 def test_one_thread_at_a_time_frees_a_communicator(nccl, monkeypatch):
-    """An abort finds the broadcast's own threads at it, too, and CuPy would free it for each of them."""
+    """The broadcast's own threads free it, too, and CuPy would free it once for each."""
     communicator = nccl._create_communicator(0, 20.0, Membership(1, 0))
     freeing, most, polled = 0, 0, threading.Event()
 

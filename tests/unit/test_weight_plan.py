@@ -1,4 +1,4 @@
-"""The plan against brute force: every element's path is followed on random layouts."""
+"""The plan against brute force: follows every element's path on random layouts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ plan = partial(weight_plan, part_elements=1 << 20)
 def sharded(
     shapes: Shapes, ranks: int, axes: Sequence[int | None], names: Sequence[str] = ()
 ) -> list[ShardLayout]:
-    """Tensor t cut in `ranks` along axes[t] (None: on every rank whole), one dense buffer per rank."""
+    """Tensor t split over `ranks` along axes[t] (None: whole on every rank), one dense buffer per rank."""
     shard_layouts = []
     for rank in range(ranks):
         boxes, offset = [], 0
@@ -48,7 +48,7 @@ def columns_of(transfers: np.ndarray, *names: str) -> Iterator[tuple[int, ...]]:
 def check_every_element(
     shapes: Shapes, sources: Sequence[ShardLayout], targets: Sequence[ShardLayout], result: Plan
 ) -> None:
-    """Numbers each element, moves the numbers by the plan, and looks where they arrive."""
+    """Numbers the elements, moves the numbers by the plan, and checks where they arrive."""
     numbers = [np.arange(r * c).reshape(r, c) + 1_000_000 * (t + 1) for t, (r, c) in enumerate(shapes)]
 
     def places(offset: int, rows: int, stride: int, columns: int) -> np.ndarray:
@@ -74,7 +74,7 @@ def check_every_element(
         next_in_stream[source] += rows * columns
         moved = source_memory[source][places(source_offset, rows, source_stride, columns)]
         place = places(target_offset, rows, target_stride, columns)
-        assert not target_memory[target][place].any()  # not written before, and the target's own
+        assert not target_memory[target][place].any()  # not written before, and owned by the target
         target_memory[target][place] = moved
         whole = numbers[int(result.tensors[t][1:])]
         assert (moved == whole[row : row + rows, column : column + columns]).all()
@@ -88,9 +88,8 @@ def sent(result: Plan, num_sources: int) -> np.ndarray:
 
 
 def held_by(spec: ModelSpec, chunks: Sequence[Chunk]) -> list[ShardLayout]:
-    """One shard layout per rank, each parameter after the other in one buffer; the model's tensor i is
-    t{i}.
-    """
+    """One shard layout per rank, with all parameters in one buffer, in order; the model's tensor i is
+    t{i}."""
     number = {name: i for i, name in enumerate(names.shapes(spec))}
     shard_layouts = []
     for chunk in chunks:
@@ -123,8 +122,8 @@ TRAINERS = {
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_stages_and_experts_send_each_element_once(trainer: str) -> None:
-    """What several ranks hold (norms, the tied embedding on the first and the last stage, all but the experts
-    of expert ranks) they share: each sends its part, to within a row per set of ranks."""
+    """Ranks that hold the same tensors (norms, the tied embedding on the first and the last stage, everything
+    but the experts of expert ranks) share the work: each sends its part, to within a row per set of ranks."""
     spec, chunks = TRAINERS[trainer]
     sources, targets = held_by(spec, chunks), held_by(spec, [names.whole_model(spec)])
     result = plan(sources, targets)
@@ -152,7 +151,7 @@ def test_a_tied_embedding_is_sent_by_both_of_its_stages() -> None:
 
 
 def test_worked_example():
-    """The one of the module's docstring."""
+    """The example of the module's docstring."""
     sources = sharded([(4, 6)], 2, [0]) * 2
     t = plan(sources, sharded([(4, 6)], 1, [None])).transfers
     columns = ["source", "row", "rows", "source_offset", "target_offset", "stream", "round"]
@@ -176,11 +175,11 @@ def served(result: Plan) -> list[tuple[int, int]]:
 
 
 def test_copies_serve_different_targets():
-    """A vocabulary that 8 does not divide: targets get 63 or 64 rows of 505, and still one copy each."""
+    """A vocabulary that is not divisible by 8: targets get 63 or 64 rows of 505, and still one copy each."""
     shapes = [(505, 4)]
     sources, targets = sharded(shapes, 1, [None]) * 8, sharded(shapes, 8, [0])
     assert served(plan(sources, targets)) == [(rank, rank) for rank in range(8)]
-    # each class of replicas has the next two of four copies, to which one sender per target is enough
+    # each class of replicas uses the next two of four copies, since one sender per target is enough
     sources, targets = sharded(shapes, 1, [None]) * 4, sharded(shapes, 2, [0])
     by_tie_break = [
         served(plan(sources, targets, max_senders=1, tie_break=tie_break)) for tie_break in range(3)
@@ -189,8 +188,9 @@ def test_copies_serve_different_targets():
 
 
 def test_the_cap_leaves_copies_out():
-    """TP2 x PP4 x DP4, a matrix and a norm per stage: a target needs one rank of each stage, so under a cap
-    of 8 it hears two copies of each; a norm, which both tensor-parallel ranks hold, comes from these, too."""
+    """TP2 x PP4 x DP4, a matrix and a norm per stage: a target needs one rank of each stage, so with at most
+    8 senders it receives from two copies of each; norms, which both tensor-parallel ranks hold, also come
+    from these."""
     stages = [sharded([(16, 8), (8, 1)], 2, [0, None], [f"w{p}", f"norm{p}"]) for p in range(4)]
     sources = [shard_layout for stage in stages for shard_layout in stage] * 4
     targets = sharded(
@@ -203,8 +203,9 @@ def test_the_cap_leaves_copies_out():
 
 
 def test_a_part_is_at_most_that_large():
-    """8 rows of 100 elements in parts of 250: rows, being longer than 31, are cut in four of 25, so that a
-    part can be of 226 elements and one of these at most. 800 elements then are four parts of 200."""
+    """8 rows of 100 elements in parts of at most 250: rows longer than 31 are cut, here into four pieces of
+    25, so parts are sized for 226 elements and up to one piece more: 800 elements become four parts of 200.
+    """
     shapes = [(8, 100)]
     result = plan(sharded(shapes, 1, [0]), sharded(shapes, 1, [0]), part_elements=250)
     size = np.bincount(result.transfers["round"], result.transfers["rows"] * result.transfers["columns"])
@@ -212,14 +213,14 @@ def test_a_part_is_at_most_that_large():
 
 
 def test_many_small_tensors_are_shared_too():
-    """One-row tensors cannot be cut: whole ones go to different senders."""
+    """One-row tensors cannot be cut: different senders send whole ones."""
     shapes = [(1, 8)] * 40
     result = plan(sharded(shapes, 1, [None] * 40) * 4, sharded(shapes, 1, [None] * 40))
     assert sent(result, 4).tolist() == [80, 80, 80, 80]
 
 
 def test_interleaved_and_strided_places():
-    """A fused qkv as Megatron keeps it (per group: two q heads, k, v; head size 1) to separate tensors."""
+    """A fused qkv in Megatron's layout (per group: two q heads, k, v; head size 1) to separate tensors."""
     source = ShardLayout(
         ("t0", "t1", "t2"),
         np.array(

@@ -1,4 +1,4 @@
-"""What the plan promises, on random layouts."""
+"""The plan's guarantees, on random layouts."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -19,13 +19,13 @@ Ranks = frozenset[int]
 
 @dataclass(frozen=True)
 class Layout:
-    """A trainer of PP x EP x TP x DP, and replicas of another TP."""
+    """A trainer with PP x EP x TP x DP, and replicas with another TP."""
 
     shapes: Shapes
-    held: Sequence[str]  # how the trainer's ranks keep each tensor
-    stages: Sequence[int]  # where; a tied one is on the last stage, too
-    experts: Sequence[int]  # the expert-parallel rank of those that are experts
-    wanted: Sequence[str]  # how the replicas' ranks keep it
+    held: Sequence[str]  # how the trainer's ranks store each tensor
+    stages: Sequence[int]  # of each tensor; a tied one is on the last stage, too
+    experts: Sequence[int]  # expert-parallel rank, of experts
+    wanted: Sequence[str]  # how the replicas' ranks store it
     gaps: Sequence[int]  # unused elements after each row and each tensor
     sizes: tuple[int, int, int, int]
     target_tp: int
@@ -117,8 +117,8 @@ def sets_of(result: Plan, sources: Sequence[ShardLayout]) -> list[Ranks]:
 
 
 def needed(sets: Collection[Ranks], sources: Sequence[ShardLayout]) -> int:
-    """How many shard layouts have to send where each of these sets sends something: those that alone hold
-    something, and one for each set that has none of these."""
+    """How many shard layouts must send if each of these sets sends something: the only holders of something,
+    and one for each set without any of these."""
     content = [(shard_layout.tensors, shard_layout.boxes.tobytes()) for shard_layout in sources]
     shard_layouts = {frozenset(content[rank] for rank in ranks) for ranks in sets}
     alone = frozenset().union(*(some for some in shard_layouts if len(some) == 1))
@@ -137,7 +137,7 @@ def test_what_holds_of_every_plan(layout: Layout, part_elements: int, cap: int, 
     )
     assert (again.id, again.transfers.tobytes()) == (result.id, t.tobytes())
 
-    # parts fit, no rank is in two parts of a round, and a rank that has a part in every round needs them all
+    # parts fit, no rank is in two parts of a round, and a rank with a part in every round needs all rounds
     parts: Counter[tuple[int, int, int]] = Counter()
     for source, target, number, rows, columns in columns_of(
         t, "source", "target", "round", "rows", "columns"
@@ -159,7 +159,8 @@ def test_what_holds_of_every_plan(layout: Layout, part_elements: int, cap: int, 
 @settings(max_examples=80, deadline=None)
 @given(layouts())
 def test_those_that_hold_the_same_send_the_same(layout: Layout) -> None:
-    """Without a cap: to within 5 % or one row. All send, but for sets with fewer rows than ranks."""
+    """Without a limit on senders: to within 5 % or one row. All send, except in sets with fewer rows than
+    ranks."""
     sources = layout.sources()
     result = plan(sources, layout.targets(), part_elements=1 << 20, max_senders=len(sources))
     sent_by: dict[Ranks, Counter[int]] = {}

@@ -1,5 +1,5 @@
-"""Transports that both ends enter together: rounds, epochs, deadlines, aborts, over tcp, whose protocol NCCL
-shares. Senders and members are threads here."""
+"""Collective transports: rounds, epochs, deadlines, aborts, over tcp, which shares its protocol with NCCL.
+Senders and members are threads here."""
 
 import socket
 import time
@@ -17,7 +17,7 @@ from atoll.weights.transport import tcp
 from atoll.weights.transport.collective import BroadcastReceiver, BroadcastSender
 from atoll.wire.types import Membership, StreamManifest
 
-LONG_S, SHORT_S = 20.0, 0.2  # a deadline that no test waits for, and one that it does
+LONG_S, SHORT_S = 20.0, 0.2  # a deadline that no test reaches, and one that tests wait for
 PAIR = Membership(epoch=1, num_members=2)
 
 
@@ -96,18 +96,18 @@ def test_missing_member_is_named_at_the_deadline(threads):
     source = tcp.TcpRoot("127.0.0.1", SHORT_S, three)
     there = tcp.TcpMember(
         LONG_S, source.location, replace(three, member=1)
-    )  # before the deadline's time begins
+    )  # before the deadline starts to count
     got = threads.submit(there.broadcast, payload(1, 8))
     with pytest.raises(WeightPushError, match=r"member 0, 2 of 3 in epoch 1 did not connect within 0\.2 s"):
         source.broadcast(payload(0, 8))
     with pytest.raises(WeightPushError, match="8 of 8 bytes did not come"):
-        got.result()  # though its own deadline is long: the communicator was closed
+        got.result()  # although its own deadline is long: the communicator was closed
     with pytest.raises(WeightPushError, match="cannot reach 127"):
         tcp.TcpMember(LONG_S, source.location, three)
 
 
 def connect(stream: StreamManifest, epoch: int, member: int, secret: bytes | None = None) -> socket.socket:
-    """A member's socket, which greets and reads nothing."""
+    """A member's socket, which greets but reads nothing."""
     address, _, known = stream.location.partition("#")
     connection = socket.socket()
     connection.settimeout(LONG_S)
@@ -117,7 +117,7 @@ def connect(stream: StreamManifest, epoch: int, member: int, secret: bytes | Non
     return connection
 
 
-SOCKET_BYTES = 8 << 20  # more than the sender's socket and that of `connect` hold
+SOCKET_BYTES = 8 << 20  # more than the buffers of the sender's socket and `connect`'s
 
 
 def test_slow_member_is_named_and_the_others_have_the_part(threads):
@@ -160,8 +160,8 @@ def test_a_sender_that_is_gone_ends_the_epoch(greeted):
 
 
 def test_strangers_are_turned_away(threads, monkeypatch):
-    """One without the secret, one for another epoch, two with numbers that are no member's, a second one with
-    a member's number, one that says nothing. The listener takes connections in order."""
+    """One without the secret, one for another epoch, two with invalid member numbers, a second one with a
+    member's number, one that sends nothing. The listener accepts connections in order."""
     monkeypatch.setattr(tcp, "HELLO_S", LONG_S)
     with closing(tcp.open_sender(LONG_S, "127.0.0.1", [8])) as sender:
         sender.begin(PAIR)
@@ -176,7 +176,7 @@ def test_strangers_are_turned_away(threads, monkeypatch):
             assert is_turned_away(connect(stream, 1, 1, secret=b"0" * 16))
             for epoch, number in ((0, 1), (1, 2), (1, -1), (1, 0)):
                 assert is_turned_away(connect(stream, epoch, number))
-            monkeypatch.setattr(tcp, "HELLO_S", 0.1)  # for this one alone: whoever greets may be slow
+            monkeypatch.setattr(tcp, "HELLO_S", 0.1)  # only for this one: greetings may be slow
             assert is_turned_away(socket.create_connection(("127.0.0.1", port), timeout=LONG_S))
             monkeypatch.setattr(tcp, "HELLO_S", LONG_S)
             with closing(tcp.open_receiver(LONG_S)) as receiver:
@@ -187,7 +187,7 @@ def test_strangers_are_turned_away(threads, monkeypatch):
 
 def test_a_new_epoch_ends_the_old_one_at_once(threads):
     with closing(tcp.open_sender(LONG_S, "127.0.0.1", [8])) as sender:
-        sender.begin(PAIR)  # member 1 has died before it came
+        sender.begin(PAIR)  # member 1 died before it connected
         receiver = tcp.open_receiver(LONG_S)
         old = send(sender, 0, payload(0, 8))
         got = take(threads, receiver, old, PAIR, member=0)
@@ -195,7 +195,7 @@ def test_a_new_epoch_ends_the_old_one_at_once(threads):
         sender.begin(alone)
         with pytest.raises(WeightPushError, match=r"the epoch (is|may be) over"):
             got.result()
-        assert time.monotonic() - started < LONG_S / 2  # not by a deadline
+        assert time.monotonic() - started < LONG_S / 2  # not at a deadline
         new = send(sender, 0, payload(1, 8))
         assert torch.equal(receiver.take(new, alone), payload(1, 8))
         with pytest.raises(WeightPushError, match="for epoch 1, but epoch 2 has begun: it is void"):

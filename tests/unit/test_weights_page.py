@@ -1,4 +1,4 @@
-"""The table of expected seconds in docs/weights.md says what `atoll plan --weights` computes.
+"""The table of expected seconds in docs/weights.md equals what `atoll plan --weights` computes.
 
 `python -m tests.unit.test_weights_page` prints the rows as they should be.
 """

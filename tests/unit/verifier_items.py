@@ -1,4 +1,4 @@
-"""Responses to grade, for the tests of graders."""
+"""Responses to grade, for tests of graders."""
 
 from atoll.wire.types import FinishReason, Grade, GroupId, SampleId, ScoreItem
 
@@ -25,7 +25,7 @@ def item(
 
 
 def graded(result: float | Grade) -> tuple[float, str]:
-    """Value and kind of reason."""
+    """Value and kind of the reason."""
     if isinstance(result, Grade):
         return result.value, result.reason.partition(":")[0]
     return result, ""

@@ -1,4 +1,4 @@
-"""Synthetic models in random tensor-parallel layouts, for the tests of the weight push."""
+"""Synthetic models in random tensor-parallel layouts, for tests of weight pushes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from atoll.wire.types import BOX, ShardLayout
 
 SHAPES = {"embed": (40, 12), "qkv": (24, 12), "out": (12, 8), "norm": (12, 1), "down": (12, 16)}
-AXES = {"embed": 0, "qkv": 0, "out": 1, "norm": None, "down": 1}  # cut by tensor parallelism
+AXES = {"embed": 0, "qkv": 0, "out": 1, "norm": None, "down": 1}  # split by tensor parallelism
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ def random_model(seed: int) -> dict[str, torch.Tensor]:
 
 
 def shards(tensor: int, data: int = 1, dtype: torch.dtype = torch.float32, gap: int = 0) -> list[Shard]:
-    """`gap` unused elements after each row. Ranks are numbered as Megatron does: tensor fastest."""
+    """`gap` unused elements after each row. Ranks are numbered as in Megatron: the tensor axis is fastest."""
     return [_shard(rank % tensor, tensor, dtype, gap) for rank in range(tensor * data)]
 
 
