@@ -1,7 +1,7 @@
-"""What a weight push from a trainer fleet to rollout processes must hold, whatever their engines.
+"""Checks that a weight push from a trainer fleet to rollout processes must pass, with any engine.
 
 The trainer is a fleet of real ranks, replicas are processes of `atoll.rollout`, all calls go over gRPC;
-what replicas compute is compared with transformers on what the trainer itself writes to disk.
+outputs of replicas are compared with transformers on the weights that the trainer writes to disk.
 """
 
 import asyncio
@@ -50,9 +50,9 @@ from tests.trainer_fleet import Fleet, read_line, update
 
 PROMPT = np.array([5, 9, 14, 7, 16], np.int32)
 LOCAL = {"local": {"slots": 8, "max_length": 256}, "sampling": {"max_new_tokens": 128}}
-NUM_TOKENS = 150  # of a sample that a replica is to lose
-# Tokens of the samples of two calls, which are to be caught by a push: whenever it comes, some are in their
-# midst, since neither the samples nor the calls end together.
+NUM_TOKENS = 150  # of a sample that a replica will lose
+# Tokens of the samples of two calls, which are to be caught by a push: whenever it comes, some are
+# unfinished, since neither the samples nor the calls end together.
 CAUGHT = (range(90, 154, 4), range(70, 134, 4))
 # of the log-probability of a token; transformers itself, in bfloat16, is 0.01 off
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -71,7 +71,7 @@ class Rollouts:
         self.by_name: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, engines: Mapping[str, Mapping[str, object]]) -> list[ServiceEntry]:
-        """A service for each name, with that [rollout] table; all of them at once."""
+        """Starts a service for each name, with that [rollout] table, all at once."""
         pipes = {name: self._popen(name, rollout) for name, rollout in engines.items()}
         entries = []
         for name, ready in pipes.items():
@@ -109,7 +109,8 @@ class Rollouts:
 def rollouts(
     folder: Path, model: Path, trainer: Mapping[str, object] | None = None, **weights: object
 ) -> Iterator[Rollouts]:
-    """They end with the test: gently, since a service ends its engine's processes, then by force."""
+    """They end with the test: first by SIGTERM, since a service ends its engine's processes, then by
+    force."""
     services = Rollouts(folder, model, trainer or {}, weights)
     try:
         yield services
@@ -182,7 +183,7 @@ async def check_layout(
     finish_running: bool = False,
     **weights: object,
 ) -> None:
-    """All replicas get a version at once, while each generates: they end up with the trainer's weights."""
+    """All replicas get a version at once, while generating: they end up with the trainer's weights."""
     async with connected(running, entries, model, finish_running=finish_running, **weights) as run:
         info = await run.trainer.info()
         sizes = (info.tensor_parallel, info.pipeline_parallel, info.expert_parallel, info.data_parallel)
@@ -208,14 +209,14 @@ async def check_layout(
         for tasks in live.values():
             seen = [sample.versions() for samples in await asyncio.gather(*tasks) for sample in samples]
             assert set.union(*seen) == {run.version(1), run.version(2)}
-            # caught by the commit, a sequence ends with the weights that it began with, or goes on
+            # a sequence caught by the commit ends with the weights that it began with, or continues
             assert all(len(versions) == 1 for versions in seen) is finish_running
         await run.trainer.export_hf(folder / run.lineage)
         await assert_hold(run.members, folder / run.lineage, run.version(2))
 
 
 async def push(run: Run, number: int) -> PushReport:
-    """To every member, who computes what the trainer does then."""
+    """Pushes to every member, which then computes what the trainer does."""
     report = await run.sync.push(run.version(number))
     assert report.failed == {}
     assert report.num_replicas == len(run.members)
@@ -234,15 +235,15 @@ async def tokens_of(replica: Replica) -> int:
 
 
 async def unfinished(replica: Replica) -> int:
-    """How many sequences it was handed and has not given back."""
+    """Number of sequences that it has received and not returned."""
     info = await replica.client.info()
     return info.running + info.queued
 
 
 async def tokens_until_commit(replica: Replica) -> int:
-    """How many tokens it has produced when its next commit is asked for: in the midst of a group, some of
-    whose sequences have ended, while the other call's group is there, too. That a replica runs sequences
-    would not do: SGLang may not have begun with them."""
+    """Number of tokens that it has produced when its next commit is requested: during a group of which some
+    sequences have ended, while the other call's group is present, too. It is not enough that the replica has
+    sequences: SGLang may not have begun them."""
     commit, asked = replica.client.commit_weights, asyncio.get_running_loop().create_future()
     both = sum(map(len, CAUGHT))
 
@@ -259,7 +260,7 @@ async def tokens_until_commit(replica: Replica) -> int:
 
 
 async def generate_until(end: asyncio.Event, replica: Replica, lengths: Sequence[int]) -> list[Trajectory]:
-    """Group after group; that which runs at the end is the last."""
+    """Generates group after group; the one running at the end is the last."""
     samples: list[Trajectory] = []
     while not end.is_set():
         group = await generate(replica, lengths)
@@ -269,7 +270,7 @@ async def generate_until(end: asyncio.Event, replica: Replica, lengths: Sequence
 
 
 async def generate(replica: Replica, lengths: Sequence[int]) -> list[Trajectory]:
-    """A group of sequences that nothing ends before their time."""
+    """Generates a group of sequences, none of which ends early."""
     group = GroupId(token_hex(4), 0, 0)
     requests = [
         turn_request(PROMPT, group=group, indices=[index], sampling=Sampling(length))
@@ -282,8 +283,8 @@ async def generate(replica: Replica, lengths: Sequence[int]) -> list[Trajectory]
 async def assert_hold(
     replicas: Sequence[Replica], exported: Path, version: Version, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Byte by byte what the trainer wrote, cast to `dtype`; and, sampled or scored, what transformers compute
-    of that, in float32."""
+    """Replicas hold, byte for byte, what the trainer wrote, cast to `dtype`; and their sampled and scored
+    logprobs are those of transformers with it, in float32."""
     for replica in replicas:
         assert await replica.client.checksums() == (version, tensor_sums(exported, dtype)), replica.entry.name
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=dtype).float()
@@ -308,7 +309,7 @@ def by_transformers(model: torch.nn.Module, ids: Int32) -> Float32:
 
 
 def tensor_sums(exported: Path, dtype: torch.dtype = torch.float32) -> dict[str, int]:
-    """Of what is pushed: a folder that has adapters is of a trainer that pushes them alone."""
+    """Checksums of what is pushed: only the adapters if the folder has any."""
     adapters = exported / "adapter" / "adapter_model.safetensors"
     tensors = load_file(adapters if adapters.exists() else exported / "model.safetensors")
     return {
@@ -318,7 +319,7 @@ def tensor_sums(exported: Path, dtype: torch.dtype = torch.float32) -> dict[str,
 
 
 async def check_kill(run: Run, services: Rollouts, exported: Path, number: int) -> None:
-    """rollout-1 dies by SIGKILL in mid-push: the others have the version, every sample is there."""
+    """rollout-1 is killed by SIGKILL in mid-push: the others get the version, and no sample is lost."""
     groups = [pending(prompt) for prompt in range(32)]
     samples = Samples(len(groups))
     generation = Generation(

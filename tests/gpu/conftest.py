@@ -1,4 +1,4 @@
-"""These tests need a GPU; what they show of kernels, others show of the logic on a CPU."""
+"""These tests need a GPU and check kernels; other tests check the logic on a CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Attention's backends on a GPU, in the numbers that it computes with."""
+"""Attention backends on a GPU, in its dtypes."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from tests.tree_layouts import CASES, check_dense
 @pytest.mark.parametrize("name", ["shared_prefix", "flash"])
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_equals_dense_attention(gpu: torch.device, case: str, name: str, num_ranks: int) -> None:
-    """1/50 of the largest: a few roundings to 8 bits, in scores, weights, outputs and their gradients."""
+    """Tolerance 1/50 of the largest: a few roundings to 8 bits, in scores, weights, outputs and their
+    gradients."""
     if name == "flash":
         pytest.importorskip("flash_attn", reason="flash-attn is not installed")
     check_dense(name, num_ranks, CASES[case], gpu, torch.bfloat16, 1 / 50)

@@ -1,4 +1,4 @@
-"""What a GPU frees, and what chunked log-probabilities and recomputation save there."""
+"""Memory freed by offloading on a GPU, and saved by chunked log-probabilities and recomputation."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ VOCABULARY, TOKENS, HIDDEN = 151_936, 16_384, 896  # Qwen2.5-0.5B's
 
 
 def peak_bytes(function: Callable[[], torch.Tensor]) -> tuple[int, float]:
-    """Of a forward and backward pass, above what is there before; and its milliseconds."""
+    """Of a forward and backward pass, beyond the memory in use before; and its milliseconds."""
     function().backward()  # kernels are chosen and compiled
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -37,7 +37,7 @@ def compare_logprobs() -> tuple[int, int, float, float]:
     weight_VH = torch.randn(VOCABULARY, HIDDEN, device="cuda", generator=generator).bfloat16() / HIDDEN**0.5
     weight_VH.requires_grad_()
     targets_N = torch.randint(VOCABULARY, (TOKENS,), device="cuda", generator=generator)
-    # both gradients are there before either is measured: they are no part of the comparison
+    # both gradients are allocated before either is measured, so the comparison excludes them
     hidden_NH.grad, weight_VH.grad = torch.zeros_like(hidden_NH), torch.zeros_like(weight_VH)
 
     def naive() -> torch.Tensor:

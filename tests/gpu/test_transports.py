@@ -48,7 +48,7 @@ def test_deltas_are_those_of_a_cpu():
 
 
 def check_pushes(transport: str, dtype: str, delta: bool) -> None:
-    """Rank 0 trains, the others are replicas of one rank; the process group carries manifests alone."""
+    """Rank 0 trains, the others are replicas of one rank; the process group carries only manifests."""
     dist.init_process_group("gloo")
     rank, num_members = dist.get_rank(), dist.get_world_size() - 1
     torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -136,7 +136,7 @@ def check_nccl_alone() -> None:
 
 @needs_cupy
 def test_nccl_with_the_sender_alone():
-    """What one GPU can show: a communicator of one rank broadcasts, and one that lacks ranks is left.
+    """What one GPU can test: a communicator of one rank broadcasts, and one with missing ranks is abandoned.
 
     The assertions are in check_nccl_alone.
     """

@@ -1,4 +1,4 @@
-"""Updates in bfloat16 on a GPU against a transformers loop there: the CPU's test, on another device."""
+"""Updates in bfloat16 on a GPU against a transformers loop on it: the CPU test on another device."""
 
 from pathlib import Path
 

@@ -34,7 +34,7 @@ class Case:
         return ProgramLimits(timeout_s=1.0 if spins else 30.0, output_bytes=1 << 18, disk_bytes=DISK_BYTES)
 
     def contained(self, execution: Execution) -> bool:
-        """Fails closed: what ends otherwise than it should has got through, or is no attack."""
+        """Fails closed: an unexpected end means that the attack succeeded, or is broken."""
         if b"ESCAPED" in execution.stdout + execution.stderr:
             return False
         if self.ends is not None:

@@ -1,7 +1,6 @@
 """Attacks on files: read or write what is the host's, leave something behind, fill a disk.
 
-`host.secret` may be read and written by anyone, and lies in a folder in which anyone may write: only the
-sandbox protects it.
+`host.secret` and its folder are world-writable: only the sandbox protects them.
 """
 
 import ctypes

@@ -1,5 +1,5 @@
-"""Tricks within the own process, against what runs there besides the program: what reports its end, and what
-the next program starts from."""
+"""Tricks within the program's own process, against the code that reports its end and the state that the next
+program starts from."""
 
 import atexit
 import builtins
@@ -109,7 +109,7 @@ def broken_exit(host):
 
 
 def host_in_memory(host):
-    """No value of the service lies in the memory that a program inherits."""
+    """The memory that a program inherits holds no data of the service."""
     texts = [thing for thing in gc.get_objects() if isinstance(thing, (dict, list, tuple))]
     marker = host["marker"]  # half of the token that the host process holds in memory and environment
     found = [text for things in texts for text in things if isinstance(text, str) and text.startswith(marker)]
@@ -135,7 +135,7 @@ def environment_in_c(host):
 
 
 def stack_of_the_start(host):
-    """What stood on the stack when the interpreter started: arguments and environment."""
+    """The initial stack of the interpreter: arguments and environment."""
     start = ctypes.c_void_p.in_dll(libc, "__libc_stack_end").value or 0
     with contextlib.suppress(ValueError):
         return host["marker"].encode() in ctypes.string_at(start, 4096)

@@ -1,4 +1,4 @@
-"""Attacks over sockets. The host listens at every address that they try, and must not hear of it."""
+"""Attacks over sockets. The host listens at every address that they try, and must not receive anything."""
 
 import ctypes
 import os

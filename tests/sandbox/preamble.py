@@ -104,7 +104,7 @@ def call(name: str, *arguments: int) -> int:
 
 
 def seen(name: str, *arguments: int) -> str:
-    """What the kernel made of a call; "" if it was refused before the kernel looked at the arguments, which
+    """The kernel's response to a call; "" if it was refused before the kernel looked at the arguments, which
     are nonsense or harmless."""
     try:
         return f"{name} = {call(name, *arguments)}"
@@ -122,7 +122,7 @@ def machine_code(code: bytes) -> Callable[[], int]:
 
 
 def attempts(*calls: tuple) -> str:  # type: ignore[type-arg]  # (function, argument, ...)
-    """The first of several attempts that was not refused, and what came of it."""
+    """The first of several attempts that was not refused, and its result."""
     for function, *arguments in calls:
         try:
             outcome = function(*arguments)

@@ -1,4 +1,4 @@
-"""Attacks of processes: outlive the deadline, multiply, become another program, leave something behind."""
+"""Attacks with processes: outlive the deadline, multiply, become another program, leave something behind."""
 
 import ctypes
 import mmap

@@ -1,6 +1,6 @@
-"""The set-ups in which the sandbox must hold, and how a process of root gets into each.
+"""The set-ups in which the sandbox must hold, and how a root process enters each.
 
-`python -m tests.sandbox.setups SETUP COMMAND...` goes into it and executes the command.
+`python -m tests.sandbox.setups SETUP COMMAND...` enters it and executes the command.
 """
 
 import ctypes
@@ -57,8 +57,8 @@ def _check(result: int) -> None:
 
 
 def _open_interpreter() -> None:
-    """In a mount namespace of this process: an interpreter below a folder that only root may enter is at the
-    same path, below a folder that anyone may enter."""
+    """In a mount namespace of this process, makes an interpreter inside a folder that only root may enter
+    accessible to everyone at the same path."""
     prefix = Path(sys.base_prefix)
     closed = next((folder for folder in reversed(prefix.parents) if not folder.stat().st_mode & 1), None)
     if closed is None:

@@ -1,7 +1,7 @@
-"""Runs all attacks in one sandbox, beside each other and beside a program that does no harm.
+"""Runs all attacks in one sandbox, concurrently with each other and with a harmless program.
 
-`python -m tests.sandbox.suite SETUP` prints a JSON object: what came of each attack, what was found on the
-host's side after them, and what was left over.
+`python -m tests.sandbox.suite SETUP` prints a JSON object: the result of each attack, damage found on the
+host, and what was left over.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ LEFT = next(case for case in CASES if case.name == "inside.state_left_by_others"
 
 
 async def run_suite(setup: str, token: str) -> dict[str, Any]:
-    """`token` lies in this process's memory and environment, and in a file."""
+    """`token` is in this process's memory and environment, and in a file."""
     _adopt_orphans()
     chosen = SETUPS[setup]
     user = NOBODY if os.getuid() == 0 and not chosen.container else os.getuid()
@@ -86,7 +86,7 @@ async def _attack(sandbox: Sandbox, case: Case, host: bytes, token: str) -> str:
 
 
 async def _cheat(sandbox: Sandbox, cheat: Cheat) -> str:
-    """Empty if it was graded 0: an error would let a model rid itself of its bad samples."""
+    """Empty if it was graded 0: an error would let a model get rid of its bad samples."""
     try:
         grade = check_grade(await code(cheat.item, sandbox, case_timeout_s=1.0, timeout_s=2.0))
     except AtollError as error:
@@ -96,7 +96,7 @@ async def _cheat(sandbox: Sandbox, cheat: Cheat) -> str:
 
 
 def _adopt_orphans() -> None:
-    """A daemon of an attack becomes a child of this process, and is seen."""
+    """An attack's daemon becomes a child of this process, and is noticed."""
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 

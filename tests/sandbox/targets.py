@@ -1,4 +1,4 @@
-"""What the attacks aim at: a file, sockets and a process, all of them open to anyone."""
+"""Targets of the attacks: a file, sockets and a process, all open to anyone."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ import pytest
 from atoll.reward.sandbox import attacks
 from tests.sandbox.cases import DISK_BYTES
 
-NAME = "atoll-attack"  # in every name that an attack gives to something outside
+NAME = "atoll-attack"  # in every name that an attack gives to anything outside
 IPC_KEY = 0x41544F4C  # likewise
 SHARED_FOLDERS = "/tmp", "/var/tmp", "/dev/shm", "/run", "/dev/mqueue", "/root"
 # Half of a token that lies in the secret file and in the host's memory and environment. Attacks know this
@@ -61,7 +61,7 @@ class Targets:
         ).encode()
 
     def damage(self) -> list[str]:
-        """What is not as it was made."""
+        """What is no longer as it was created."""
         found = [f"{name} was reached" for name in self.heard]
         if not self.secret.exists() or self.secret.read_text() != self.token:
             found.append("the secret file was changed")
@@ -91,7 +91,7 @@ class Targets:
 
 @contextmanager
 def targets(token: str, user: int) -> Iterator[Targets]:
-    """`user`: whose process the other process is, so that only the sandbox protects it."""
+    """`user`: the owner of the other process, so that only the sandbox protects it."""
     with TemporaryDirectory() as folder, ExitStack() as stack:
         os.chmod(folder, 0o777)
         victim = subprocess.Popen(["sleep", "infinity"], user=user if os.getuid() == 0 else None)
@@ -106,7 +106,7 @@ def targets(token: str, user: int) -> Iterator[Targets]:
 
 @contextmanager
 def _listening(folder: Path, heard: list[str]) -> Iterator[dict[str, Any]]:
-    """Sockets at every kind of address, whose traffic is noted."""
+    """Sockets at every kind of address, whose traffic is recorded."""
     abstract = f"{NAME}-{secrets.token_hex(4)}"
     unix, datagram = str(folder / "stream.sock"), str(folder / "datagram.sock")
     places = {

@@ -1,4 +1,4 @@
-"""Responses that do not solve their task and want to be rewarded, and rows of the kinds that are graded.
+"""Responses that try to be rewarded without solving their task, and rows of each kind of tests.
 
 The task is to double a number, by the function `double` or from stdin to stdout.
 """

@@ -44,7 +44,7 @@ LAYOUTS = (
 
 
 def test_push(tmp_path: Path, tiny_qwen3: Path) -> None:
-    """To all three at once, from every layout; at last one of SGLang dies."""
+    """Pushes to all three at once, from every layout; in the end an SGLang replica dies."""
     with rollouts(tmp_path, tiny_qwen3) as services:
         entries = services.start({"rollout-0": LOCAL, "rollout-1": sglang(1), "rollout-2": sglang(2)})
         for number, layout in enumerate(LAYOUTS):
@@ -67,7 +67,7 @@ def test_push_of_experts(tmp_path: Path, tiny_qwen3_moe: Path) -> None:
 
 
 def test_push_of_adapters(tmp_path: Path, tiny_qwen3: Path) -> None:
-    """They are all that travels; what replicas compute is the model into which the trainer merges them."""
+    """Only adapters are pushed; replicas compute the same as the trainer's merged model."""
     layout = ParallelConfig(tensor=2)
     lora = {"rank": 4, "alpha": 6.0, "push": "adapter"}
     trainer = {"parallel": layout, "max_tokens_per_microbatch": 32, "lora": lora}
@@ -80,7 +80,7 @@ def test_push_of_adapters(tmp_path: Path, tiny_qwen3: Path) -> None:
 
 
 def test_push_in_bfloat16(tmp_path: Path, tiny_qwen3: Path) -> None:
-    """The trainer's weights are float32; what travels is what replicas serve: `cast` asserts it."""
+    """The trainer's weights are float32; they are pushed in the replicas' dtype, as `cast` asserts."""
     bf16 = {"dtype": "bfloat16"}
     with rollouts(tmp_path, tiny_qwen3) as services, fleet(tmp_path, tiny_qwen3, ParallelConfig()) as running:
         entries = services.start({"rollout-0": sglang(1) | bf16, "rollout-1": LOCAL | bf16})

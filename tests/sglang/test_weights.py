@@ -38,7 +38,7 @@ WHOLE = range(2)  # layers of the tiny models
 LAYOUTS = {
     # tensor-parallel 2 in each of two pipeline stages, which both hold the tied embedding
     "qwen2": [Chunk(range(s, s + 1), s == 0, s == 1, rank, 2) for s in range(2) for rank in range(2)],
-    # two experts on each of two ranks, which both hold all the rest
+    # two experts on each of two ranks, which both hold everything else
     "qwen3_moe": [Chunk(WHOLE, True, True, experts=range(e, e + 2)) for e in (0, 2)],
     # two data-parallel copies; of SGLang's ranks the first has 64 rows of the vocabulary, the second 6
     "llama": [Chunk(WHOLE, True, True)] * 2,
@@ -53,7 +53,7 @@ SHORT, LONG = (Sampling(max_new_tokens=number, temperature=0.0) for number in (4
 
 
 class Trainer:
-    """The ranks of a layout, which hold the weights of a folder."""
+    """The ranks of a layout, with the weights of a folder."""
 
     def __init__(self, folder: Path, layout: Sequence[Chunk], engine: Engine) -> None:
         spec = read_spec(folder)
@@ -106,7 +106,7 @@ def shard(spec: ModelSpec, chunk: Chunk, model: dict[str, torch.Tensor]) -> tupl
 
 
 def updated(folder: Path, into: Path, seed: int) -> Path:
-    """The model with other weights."""
+    """The model with different weights."""
     shutil.copytree(folder, into)
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(seed)
@@ -144,8 +144,7 @@ async def served(
 async def test_pushes(
     served: tuple[str, Path, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One after the other: what comes whole, in flight of a request; what never becomes live; what is ordered
-    by a caller that leaves."""
+    """In order: a complete push during a request; one that never goes live; a commit whose caller leaves."""
     family, folder, engine = served
     versions = [replace(V0, number=number) for number in range(4)]
     await assert_serves(engine, folder, V0, row=0)
@@ -188,7 +187,7 @@ async def test_pushes(
 async def give_up_in_its_midst(
     engine: Engine, commit: Coroutine[Any, Any, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cancels the commit once SGLang is told to take the weights over."""
+    """Cancels the commit once SGLang has been told to load the weights."""
     begun, to_the_ranks = asyncio.Event(), engine._workers.commit
 
     async def noticed(*arguments: Any) -> None:
@@ -204,7 +203,7 @@ async def give_up_in_its_midst(
 
 
 def corrupted(parts: Sequence[PublishedPart]) -> list[PublishedPart]:
-    """One byte of the last slice is not what its checksum says."""
+    """One byte of the last slice does not match its checksum."""
     *others, stream = parts[-1].streams
     sums = stream.checksums.copy()
     sums[-1] ^= np.uint64(1)
@@ -212,7 +211,7 @@ def corrupted(parts: Sequence[PublishedPart]) -> list[PublishedPart]:
 
 
 def orphaned(parts: Sequence[PublishedPart]) -> list[PublishedPart]:
-    """The last slice is at a sender that was killed."""
+    """The sender of the last slice was killed."""
     sender = subprocess.Popen(
         [
             sys.executable,

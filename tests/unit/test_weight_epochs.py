@@ -1,5 +1,5 @@
-"""Publisher and Refit over a transport that both ends enter together (tcp): rounds, epochs, deltas, several
-trainer ranks and several replicas of several ranks."""
+"""Publisher and Refit over a collective transport (tcp): rounds, epochs, deltas, several trainer ranks and
+several replicas of several ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +42,7 @@ class Replica:
 
 
 class Fleet:
-    """What the coordinator does of a push, without a replica that fails."""
+    """The coordinator's part of a push in which no replica fails."""
 
     def __init__(
         self, sources: list[Shard], targets: list[Shard], dtype: str, *, delta: bool = False
@@ -61,7 +61,7 @@ class Fleet:
         return self._replicas[-1]
 
     def train(self, model: Model) -> Model:
-        """Returns what replicas are to hold of it."""
+        """Returns what replicas should then hold."""
         for shard in self.sources:
             shard.fill(model)
         return {name: tensor.to(DTYPES[self.dtype]).float() for name, tensor in model.items()}
@@ -90,7 +90,7 @@ class Fleet:
             call.result()
 
     def push(self, version: Version, epoch: int, replicas: Sequence[Replica]) -> int:
-        """Returns the bytes that travelled."""
+        """Returns the number of bytes transferred."""
         num_bytes = 0
         for part in count():
             published = self.publish(version, epoch, part, len(replicas))
@@ -133,7 +133,7 @@ def assert_equal(got: Model, expected: Model) -> None:
 
 
 def model_bytes(dtype: str, num_targets: int = 1) -> int:
-    """Of what the ranks per replica keep: each all of "norm", and a share of what is cut."""
+    """Bytes held by a replica's ranks: each has all of "norm", and its part of the split tensors."""
     model = random_model(0)
     num_elements = sum(t.numel() for t in model.values()) + (num_targets - 1) * model["norm"].numel()
     return DTYPES[dtype].itemsize * num_elements
@@ -165,12 +165,12 @@ def test_a_repeated_call_sends_nothing(make_fleet):
 
 
 def test_the_rest_of_a_push_goes_on_in_a_new_epoch(make_fleet):
-    """One of two replicas dies after the first part: the other gets the version whole, in the next epoch."""
+    """One of two replicas dies after the first part: the other gets the whole version in the next epoch."""
     fleet = make_fleet((2, 2), 2)
     alive, dead = fleet.join(), fleet.join()
     expected = fleet.train(random_model(1))
     fleet.receive(V1, 1, fleet.publish(V1, 1, 0, 2), [alive, dead])
-    fleet.publish(V1, 1, 1, 2)  # which nobody takes
+    fleet.publish(V1, 1, 1, 2)  # which nobody receives
     fleet.push(V1, 2, [alive])
     assert_equal(alive.commit(V1), expected)
     with pytest.raises(WeightPushError, match="a push to epoch 1, but epoch 2 has begun"):
@@ -178,7 +178,7 @@ def test_the_rest_of_a_push_goes_on_in_a_new_epoch(make_fleet):
 
 
 def test_the_first_of_its_class_does_not_get_other_weights_under_a_versions_name(make_fleet):
-    """In the midst of a step there is nothing to send to it that would be the committed version."""
+    """During a step the trainer has nothing to send that equals the committed version."""
     fleet = make_fleet()
     fleet.train(random_model(1))
     fleet.push(V1, 1, [fleet.join()])
@@ -191,7 +191,7 @@ def test_the_first_of_its_class_does_not_get_other_weights_under_a_versions_name
 
 
 def test_who_has_the_version_takes_part_in_its_push(make_fleet):
-    """As one does that has committed it, although its caller did not hear so."""
+    """Such as a replica that has committed it, but whose answer was lost."""
     fleet = make_fleet((2, 1), 2)
     early, late = fleet.join(), fleet.join()
     committed = fleet.train(random_model(1))
@@ -204,7 +204,7 @@ def test_who_has_the_version_takes_part_in_its_push(make_fleet):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_late_joiner_gets_the_committed_version(make_fleet, dtype):
-    """From the trainer's copy: the weights have been trained on since."""
+    """From the trainer's copy, since the weights have been trained since."""
     fleet = make_fleet(dtype=dtype)
     early, late = fleet.join(), fleet.join()
     committed = fleet.train(random_model(1))
@@ -221,8 +221,7 @@ def test_late_joiner_gets_the_committed_version(make_fleet, dtype):
 
 
 def test_delta_in_the_same_epoch_alone(make_fleet):
-    """One element in every tensor changes: some bytes travel to who holds the last version, all of them to
-    others."""
+    """One element of every tensor changes: members with the last version get a few bytes, others get all."""
     fleet = make_fleet((2, 1), 2, "bfloat16", delta=True)
     early, full_bytes = fleet.join(), model_bytes("bfloat16", 2)
     model = random_model(1)
@@ -245,7 +244,7 @@ def test_delta_in_the_same_epoch_alone(make_fleet):
 
 
 def test_delta_to_who_lacks_the_last_version_is_never_committed(make_fleet):
-    """As if the coordinator had kept the epoch although the commit of a replica failed."""
+    """As if the coordinator had kept the epoch although a replica's commit failed."""
     fleet = make_fleet(dtype="bfloat16", delta=True)
     replica = fleet.join()
     model = random_model(1)

@@ -1,11 +1,11 @@
-"""The program that a response is: found in its text, and completed with what its data set provides."""
+"""Extracts the program from a response's text, and completes it with code that its dataset provides."""
 
 import re
 
 from atoll.reward.verifiers.code_tests import AssertTests, CallTests, OutputTests, Tests, is_python
 
-# Solutions in the APPS family of data sets are written for a judge that has imported all this; so it is in
-# APPS, LiveCodeBench and verl's prime_code.
+# Solutions in the APPS family of datasets are written for a judge that has imported all this, as APPS,
+# LiveCodeBench and verl's prime_code do.
 _MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json"),
@@ -21,7 +21,7 @@ _PYTHON = ("python", "py", "python3")
 
 
 def program(response: str, tests: Tests) -> str | None:
-    """None: there is no code in the response."""
+    """None if there is no code in the response."""
     code = extract_code(response)
     if code is None:
         return None
@@ -33,8 +33,8 @@ def program(response: str, tests: Tests) -> str | None:
 
 
 def extract_code(response: str) -> str | None:
-    """The last fenced block that is marked as Python, else the last without a mark, else, where nothing is
-    fenced, all of it; of what follows a chain of thought. A block that does not end is one."""
+    """The last fenced block marked as Python, otherwise the last one without a mark, otherwise all of the
+    text if nothing is fenced; after a chain of thought. An unclosed block counts."""
     answer = response.rpartition("</think>")[2]
     parts = _FENCE.split(
         _GLUED.sub(r"\1\n```", answer)
@@ -51,7 +51,7 @@ def extract_code(response: str) -> str | None:
 
 def _after(prompt: str, code: str, functions: tuple[str, ...]) -> str:
     """HumanEval's prompt is the beginning of a function: `code` continues it, or defines the function again.
-    Then the prompt goes before it, for its imports and helpers, if it stands alone."""
+    In the latter case the prompt is put before it, for its imports and helpers, if it is valid by itself."""
     again = any(re.search(rf"^(async\s+)?def\s+{name}\b", code, re.MULTILINE) for name in functions)
     if not again:
         return prompt + code
