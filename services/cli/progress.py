@@ -123,7 +123,7 @@ def _picture(status: RunStatus, metrics: Mapping[str, float], elapsed_s: float) 
     body.add_row("seconds", "  ".join(f"{name} {value:.2f}" for name, value in _timings(metrics)))
     body.add_row("services", "  ".join(entry.name for entry in status.services))
     for health in status.servers:
-        how = "well" if health.healthy else f"[red]unhealthy[/]: {escape(health.cause)}"
+        how = "healthy" if health.healthy else f"[red]unhealthy[/]: {escape(health.cause)}"
         body.add_row("server", f"{escape(_place(health))}  {how}")
     if note := _note(status):
         body.add_row("note", escape(note))

@@ -52,7 +52,7 @@ def describe(status: RunStatus) -> str:
     )  # reason for waiting, pausing, recovering or failing
     servers = [
         f"  {health.server.kind:12} {health.server.name:21} {health.server.url}  "
-        + ("well" if health.healthy else f"unhealthy: {health.cause}")
+        + ("healthy" if health.healthy else f"unhealthy: {health.cause}")
         for health in status.servers
     ]
     return "\n".join([f"{status.run}: {progress.line(status)}", *reason, *services, *servers])

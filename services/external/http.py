@@ -63,13 +63,13 @@ class _Reward(_Strict):
     reason: str = ""
 
 
-class _Failure(_Strict):
+class _FailedVerdict(_Strict):
     error: str
     retryable: bool = False
 
 
 class _Verdicts(ResponseModel):
-    verdicts: list[_Reward | _Failure]
+    verdicts: list[_Reward | _FailedVerdict]
 
 
 class _Preset(OptionsModel):
@@ -88,9 +88,9 @@ class Plain(_Preset):
         ]
 
     @staticmethod
-    def _verdict(channel: Channel, item: ScoreItem, verdict: _Reward | _Failure) -> Verdict:
+    def _verdict(channel: Channel, item: ScoreItem, verdict: _Reward | _FailedVerdict) -> Verdict:
         name = channel.server.name
-        if isinstance(verdict, _Failure):
+        if isinstance(verdict, _FailedVerdict):
             return GradingError(item.id, name, sanitize(verdict.error, channel.token), verdict.retryable)
         reasons = {name: sanitize(verdict.reason, channel.token)} if verdict.reason else {}
         return Graded(item.id, verdict.value, verdict.components, reasons)
@@ -110,7 +110,7 @@ class Slime(_Preset):
         return await grade_each(channel.server, items, grade)
 
 
-class _Rewards(ResponseModel):
+class _RewardList(ResponseModel):
     rewards: list[Number]
     extra_logs: dict[str, list[Number]] = Field(default_factory=dict)
 
@@ -170,5 +170,5 @@ _PRESETS: TypeAdapter[Plain | Slime | OpenRLHF | SGLang] = TypeAdapter(
     Annotated[Plain | Slime | OpenRLHF | SGLang, Field(discriminator="preset")]
 )
 _VERDICTS = TypeAdapter(_Verdicts)
-_REWARDS = TypeAdapter(_Rewards)
+_REWARDS = TypeAdapter(_RewardList)
 _CLASSIFIED = TypeAdapter(list[_Classified])

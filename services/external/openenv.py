@@ -63,14 +63,14 @@ class _ObservationFrame(ResponseModel):
     data: _StepResult
 
 
-class _Problem(ResponseModel):
+class _ErrorDetails(ResponseModel):
     message: str = ""
     code: str = ""
 
 
 class _ErrorFrame(ResponseModel):
     type: Literal["error"]
-    data: _Problem
+    data: _ErrorDetails
 
 
 _SCHEMA = TypeAdapter(_Schema)
@@ -196,7 +196,7 @@ class OpenEnvEpisode:
             f"{where}: the connection ended: {redact(str(error), self._channel.token)}"
         )
 
-    def _server_error(self, where: str, problem: _Problem) -> AtollError:
+    def _server_error(self, where: str, problem: _ErrorDetails) -> AtollError:
         text = f"{where}: got error {problem.code}: {excerpt(problem.message, self._channel.token)}"
         match problem.code:
             case "CAPACITY_REACHED":

@@ -61,11 +61,11 @@ class IsolatedGrader:
         quick = QUICK.get(config.name)
         self._quick = partial(quick, **config.parameters) if quick else None
         self._free = asyncio.Semaphore(config.concurrency or 1)
-        self._idle: list[_Worker] = []
+        self._idle: list[_GraderProcess] = []
 
     async def load(self) -> None:
         """Starts a worker. Raises UserError if the grader cannot be loaded."""
-        self._idle.append(await _Worker.start(self._config, self._source))
+        self._idle.append(await _GraderProcess.start(self._config, self._source))
 
     async def grade(self, item: ScoreItem) -> Outcome:
         if self._quick is not None and (outcome := judge_quickly(self._quick, item)) is not None:
@@ -96,15 +96,15 @@ class IsolatedGrader:
             await worker.ending()
         self._idle.clear()
 
-    async def _worker(self) -> "_Worker":
+    async def _worker(self) -> "_GraderProcess":
         while self._idle:
             if not (worker := self._idle.pop()).has_ended:
                 return worker
             worker.kill()
-        return await _Worker.start(self._config, self._source)
+        return await _GraderProcess.start(self._config, self._source)
 
 
-class _Worker:
+class _GraderProcess:
     """A process and the service's end of its socket."""
 
     def __init__(

@@ -145,7 +145,7 @@ class Story:
             await until(client, lambda status: unhealthy(status) == {"near"})
             _, text = await atoll("status", self.config.folder)
             assert f"http://127.0.0.1:{near}/mcp  unhealthy: " in text
-            assert f"http://127.0.0.1:{second}/mcp  well" in text
+            assert f"http://127.0.0.1:{second}/mcp  healthy" in text
             await self.until_step(client, "broken", self.at["killed"] + 2)
             assert log.read_text().count("graded") >= self.calls_of_second + 16
             self.post(f"http://127.0.0.1:{length}/break")

@@ -40,7 +40,7 @@ def test_servers_are_shown_with_their_health() -> None:
     status = RunStatus("toy", "training", 3, 10, 4, "", (), {}, 7, (well, unhealthy))
     assert line(status) == "step 3/10  training  unhealthy: reward judge at http://b"
     assert [text.split() for text in describe(status).splitlines()[1:]] == [
-        ["tool", "search", "http://a", "well"],
+        ["tool", "search", "http://a", "healthy"],
         ["reward", "judge", "http://b", "unhealthy:", "no", "answer"],
     ]
 

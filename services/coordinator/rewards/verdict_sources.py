@@ -47,7 +47,7 @@ class VerdictSource(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _RewardService:
+class _ServiceSlots:
     client: RewardClient
     max_queued: int  # responses that it takes at once
     held: int = 0  # of them
@@ -66,7 +66,7 @@ class RewardServices:
     def __init__(self, wait_timeout_s: float) -> None:
         """`wait_timeout_s`: how long responses wait for a service while none makes progress."""
         self._wait_timeout_s = wait_timeout_s
-        self._services: list[_RewardService] = []
+        self._services: list[_ServiceSlots] = []
         self._line = asyncio.Lock()  # calls wait here for a service, in order
         self._changed = asyncio.Event()  # a service has room or has returned
         self._heard = 0.0  # when a service last had work
@@ -74,7 +74,7 @@ class RewardServices:
 
     def add(self, client: RewardClient, max_queued: int) -> None:
         """`max_queued`: as it announces it; 0: it does not."""
-        self._services.append(_RewardService(client, max_queued or MAX_CALL))
+        self._services.append(_ServiceSlots(client, max_queued or MAX_CALL))
         self._changed.set()
 
     def remove(self, client: RewardClient) -> None:
@@ -102,7 +102,7 @@ class RewardServices:
         async with self._line:
             pass
 
-    async def _with_room(self, count: int, since: float) -> tuple[_RewardService, int]:
+    async def _with_room(self, count: int, since: float) -> tuple[_ServiceSlots, int]:
         """Reserves room for `count` responses, or for the service's maximum. Waits for a service with room;
         unblocked by verdicts, joins and recoveries.
         """
@@ -127,7 +127,7 @@ class RewardServices:
                     await self._changed.wait()
 
     async def _call(
-        self, service: _RewardService, items: Sequence[ScoreItem]
+        self, service: _ServiceSlots, items: Sequence[ScoreItem]
     ) -> AsyncGenerator[Sequence[Verdict], None]:
         left = len(items)
         try:
@@ -148,11 +148,11 @@ class RewardServices:
         finally:
             self._release(service, left)
 
-    def _release(self, service: _RewardService, count: int) -> None:
+    def _release(self, service: _ServiceSlots, count: int) -> None:
         service.held -= count
         self._changed.set()
 
-    def _skip(self, service: _RewardService, error: AtollError) -> None:
+    def _skip(self, service: _ServiceSlots, error: AtollError) -> None:
         if service.cause or service not in self._services:
             return
         service.cause = str(error)
@@ -164,7 +164,7 @@ class RewardServices:
         self._reviving.add(revival)
         revival.add_done_callback(self._reviving.discard)
 
-    async def _revive(self, service: _RewardService, first_s: float, most_s: float) -> None:
+    async def _revive(self, service: _ServiceSlots, first_s: float, most_s: float) -> None:
         """Re-enables a service once it answers; ends if it leaves."""
         while service in self._services:
             await asyncio.sleep(min(first_s * 2 ** min(service.failures - 1, 9), most_s))

@@ -24,7 +24,7 @@ _TCP = 3  # bind and connect, ABI 4
 _SCOPED = 3  # abstract unix sockets of other processes and signals to them, ABI 6
 
 
-class _Ruleset(ctypes.Structure):
+class _RulesetAttributes(ctypes.Structure):
     _fields_ = [("files", ctypes.c_uint64), ("tcp", ctypes.c_uint64), ("scoped", ctypes.c_uint64)]
 
 
@@ -47,7 +47,7 @@ class Ruleset:
                 "names in /sys/kernel/security/lsm, and a container runtime that lets its system calls pass",
             ) from None
         self._files = (1 << _BITS.get(abi, _BITS_NOW)) - 1
-        handled = _Ruleset(self._files, _TCP if abi >= 4 else 0, _SCOPED if abi >= 6 else 0)
+        handled = _RulesetAttributes(self._files, _TCP if abi >= 4 else 0, _SCOPED if abi >= 6 else 0)
         self._descriptor = system_call(
             _CREATE_RULESET, ctypes.byref(handled), ctypes.c_size_t(ctypes.sizeof(handled)), 0
         )

@@ -37,8 +37,8 @@ T = TypeVar("T")
 LENGTH_SETTING = "rollout.local.max_length"
 
 
-class _GenerateCall:
-    """One `generate` call: what the compute thread posts arrives in its event loop."""
+class _CallInbox:
+    """Of one `generate` call: what the compute thread posts arrives in its event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -91,13 +91,13 @@ class LocalEngine:
         self._refit = Refit([buffer], version, receiver)
         self._live = buffer
         self._model = LocalModel(spec, self._layout.bind(buffer), max_length)
-        self._decoder: Decoder[_GenerateCall] = Decoder(self._model, tokenizer, slots, max_length, version)
+        self._decoder: Decoder[_CallInbox] = Decoder(self._model, tokenizer, slots, max_length, version)
         self._slots = slots
         self._max_length = max_length
         self._pause: PauseMode | None = None
         self._pausing: list[Future[None]] = []  # pause calls waiting for running sequences
         self._closed = False
-        self._calls: set[_GenerateCall] = set()
+        self._calls: set[_CallInbox] = set()
         self._end: Future[None] = Future()  # of the compute thread
         self._end.set_running_or_notify_cancel()  # cancelling a waiter does not cancel it
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -126,7 +126,7 @@ class LocalEngine:
     async def generate(self, requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Completion], None]:
         for request in requests:
             check_request(request, self._model.spec.vocab_size, self._max_length, LENGTH_SETTING)
-        call = _GenerateCall()
+        call = _CallInbox()
         self._calls.add(call)  # registered first: the thread records its end, then notifies all calls
         if self._end.done():
             self._calls.remove(call)
@@ -277,7 +277,7 @@ class LocalEngine:
         self._pausing.clear()
 
 
-def _deliver(finished: Sequence[tuple[_GenerateCall, Completion]]) -> None:
+def _deliver(finished: Sequence[tuple[_CallInbox, Completion]]) -> None:
     """Delivers completions of one step together to each caller."""
     for call, pairs in groupby(sorted(finished, key=lambda pair: id(pair[0])), key=lambda pair: pair[0]):
         call.post([completion for _, completion in pairs])

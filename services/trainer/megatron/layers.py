@@ -31,10 +31,10 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
+        return _RMSNormFunction.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         x_NH = x.float().reshape(-1, x.shape[-1])

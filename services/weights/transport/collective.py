@@ -58,7 +58,7 @@ T = TypeVar("T", bound=Communicator)
 
 
 @dataclass(slots=True)
-class _Channel(Generic[T]):
+class _OpenCommunicator(Generic[T]):
     communicator: T
     num_bytes: int = 0  # broadcast so far: the offset of the next part
 
@@ -77,7 +77,7 @@ class BroadcastSender:
         self._arrived = [_completed_future(), _completed_future()]  # the last part in each bucket
         self._current = 0  # the bucket being packed
         self._membership = Membership(-1, 0)
-        self._channels: dict[int, _Channel[RootCommunicator]] = {}  # by target rank
+        self._communicators: dict[int, _OpenCommunicator[RootCommunicator]] = {}  # by target rank
         self._packed: SimpleQueue[_Travel | None] = SimpleQueue()  # None: the end
         Thread(target=self._run, name="broadcast", daemon=True).start()
 
@@ -95,18 +95,18 @@ class BroadcastSender:
         return self._buckets[self._current][: self._part_bytes[part]]
 
     def send(self, part: int, target: int, num_bytes: int) -> tuple[str, int]:
-        if target not in self._channels:
-            self._channels[target] = _Channel(self._found(self._membership))
-        channel, bucket = self._channels[target], self._buckets[self._current]
+        if target not in self._communicators:
+            self._communicators[target] = _OpenCommunicator(self._found(self._membership))
+        opened, bucket = self._communicators[target], self._buckets[self._current]
         if bucket.is_cuda:
             torch.cuda.current_stream(bucket.device).synchronize()  # finish packing: others read it now
         arrived: Future[None] = Future()
-        self._packed.put((channel.communicator, bucket[:num_bytes], arrived))
+        self._packed.put((opened.communicator, bucket[:num_bytes], arrived))
         self._arrived[self._current] = arrived
         self._current = 1 - self._current
-        offset = channel.num_bytes
-        channel.num_bytes += num_bytes
-        return channel.communicator.location, offset
+        offset = opened.num_bytes
+        opened.num_bytes += num_bytes
+        return opened.communicator.location, offset
 
     def close(self) -> None:
         self._leave()
@@ -114,12 +114,12 @@ class BroadcastSender:
 
     def _leave(self) -> None:
         """Ends the epoch: parts still in transit do not arrive."""
-        for channel in self._channels.values():
-            channel.communicator.abort()
+        for opened in self._communicators.values():
+            opened.communicator.abort()
         wait(self._arrived)
-        for channel in self._channels.values():
-            channel.communicator.close()
-        self._channels, self._arrived = {}, [_completed_future(), _completed_future()]
+        for opened in self._communicators.values():
+            opened.communicator.close()
+        self._communicators, self._arrived = {}, [_completed_future(), _completed_future()]
 
     def _run(self) -> None:
         while (travel := self._packed.get()) is not None:
@@ -145,7 +145,7 @@ class BroadcastReceiver:
         self._allocate = allocate
         self._bucket = allocate(0)
         self._epoch = -1
-        self._channels: dict[str, _Channel[Communicator]] = {}  # by location
+        self._communicators: dict[str, _OpenCommunicator[Communicator]] = {}  # by location
         self._last = ("", 0)  # location and offset of what the bucket holds
 
     def take(self, stream: StreamManifest, membership: Membership) -> torch.Tensor:
@@ -164,23 +164,23 @@ class BroadcastReceiver:
         return self._bucket[: stream.num_bytes]
 
     def close(self) -> None:
-        for channel in self._channels.values():
-            channel.communicator.close()
-        self._channels = {}
+        for opened in self._communicators.values():
+            opened.communicator.close()
+        self._communicators = {}
         self._last = ("", 0)
 
     def _broadcast(self, stream: StreamManifest, membership: Membership) -> None:
-        if stream.location not in self._channels:
-            self._channels[stream.location] = _Channel(self._join(stream.location, membership))
-        channel = self._channels[stream.location]
-        if stream.offset != channel.num_bytes:
+        if stream.location not in self._communicators:
+            self._communicators[stream.location] = _OpenCommunicator(self._join(stream.location, membership))
+        opened = self._communicators[stream.location]
+        if stream.offset != opened.num_bytes:
             raise WeightPushError(
-                f"its part begins at byte {stream.offset}, but {channel.num_bytes} bytes were received: "
+                f"its part begins at byte {stream.offset}, but {opened.num_bytes} bytes were received: "
                 "this replica missed a part or got one twice, and needs a new epoch"
             )
         if self._bucket.numel() < stream.num_bytes:
             self._bucket = self._allocate(stream.num_bytes)
         self._last = ("", 0)
-        channel.communicator.broadcast(self._bucket[: stream.num_bytes])
-        channel.num_bytes += stream.num_bytes
+        opened.communicator.broadcast(self._bucket[: stream.num_bytes])
+        opened.num_bytes += stream.num_bytes
         self._last = stream.location, stream.offset
