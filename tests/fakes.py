@@ -97,6 +97,9 @@ class ListSource:
             await asyncio.Event().wait()
         return list(self._batches[step - self._first])
 
+    def oldest_trained(self, current: Version) -> int:
+        return 0
+
     async def on_refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None:
         self.refusals.append((step, [str(id) for id in samples], reason))
 

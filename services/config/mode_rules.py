@@ -14,6 +14,7 @@ _GENERATION = (
     "coordinator.max_dropped_share",
     "coordinator.max_sample_attempts",
     "coordinator.max_staleness",
+    "coordinator.on_age",
     "coordinator.partial_rollouts",
     "coordinator.samples_per_prompt",
     "data.max_prompt_tokens",
@@ -87,6 +88,7 @@ UNREAD: Mapping[str, Unread] = {
             "algorithm.old_logprobs",
             "algorithm.reweight",
             "checkpoint",
+            "coordinator.on_age",
             "coordinator.partial_rollouts",
             "data.replay",
             "guards.max_entropy",
@@ -176,6 +178,12 @@ def _switches_are_on(config: RunConfig) -> str | None:
         return (
             "coordinator.partial_rollouts continues sequences with newer weights, but with max_staleness = "
             "0 no sequence is running at a push: set coordinator.max_staleness to 1 or more, or remove it"
+        )
+    if coordinator.on_age == "weigh" and coordinator.max_staleness == 0:
+        return (
+            'coordinator.on_age = "weigh" leaves turns out of the loss that are older than max_staleness, '
+            "but with max_staleness = 0 all turns are of the version that trains: set "
+            "coordinator.max_staleness to 1 or more, or remove it"
         )
     if kl is not None and kl.target is None and is_changed(kl, "horizon"):
         return "algorithm.kl.horizon applies to an adaptive coef: set algorithm.kl.target, or remove it"

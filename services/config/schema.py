@@ -125,6 +125,7 @@ class CoordinatorSection(Section):
     samples_per_prompt: PositiveInt = 8
     greedy_baseline: bool = False  # one extra greedy sample per prompt, scored but not trained on (ReMax)
     max_staleness: NonNegativeInt = 0  # 0: strictly on-policy
+    on_age: Literal["replace", "weigh"] = "replace"  # regenerate the sample, or give older turns no weight
     partial_rollouts: bool = False  # interrupt sequences for a push, then continue them
     max_sample_attempts: PositiveInt = 3  # attempts before a sample and its group are dropped
     max_dropped_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of all groups; the run fails above it

@@ -320,6 +320,7 @@ class Assembly:
             prompts_per_step=coordinator.prompts_per_step,
             samples_per_prompt=coordinator.samples_per_prompt,
             max_staleness=coordinator.max_staleness,
+            weighs_turns=coordinator.on_age == "weigh",
             steps=self._config.run.steps - step,
             max_dropped_share=coordinator.max_dropped_share,
             greedy_baseline=coordinator.greedy_baseline,

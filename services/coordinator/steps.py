@@ -64,7 +64,7 @@ class Recipe(Protocol):
 
     state: AlgorithmState
 
-    async def prepare(self, groups: Sequence[Group], timer: StepTimer) -> PreparedStep: ...
+    async def prepare(self, groups: Sequence[Group], timer: StepTimer, oldest: int) -> PreparedStep: ...
 
 
 class NoRecipe:
@@ -72,7 +72,7 @@ class NoRecipe:
 
     state = AlgorithmState()
 
-    async def prepare(self, groups: Sequence[Group], timer: StepTimer) -> PreparedStep:
+    async def prepare(self, groups: Sequence[Group], timer: StepTimer, oldest: int) -> PreparedStep:
         return PreparedStep({}, {})
 
 
@@ -124,11 +124,12 @@ class GroupSteps:
             return None
         if self._dumps:
             await asyncio.to_thread(write_dump, self._dumps, step, version, groups)
-        metrics = step_metrics(groups, version) | self._reasons.measure(groups)
+        oldest = self._source.oldest_trained(version)
+        metrics = step_metrics(groups, version, oldest) | self._reasons.measure(groups)
         for meter in self._meters:
             metrics |= meter()
         try:
-            prepared = await self._recipe.prepare(groups, timer)
+            prepared = await self._recipe.prepare(groups, timer, oldest)
         except BatchRefusedError as error:
             log.warning("step %d: the batch is refused: %s", step, error)
             prepared = PreparedStep({}, {"training/num_refused": 1.0}, refusal=str(error))

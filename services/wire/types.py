@@ -160,6 +160,11 @@ class Node(NamedTuple):
         """Tokens that the policy produced."""
         return sum(end - start for _, start, end in self.spans)
 
+    @property
+    def oldest_number(self) -> int | None:
+        """Number of the oldest version that produced one of its tokens; None if the policy produced none."""
+        return min((version.number for version, start, end in self.spans if start < end), default=None)
+
 
 class TurnReward(NamedTuple):
     """A reward for the turn that produced `node`, or for the trajectory: then `node` is WHOLE."""
@@ -256,23 +261,19 @@ class Trajectory(NamedTuple):
         """The versions that produced its loss-masked tokens."""
         return {span.version for node in self.nodes for span in node.spans if span.end > span.start}
 
-    @property
-    def oldest_number(self) -> int | None:
-        """Number of the version that produced its oldest loss-masked token; None if it has none."""
-        oldest: int | None = None
-        for node in self.nodes:
-            for version, start, end in node.spans:
-                if start < end and (oldest is None or version.number < oldest):
-                    oldest = version.number
-        return oldest
+    def turn_numbers(self) -> list[int]:
+        """Of each turn that has tokens: the number of the version that produced its oldest one."""
+        return [number for node in self.nodes if (number := node.oldest_number) is not None]
 
-    def staleness(self, current: Version) -> int:
-        """The version being trained minus the version of the oldest loss-masked token.
+    def staleness(self, current: Version, oldest: int = 0) -> int:
+        """The version being trained minus the version of the oldest loss-masked token, apart from turns with
+        a token of a version before number `oldest`.
 
         Numbers continue across the lineages of one run: the journal gives back only samples whose
         versions lie on the path that led to `current`.
         """
-        return 0 if self.oldest_number is None else current.number - self.oldest_number
+        numbers = [number for number in self.turn_numbers() if number >= oldest]
+        return current.number - min(numbers, default=current.number)
 
     def add_reward(self, reward: TurnReward) -> "Trajectory":
         return self._replace(rewards=(*self.rewards, reward))

@@ -208,6 +208,7 @@ class Dataflow:
             samples_per_prompt=8,
             greedy_baseline=greedy_baseline,
             max_staleness=max_staleness,
+            weighs_turns=False,
             steps=steps,
             max_dropped_share=0.5,
             dynamic_sampling=DynamicSampling(FilterConfig(name=filter, max_refill=max_refill), 10),

@@ -17,11 +17,13 @@ from atoll.runtime.telemetry import StepTimer
 from atoll.wire.types import (
     Float32,
     Group,
+    Node,
     PolicyBatch,
     Segments,
     Trajectory,
     TurnReward,
     ValueBatch,
+    Version,
 )
 from tests import builders
 from tests.builders import group, node, run_config, sample_id
@@ -64,6 +66,7 @@ def prepare(
     models: dict[str, Model],
     groups: list[Group] = GROUPS,
     state: AlgorithmState | None = None,
+    oldest: int = 0,
     graders: tuple[dict[str, Any], ...] = ({"name": "exact_match"},),
     **sections: Any,
 ) -> tuple[PreparedStep, Algorithm]:
@@ -75,7 +78,7 @@ def prepare(
         | sections
     )
     algorithm = Algorithm(config, models, state)  # type: ignore[arg-type]
-    return asyncio.run(algorithm.prepare(groups, StepTimer())), algorithm
+    return asyncio.run(algorithm.prepare(groups, StepTimer(), oldest)), algorithm
 
 
 def policy(prepared: PreparedStep) -> PolicyBatch:
@@ -99,6 +102,78 @@ def test_grpo_asks_no_model_and_trains_the_actor_alone() -> None:
     np.testing.assert_array_equal(batch.rollout_logprobs, [0, -1, -1, -1, 0, -1, -1, -1])
     assert prepared.metrics["critic/score/mean"] == 0.5
     assert prepared.metrics["critic/advantages/max"] == pytest.approx(unit)
+
+
+def aged(ids: list[int], number: int, mask: list[int] | None = None, parent: int = -1) -> Node:
+    """A node whose tokens version `number` produced."""
+    return node(ids, mask, parent=parent, versions=Version("l", number))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        ("token_mean", np.array([1, 1, 1]) / 3),
+        ("seq_mean_token_mean", np.array([1 / 1, 1 / 2, 1 / 2]) / 2),
+        ("seq_mean_token_sum", np.array([1, 1, 1]) / 2),
+        ("seq_mean_token_sum_norm", np.array([1, 1, 1]) / (2 * 8)),
+    ],
+)
+def test_a_turn_that_is_too_old_is_not_trained_on_and_the_next_one_is(
+    aggregation: str, weights: Float32
+) -> None:
+    # flat tokens: the prompt, then [3, 4] of version 1, the tool's [5], [6] of version 3; then [7, 8] of 2
+    two_turns = builders.sample(
+        sample_id(0, 0), aged([3, 4], 1), aged([5], 0, [0], 0), aged([6], 3, parent=1), score=1.0
+    )
+    groups = [group(two_turns, builders.sample(sample_id(0, 1), aged([7, 8], 2), score=0.0))]
+    prepared, _ = prepare(
+        {"actor": Model([]), "critic": Model([0.0] * 7)},
+        groups,
+        oldest=2,
+        coordinator={"prompts_per_step": 1, "samples_per_prompt": 2},
+        rollout={"sampling": {"max_new_tokens": 8}},
+        algorithm={"advantage": {"name": "gae", "gamma": 1.0, "lam": 1.0}, "aggregation": aggregation},
+        critic={},
+    )
+    batch, (learned,) = policy(prepared), prepared.batches["critic"]
+    np.testing.assert_allclose(batch.loss_weights[[4, 5, 6]], weights, rtol=1e-6)
+    np.testing.assert_array_equal(np.flatnonzero(batch.loss_weights), [4, 5, 6])
+    np.testing.assert_array_equal(learned.loss_weights, batch.loss_weights)
+    assert isinstance(learned, ValueBatch)
+    np.testing.assert_allclose(learned.returns, [0, 1, 1, 0, 1, 0, 0])  # as if it were trained on
+    # whitened over five tokens, three of which return 1: variance 5 * 0.24 / 4
+    np.testing.assert_allclose(batch.advantages[[4, 5]], np.array([0.4, -0.6]) / np.sqrt(0.3), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("correction", "trained"),
+    [
+        (None, [3, 4]),
+        # of the samples' mean ratios, exp(0) and exp(0.5), the second is outside
+        ({"level": "geometric", "method": "reject", "low": 0.9, "high": 1.1}, [3]),
+    ],
+)
+def test_of_alternatives_each_is_as_old_as_it_is(
+    correction: dict[str, Any] | None, trained: list[int]
+) -> None:
+    # flat tokens: the prompt, [3] of version 1, and beside each other [4] of version 1 and [5] of 2; then [6]
+    rewards = TurnReward(1, 1.0, {"exact_match": 1.0}), TurnReward(2, 0.5, {"exact_match": 0.5})
+    drawn_twice = builders.sample(
+        sample_id(0, 0), aged([3], 1), aged([4], 1, parent=0), aged([5], 2, parent=0), rewards=rewards
+    )
+    groups = [group(drawn_twice, builders.sample(sample_id(0, 1), aged([6], 2), score=0.0))]
+    prepared, _ = prepare(
+        {"actor": Model([0, -1, -1, -1, -0.5])},  # the rollout said -1 everywhere
+        groups,
+        oldest=2,
+        coordinator={"prompts_per_step": 1, "samples_per_prompt": 2},
+        algorithm={"advantage": "rloo"} | ({"correction": correction} if correction else {}),
+    )
+    batch = policy(prepared)
+    np.testing.assert_array_equal(np.flatnonzero(batch.loss_weights), trained)
+    np.testing.assert_allclose(batch.loss_weights[trained], 1 / len(trained))
+    np.testing.assert_allclose(batch.advantages[1:], [1.5, 1.5, 1.5, -1.5])  # the old one's reward counts
+    assert prepared.metrics["critic/score/mean"] == 0.75
 
 
 def test_what_does_not_learn_rests_after_its_answer() -> None:

@@ -108,6 +108,10 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             "no sequence is running at a push: set coordinator.max_staleness to 1 or more, or remove it",
         ),
         (
+            ["coordinator.on_age=weigh"],
+            "all turns are of the version that trains: set coordinator.max_staleness to 1 or more, or remove",
+        ),
+        (
             ["algorithm.kl.horizon=5"],
             "algorithm.kl.horizon applies to an adaptive coef: set algorithm.kl.targ",
         ),

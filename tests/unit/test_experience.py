@@ -266,6 +266,15 @@ def test_step_metrics_by_hand() -> None:
     assert metrics == pytest.approx(expected)
 
 
+def test_staleness_is_that_of_tokens_that_are_trained_on() -> None:
+    metrics = step_metrics(GROUPS, Version("l", 6), oldest=4)  # the first turn of the second sample is of 3
+    staleness = {name: value for name, value in metrics.items() if name.startswith("staleness")}
+    assert staleness == pytest.approx(
+        {"staleness/mean": 4 / 3, "staleness/max": 2, "staleness/masked_fraction": 1 / 5}
+    )
+    assert step_metrics([builders.group(EMPTY)], Version("l", 6), 4)["staleness/masked_fraction"] == 0
+
+
 def test_mean_of_averages_what_each_minibatch_reports() -> None:
     assert average_metrics([{"a": 1.0, "b": 2.0}, {"a": 3.0}]) == {"a": 2.0, "b": 2.0}
 

@@ -13,7 +13,7 @@ from atoll.coordinator.algorithm.filters import Counters, DynamicSampling
 from atoll.coordinator.rollouts.group_sources import GenerateSource
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.errors import AtollError
-from atoll.wire.types import Graded, Prompt, SampleId
+from atoll.wire.types import Graded, Prompt, SampleId, Trajectory, Version
 from tests.builders import SAMPLING, V0, node, prompt, sample
 
 
@@ -45,6 +45,8 @@ class Journal:
     async def load(self, groups: Sequence[Any]) -> list[Any]:
         return []
 
+    async def retry(self, samples: Sequence[SampleId], reason: str) -> None: ...
+
     async def drop(self, samples: Sequence[SampleId], reason: str, step: int | None = None) -> None:
         self.dropped += [(sample, reason, step) for sample in samples]
 
@@ -68,6 +70,7 @@ def source(**changes: Any) -> tuple[GenerateSource, Generation, Journal]:
         "samples_per_prompt": 2,
         "greedy_baseline": False,
         "max_staleness": 0,
+        "weighs_turns": False,
         "steps": 100,
         "max_dropped_share": 0.5,
         "dynamic_sampling": None,
@@ -119,6 +122,34 @@ async def test_a_step_judges_each_group_once_as_it_becomes_ready(monkeypatch: py
     groups = await taking
     assert [group.prompt.id for group in groups] == [group.prompt.id for group in generation.groups]
     assert judged == generation.groups
+
+
+async def test_a_turn_that_is_too_old_replaces_its_sample_or_has_no_weight() -> None:
+    def turns(id: SampleId, *versions: int) -> Trajectory:
+        return sample(
+            id, *(node([3], parent=i - 1, versions=Version("l", v)) for i, v in enumerate(versions))
+        )
+
+    for weighs_turns, replaced in ((False, [(0, 0), (0, 1)]), (True, [(0, 1)])):
+        flow, generation, _ = source(max_staleness=1, weighs_turns=weighs_turns, prompts_per_step=2, steps=1)
+        await flow.on_published(V0)
+        for number, group in enumerate(list(generation.groups)):
+            for id in group.ids():
+                group.accept(turns(id, 1, 2 - id.index) if number == 0 else turns(id, 2))
+                group.grade(Graded(id, float(id.index), {"exact_match": float(id.index)}))
+            await flow.on_completed(group)
+        issued, current = len(generation.groups), Version("l", 3)
+        taking = asyncio.create_task(flow.take(1, 2, current))
+        await asyncio.sleep(0)
+        (again,) = generation.groups[issued:]
+        assert [(again.prompt.id.prompt, index) for index in again.missing] == replaced
+        for index in again.missing:
+            again.accept(turns(again.ids()[index], 3))
+            again.grade(Graded(again.ids()[index], 1.0, {"exact_match": 1.0}))
+        await flow.on_completed(again)
+        taken = await taking
+        assert [s.turn_numbers() for s in taken[0].samples] == ([[1, 2], [3]] if weighs_turns else [[3], [3]])
+        assert flow.oldest_trained(current) == (2 if weighs_turns else 0)
 
 
 async def test_what_a_trainer_refused_counts_as_dropped() -> None:

@@ -62,6 +62,31 @@ def test_pending_group_first_attempt_wins_and_a_retry_starts_over() -> None:
     assert not pending.complete
 
 
+@pytest.mark.parametrize("weighs_turns", [False, True])
+def test_a_single_turn_is_as_old_as_its_oldest_token_either_way(weighs_turns: bool) -> None:
+    samples = [sample(0, (3, 4)), sample(1, (5,)), sample(2, ())]
+    pending = PendingGroup(PROMPT, 0, SAMPLING, samples, issued=4, weighs_turns=weighs_turns)
+    assert pending.oldest == [3, 5, 4]  # the last one has no token
+    assert pending.stale_indices(Version("l", 5), max_staleness=1) == [0]
+
+
+def test_a_sample_of_several_turns_is_as_old_as_its_oldest_or_its_freshest_one() -> None:
+    first = node([5, 6], versions=[Version("l", 2), Version("l", 6)])  # a push came between
+    tool = node([7], [0], parent=0)
+    second = node([8], parent=1, versions=Version("l", 4))
+    third = node([9], parent=2, versions=Version("l", 3))
+    turns = builders.sample(sample_id(7, 0), first, tool, second, third)
+    assert turns.turn_numbers() == [2, 4, 3]
+    oldest = PendingGroup(PROMPT, 0, SAMPLING, [turns], issued=0)
+    freshest = PendingGroup(PROMPT, 0, SAMPLING, [None], issued=0, weighs_turns=True)
+    freshest.accept(turns)
+    assert (oldest.oldest, freshest.oldest) == ([2], [4])
+    assert oldest.stale_indices(Version("l", 5), max_staleness=1) == [0]
+    assert freshest.stale_indices(Version("l", 5), max_staleness=1) == []
+    assert freshest.stale_indices(Version("l", 6), max_staleness=1) == [0]
+    assert (turns.staleness(Version("l", 6)), turns.staleness(Version("l", 6), oldest=3)) == (4, 3)
+
+
 def test_a_baseline_is_asked_for_greedily_and_kept_apart() -> None:
     pending = PendingGroup(PROMPT, 0, SAMPLING, [None, None, None], issued=3, has_baseline=True)
     sampled, greedy = pending.requests()

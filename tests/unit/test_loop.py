@@ -18,7 +18,8 @@ from atoll.coordinator.rollouts.group_sources import ReplaySource
 from atoll.coordinator.supervised import HeldOutSet, SupervisedSteps
 from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from atoll.runtime.telemetry import MetricsFile
-from atoll.wire.types import Group, StepKey, Version
+from atoll.wire.types import Group, StepKey, Trajectory, Version
+from tests.builders import group, node, sample, sample_id
 from tests.fakes import ACTOR_METRICS, FakeRun, ListSource, batch
 
 SUMS = {"sets": [{"name": "sums", "path": "sums.parquet"}], "best": "sums/avg@1"}
@@ -279,6 +280,24 @@ async def test_a_trainer_that_is_lost_in_an_update_leaves_the_checkpoints_as_the
         ("save", "actor", 0),
         ("save", "actor", 1),
     ]
+
+
+async def test_turns_that_the_source_finds_too_old_are_not_trained_on(tmp_path: Path) -> None:
+    class Weighing(ListSource):
+        def oldest_trained(self, current: Version) -> int:
+            return current.number - 1
+
+    def turns(index: int, first: int) -> Trajectory:
+        nodes = [node([3], versions=Version("l", first)), node([4], parent=0, versions=Version("l", 2))]
+        return sample(sample_id(1, index), *nodes, score=float(index))
+
+    run = FakeRun(tmp_path, {"run": {"steps": 3}}, source=Weighing([[group(turns(0, 0), turns(1, 1))]], 3))
+    await run.run(step=2)
+    (batch,) = run.trainers["actor"].batches.values()
+    # the prompt and two samples of two turns; version 2 trains
+    np.testing.assert_allclose(batch.loss_weights, np.array([0, 0, 1, 1, 1]) / 3)
+    metrics = run.rows()[-1]
+    assert (metrics["staleness/max"], metrics["staleness/masked_fraction"]) == (1, 0.25)
 
 
 async def test_a_batch_that_the_trainer_refuses_costs_its_groups_and_its_step_number(tmp_path: Path) -> None:

@@ -4,16 +4,27 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from atoll.coordinator.algorithm.algorithm import Algorithm, PreparedStep
 from atoll.coordinator.algorithm.experience import lay_out
 from atoll.runtime.telemetry import StepTimer
-from atoll.wire.types import Float32, Group, Node, PolicyBatch, Segments, ValueBatch
+from atoll.wire.types import (
+    Float32,
+    Group,
+    Node,
+    PolicyBatch,
+    Segments,
+    ValueBatch,
+    Version,
+    VersionSpan,
+)
 from tests.builders import run_config
 from tests.trajectories import GAMMA, PROMPT, Reading, Tokens, batches, path, read, said_after
 
@@ -41,7 +52,9 @@ def sequences(segments: Segments) -> list[Tokens]:
     return seen
 
 
-def prepare(groups: Sequence[Group], advantage: Any, aggregation: str = "token_mean") -> PreparedStep:
+def prepare(
+    groups: Sequence[Group], advantage: Any, aggregation: str = "token_mean", oldest: int = 0
+) -> PreparedStep:
     name = advantage["name"] if isinstance(advantage, dict) else advantage
     critic = {"critic": Model()} if name in ("gae", "vapo") else {}
     config = run_config(
@@ -51,7 +64,7 @@ def prepare(groups: Sequence[Group], advantage: Any, aggregation: str = "token_m
         **{role: {} for role in critic},
     )
     algorithm = Algorithm(config, {"actor": Model(), **critic}, None)  # type: ignore[arg-type]
-    return asyncio.run(algorithm.prepare(groups, StepTimer()))
+    return asyncio.run(algorithm.prepare(groups, StepTimer(), oldest))
 
 
 @given(batches())
@@ -221,3 +234,50 @@ def test_loss_weights_count_trajectories(aggregation: str, groups: list[Group]) 
     want = [of_one(len(r.tokens)) for r in readings for _ in r.tokens]
     np.testing.assert_allclose(batch.loss_weights[layout.trained_R], want, rtol=1e-6)
     assert np.count_nonzero(batch.loss_weights) == total
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+)
+@given(groups=batches(), data=st.data())
+@settings(max_examples=30)
+def test_turns_that_are_too_old_have_no_weight_and_change_no_advantage(
+    aggregation: str, groups: list[Group], data: st.DataObject
+) -> None:
+    ages = data.draw(st.lists(st.integers(0, 3), min_size=5, max_size=5))  # by the turn's number
+    groups, oldest = [aged(group, ages) for group in groups], data.draw(st.integers(0, 4))
+    everything, prepared = (prepare(groups, "grpo", aggregation, since) for since in (0, oldest))
+    (of_all,), (batch,) = everything.batches["actor"], prepared.batches["actor"]
+    layout, readings = lay_out(groups), [r for each in read(groups) for r in each]
+    fresh = [[r.sample.nodes[t.node].spans[0].version.number >= oldest for t in r.tokens] for r in readings]
+    total, longest = max(sum(map(sum, fresh)), 1), run_config().rollout.sampling.max_new_tokens
+    of_one = {
+        "token_mean": lambda length: 1 / total,
+        "seq_mean_token_mean": lambda length: 1 / (max(length, 1) * len(readings)),
+        "seq_mean_token_sum": lambda length: 1 / len(readings),
+        "seq_mean_token_sum_norm": lambda length: 1 / (len(readings) * longest),
+    }[aggregation]
+    want = [of_one(sum(each)) if is_fresh else 0.0 for each in fresh for is_fresh in each]
+    np.testing.assert_allclose(batch.loss_weights[layout.trained_R], want, rtol=1e-6)
+    assert np.count_nonzero(batch.loss_weights) == sum(map(sum, fresh))
+    assert isinstance(batch, PolicyBatch)
+    assert isinstance(of_all, PolicyBatch)
+    np.testing.assert_array_equal(batch.advantages, of_all.advantages)
+    assert prepared.metrics == everything.metrics
+
+
+def aged(group: Group, ages: Sequence[int]) -> Group:
+    """Each turn's later tokens are of the version after that of its first one."""
+
+    def spans(count: int, age: int) -> tuple[VersionSpan, ...]:
+        return VersionSpan(Version("l", age), 0, 1), VersionSpan(Version("l", age + 1), 1, count)
+
+    samples = []
+    for sample in group.samples:
+        numbers = iter(ages)
+        nodes = [
+            node._replace(spans=spans(node.num_produced, next(numbers))) if node.num_produced else node
+            for node in sample.nodes
+        ]
+        samples.append(sample._replace(nodes=tuple(nodes)))
+    return replace(group, samples=tuple(samples))

@@ -20,7 +20,7 @@ from atoll.config.schema import Role, RunConfig
 from atoll.coordinator.algorithm.advantage import ADVANTAGES, Estimate, Estimator, Float64, Trajectories
 from atoll.coordinator.algorithm.constraint import combine_advantages, update_multiplier
 from atoll.coordinator.algorithm.correction import correct
-from atoll.coordinator.algorithm.experience import BatchLayout, lay_out, loss_weights, split
+from atoll.coordinator.algorithm.experience import BatchLayout, fresh_tokens, lay_out, loss_weights, split
 from atoll.coordinator.algorithm.filters import component_of
 from atoll.coordinator.algorithm.kl import adapt_kl_coef, kl_penalty
 from atoll.coordinator.algorithm.metrics import critic_metrics, summarize
@@ -89,19 +89,20 @@ class Algorithm:
             log_multiplier=math.log(algorithm.constraint.initial) if algorithm.constraint else 0.0,
         )
 
-    async def prepare(self, groups: Sequence[Group], timer: StepTimer) -> PreparedStep:
+    async def prepare(self, groups: Sequence[Group], timer: StepTimer, oldest: int = 0) -> PreparedStep:
         """Calls the models, then estimates advantages; updates the state for the next step unless it fails.
+        A turn with a token of a version before number `oldest` is not trained on.
 
         Raises BatchRefusedError if a model does not take the batch, AtollError if the estimator fails.
         """
         before = self.state
         try:
-            return await self._prepare(groups, timer)
+            return await self._prepare(groups, timer, oldest)
         except Exception:
             self.state = before
             raise
 
-    async def _prepare(self, groups: Sequence[Group], timer: StepTimer) -> PreparedStep:
+    async def _prepare(self, groups: Sequence[Group], timer: StepTimer, oldest: int) -> PreparedStep:
         layout = lay_out(groups)
         answers = await self._ask(layout.segments, timer)
         with timer.phase("adv"):
@@ -121,7 +122,8 @@ class Algorithm:
                 multiplier = self._constrain(float(costs.scores_N.mean()), metrics)
                 advantages_R = combine_advantages(advantages_R, cost_estimate.advantages_T, multiplier)
             metrics |= summarize("critic/advantages", advantages_R)
-            advantages_R, mask_T = self._correct(layout, advantages_R, old_R, metrics)
+            is_fresh_R = fresh_tokens(groups, oldest)
+            advantages_R, mask_T = self._correct(layout, is_fresh_R, advantages_R, old_R, metrics)
             old_T = None if old_R is None else layout.place(old_R)
             weight_N = self._reweight(scores_N)
             in_loss = self._config.kl is not None and self._config.kl.where == "loss"
@@ -275,29 +277,34 @@ class Algorithm:
         return math.exp(log_multiplier)
 
     def _correct(
-        self, layout: BatchLayout, advantages_R: Float64, old_R: Float64 | None, metrics: dict[str, float]
+        self,
+        layout: BatchLayout,
+        is_fresh_R: Bool,
+        advantages_R: Float64,
+        old_R: Float64 | None,
+        metrics: dict[str, float],
     ) -> tuple[Float64, Bool]:
-        """Advantages times importance weights, and the loss mask [T] without rejected tokens.
+        """Advantages times importance weights, and the loss mask [T] without rejected and stale tokens.
 
         Every policy loss grows in proportion to the advantage, so a weight there weighs the loss.
         """
-        correction, mask_T = self._config.correction, layout.loss_mask_T
-        if correction is None:
-            return advantages_R, mask_T
-        assert old_R is not None
-        corrected = correct(
-            old_R,
-            layout.pick(layout.rollout_logprobs_T),
-            layout.lengths,
-            correction.level,
-            correction.method,
-            correction.low,
-            correction.high,
-        )
-        metrics |= corrected.metrics
-        kept_T = mask_T.copy()
-        kept_T[layout.trained_R] = corrected.keep_T
-        return advantages_R * corrected.weights_T, kept_T
+        correction, keep_R = self._config.correction, is_fresh_R
+        if correction is not None:
+            assert old_R is not None
+            corrected = correct(
+                old_R,
+                layout.pick(layout.rollout_logprobs_T),
+                layout.lengths,
+                correction.level,
+                correction.method,
+                correction.low,
+                correction.high,
+            )
+            metrics |= corrected.metrics
+            advantages_R, keep_R = advantages_R * corrected.weights_T, keep_R & corrected.keep_T
+        kept_T = layout.loss_mask_T.copy()
+        kept_T[layout.trained_R] = keep_R
+        return advantages_R, kept_T
 
     def _samples(self, groups: Sequence[Group], layout: BatchLayout) -> list[list[SampleId]]:
         """The samples of each minibatch, which consists of whole groups."""

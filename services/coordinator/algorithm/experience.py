@@ -251,6 +251,14 @@ def _branches(found: Mapping[int, Sequence[tuple[int, int]]], lengths_N: Int64) 
     return Branches(np.array(lengths), np.array(parents), np.array(samples))
 
 
+def fresh_tokens(groups: Sequence[Group], oldest: int) -> Bool:
+    """[R] whether no token of the same turn is of a version before number `oldest`."""
+    nodes = [node for group in groups for sample in group.samples for node in sample.nodes]
+    numbers = np.fromiter((node.oldest_number or 0 for node in nodes), np.int64, len(nodes))
+    counts = np.fromiter((node.num_produced for node in nodes), np.int64, len(nodes))
+    return np.repeat(numbers >= oldest, counts)
+
+
 def loss_weights(
     loss_mask_T: Bool, sample_T: Int32, weight_N: Float64, aggregation: str, max_length: int
 ) -> Float32:

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from atoll.coordinator.algorithm.advantage import Float64
+from atoll.coordinator.algorithm.experience import fresh_tokens
 from atoll.wire.types import FinishReason, Group, Int64, Version
 
 MAX_KINDS = 16  # of reasons of one grader that are metrics of their own
 MAX_KIND_CHARACTERS = 40
 
 
-def step_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
+def step_metrics(groups: Sequence[Group], version: Version, oldest: int = 0) -> dict[str, float]:
+    """At `version`, which does not train on turns with a token of a version before number `oldest`."""
     samples = [sample for group in groups for sample in group.samples]
     scores = np.array([sample.score for sample in samples])
     lengths = np.array([sample.num_produced for sample in samples])
-    ages = np.array([sample.staleness(version) for sample in samples])
+    ages = np.array([sample.staleness(version, oldest) for sample in samples])
     prompt_lengths = np.array([len(group.prompt.token_ids) for group in groups])
     num_samples = np.array([len(group.samples) for group in groups])
     clipped = sum(sample.finish_reason is FinishReason.LENGTH for sample in samples)
@@ -30,6 +32,9 @@ def step_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
     }
+    if oldest > 0:
+        is_stale_R = ~fresh_tokens(groups, oldest)
+        metrics["staleness/masked_fraction"] = float(is_stale_R.sum()) / max(len(is_stale_R), 1)
     totals: dict[str, float] = {}
     for sample in samples:
         for reward in sample.rewards:

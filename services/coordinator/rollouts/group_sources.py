@@ -35,6 +35,10 @@ class GroupSource(Protocol):
         """The batch that `step` trains on, at version `current`."""
         ...
 
+    def oldest_trained(self, current: Version) -> int:
+        """Number of the oldest version whose turns are trained on at `current`."""
+        ...
+
     async def on_refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None:
         """`step`, which took these samples, does not train on them."""
         ...
@@ -62,6 +66,7 @@ class GenerateSource:
         samples_per_prompt: int,
         greedy_baseline: bool,
         max_staleness: int,
+        weighs_turns: bool,
         steps: int,
         max_dropped_share: float,
         dynamic_sampling: DynamicSampling | None,
@@ -74,6 +79,7 @@ class GenerateSource:
         self._samples_per_group = samples_per_prompt + greedy_baseline
         self._greedy_baseline = greedy_baseline
         self._max_staleness = max_staleness
+        self._weighs_turns = weighs_turns
         self._max_dropped_share = max_dropped_share
         self._dynamic_sampling = dynamic_sampling
         self._version = 0  # number of the last publish
@@ -93,7 +99,8 @@ class GenerateSource:
         self._metrics: Mapping[str, float] = {}
 
     async def take(self, step: int, count: int, current: Version) -> list[Group]:
-        """Waits for `count` groups with no sample older than max_staleness at `current`.
+        """Waits for `count` groups with no sample older than max_staleness at `current`; with `weighs_turns`,
+        with one turn in each sample that is not.
 
         Groups that would be too stale at the next version are taken first and waited for; samples that are
         too stale anyway are generated again. Raises AtollError if too many groups were dropped, or left out
@@ -121,6 +128,9 @@ class GenerateSource:
         chosen.sort(key=lambda group: group.order)
         await self._journal.consume(step, [id for group in chosen for id in group.ids()])
         return [group.group() for group in chosen]
+
+    def oldest_trained(self, current: Version) -> int:
+        return current.number - self._max_staleness if self._weighs_turns else 0
 
     @property
     def counters(self) -> Counters:
@@ -205,7 +215,15 @@ class GenerateSource:
         return group
 
     def _group(self, prompt: Prompt, order: int, samples: list[Trajectory | None]) -> PendingGroup:
-        return PendingGroup(prompt, order, self._sampling, samples, self._version, self._greedy_baseline)
+        return PendingGroup(
+            prompt,
+            order,
+            self._sampling,
+            samples,
+            self._version,
+            has_baseline=self._greedy_baseline,
+            weighs_turns=self._weighs_turns,
+        )
 
     def _expects(self, last_chance: int) -> bool:
         """Whether a group that would be too old at the next version is not ready yet."""
@@ -309,6 +327,9 @@ class ReplaySource:
     async def take(self, step: int, count: int, current: Version) -> list[Group]:
         _, groups = await asyncio.to_thread(read_dump, next(self._next))
         return groups
+
+    def oldest_trained(self, current: Version) -> int:
+        return 0
 
     async def on_refused(self, step: int, samples: Sequence[SampleId], reason: str) -> None: ...
 

@@ -29,11 +29,12 @@ class PendingGroup:
     samples: list[Trajectory | None]  # by index; None: being generated
     issued: int  # version number at issue
     has_baseline: bool = False  # the last sample is greedy and not trained on
+    weighs_turns: bool = False  # a sample is as old as its freshest turn: older ones get no weight
     sent_alone: bool = False  # requested in a separate call
     graded: list[bool] = field(init=False)
     attempts: list[int] = field(init=False)
     failures: list[int] = field(init=False)  # lost attempts, by index
-    oldest: list[int] = field(init=False)  # lower bound of each sample's oldest version
+    oldest: list[int] = field(init=False)  # lower bound of the version that each sample's age is judged by
 
     def __post_init__(self) -> None:
         self.graded = [False] * len(self.samples)
@@ -83,8 +84,8 @@ class PendingGroup:
             self.samples[sample.id.index] = None
 
     def _date(self, sample: Trajectory | None) -> None:
-        if sample is not None and (number := sample.oldest_number) is not None:
-            self.oldest[sample.id.index] = number
+        if sample is not None and (numbers := sample.turn_numbers()):
+            self.oldest[sample.id.index] = max(numbers) if self.weighs_turns else min(numbers)
 
     def grade(self, verdict: Graded) -> None:
         """Adds the verdict to what turns were rewarded with."""
