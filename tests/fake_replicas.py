@@ -12,6 +12,7 @@ from tests.fake_rewards import rewards_of
 
 V3 = Version("run", 3)  # that all of them have committed
 VOCAB_SIZE = 50
+SAMPLE_TIMEOUT_S = 600.0
 
 
 class AllRight:
@@ -37,7 +38,14 @@ class Fleet:
             for number, peer in enumerate(peers)
         ]
         rewards = rewards_of(graders or AllRight())
-        self.generation = Generation(self.replicas, rewards, model="actor", max_attempts=3, timeout_s=100.0)
+        self.generation = Generation(
+            self.replicas,
+            rewards,
+            model="actor",
+            max_attempts=3,
+            sample_timeout_s=SAMPLE_TIMEOUT_S,
+            timeout_s=100.0,
+        )
 
     async def route_all(self) -> None:
         for member in self.members:

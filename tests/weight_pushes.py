@@ -323,7 +323,12 @@ async def check_kill(run: Run, services: Rollouts, exported: Path, number: int) 
     groups = [pending(prompt) for prompt in range(32)]
     samples = Samples(len(groups))
     generation = Generation(
-        run.replicas, rewards_of(FakeService()), model="actor", max_attempts=3, timeout_s=60
+        run.replicas,
+        rewards_of(FakeService()),
+        model="actor",
+        max_attempts=3,
+        sample_timeout_s=60,
+        timeout_s=60,
     )
     generating = asyncio.create_task(generation.run())
     await update(run.trainer, number)

@@ -16,6 +16,7 @@ _GENERATION = (
     "coordinator.max_staleness",
     "coordinator.on_age",
     "coordinator.partial_rollouts",
+    "coordinator.sample_timeout_s",
     "coordinator.samples_per_prompt",
     "data.max_prompt_tokens",
     "servers",

@@ -131,6 +131,7 @@ class Assembly:
                 self._rewards,
                 model=POLICY,
                 max_attempts=self._config.coordinator.max_sample_attempts,
+                sample_timeout_s=self._config.coordinator.sample_timeout_s,
                 timeout_s=self._config.coordinator.request_timeout_s,
             )
             watching = tasks.create_task(self._membership.watch_trainers())

@@ -180,7 +180,9 @@ class Dataflow:
         self.journal = Journal(store, "toy", Ledger(folder / LEDGER), max_bytes)
         self.prompts = Prompts()
         rewards = rewards_of(graders or Graders(), retries=1)
-        self.generation = Generation(self.replicas, rewards, model="", max_attempts=50, timeout_s=5.0)
+        self.generation = Generation(
+            self.replicas, rewards, model="", max_attempts=50, sample_timeout_s=60.0, timeout_s=5.0
+        )
 
     async def start(self, checkpoint: Checkpoint | None = None) -> tuple[InFlight, ...]:
         restored = await self.journal.restore(checkpoint)
@@ -321,7 +323,12 @@ async def test_a_group_without_contrast_is_filtered_and_replaced(store: Store, t
 async def test_without_a_replica_the_run_ends_with_the_reason(store: Store, tmp_path: Path) -> None:
     flow = Dataflow(store, tmp_path)
     flow.generation = Generation(
-        flow.replicas, rewards_of(Graders(), retries=1), model="", max_attempts=2, timeout_s=0.1
+        flow.replicas,
+        rewards_of(Graders(), retries=1),
+        model="",
+        max_attempts=2,
+        sample_timeout_s=60.0,
+        timeout_s=0.1,
     )
     flow.version = Version((await flow.journal.restore(None)).lineage, 0)
     source = flow.source(max_staleness=0, steps=1)

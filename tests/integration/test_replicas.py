@@ -155,6 +155,7 @@ class Run:
             rewards_of(Graders()),
             model="actor",
             max_attempts=1000,
+            sample_timeout_s=10_000.0,
             timeout_s=1000.0,
         )
         self.tasks = [asyncio.create_task(self.generation.run())]

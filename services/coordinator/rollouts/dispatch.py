@@ -29,10 +29,11 @@ class Dispatch:
         *,
         model: str,
         max_attempts: int,
+        sample_timeout_s: float,
         timeout_s: float,
     ) -> None:
         """`receive` is called with finished samples. `drop` removes a group after `max_attempts` failed
-        attempts at one sample, with the reason.
+        attempts at one sample, with the reason. An attempt fails `sample_timeout_s` after it was sent.
         """
         self._replicas = replicas
         self._groups = groups
@@ -40,6 +41,7 @@ class Dispatch:
         self._drop = drop
         self._model = model
         self._max_attempts = max_attempts
+        self._sample_timeout_s = sample_timeout_s
         self._timeout_s = timeout_s
         self._waiting: OrderedDict[GroupId, PendingGroup] = OrderedDict()  # waiting for a replica with room
         self._filled = asyncio.Event()
@@ -97,7 +99,9 @@ class Dispatch:
                 self._filled.clear()
 
     async def _follow(self, call: GenerateCall) -> None:
-        """Consumes one Generate call; resends what it did not deliver."""
+        """Consumes one Generate call; waits for its replica, up to the call's deadline; unblocked by messages
+        and the replica's loss. Resends what was not delivered.
+        """
         for group in call.groups:
             self._calls.setdefault(group.prompt.id, []).append(call)
         try:
@@ -124,19 +128,28 @@ class Dispatch:
             await self._retry(group, indices, call.reason)
 
     async def _arrivals(self, call: GenerateCall) -> AsyncGenerator[Arrival, None]:
-        """Yields what the replica sends; ends with the call or the replica's first error.
+        """Yields what the replica sends; ends with the call, its deadline or the replica's first error.
 
-        A lost stream is joined again as long as something arrives, since the replica may still generate.
+        A lost stream is joined again as long as something arrives, since the replica may still generate. At
+        the deadline it is closed, which ends its samples there; health judges the replica, not this.
         Never raises: `call` records the reason.
         """
         replica, name, may_join = call.replica, call.replica.entry.name, True
+        deadline = asyncio.get_running_loop().time() + self._sample_timeout_s
         while call:
             try:
                 async with aclosing(replica.client.generate(self._model, call.requests())) as stream:
-                    while arrival := await replica.next(stream):
+                    while True:
+                        async with asyncio.timeout_at(deadline):
+                            arrival = await replica.next(stream)
+                        if arrival is None:
+                            return
                         call.accept(arrival)
                         may_join = True
                         yield arrival
+            except TimeoutError:
+                limit = f"coordinator.sample_timeout_s = {self._sample_timeout_s:g}"
+                call.reason = f"timed out: {name} did not finish it within {limit}"
                 return
             except UserError as error:
                 call.is_refused, call.reason = True, f"{name} refused it: {error}"

@@ -20,8 +20,16 @@ class Generation:
     """A Producer: dispatch before grading."""
 
     def __init__(
-        self, replicas: Replicas, rewards: Rewards, *, model: str, max_attempts: int, timeout_s: float
+        self,
+        replicas: Replicas,
+        rewards: Rewards,
+        *,
+        model: str,
+        max_attempts: int,
+        sample_timeout_s: float,
+        timeout_s: float,
     ) -> None:
+        """`timeout_s` bounds how long no replica may be there."""
         self._replicas = replicas
         self._groups = GroupsInFlight()
         self._grading = Grading(rewards, self._groups, self._drop)
@@ -32,6 +40,7 @@ class Generation:
             self._drop,
             model=model,
             max_attempts=max_attempts,
+            sample_timeout_s=sample_timeout_s,
             timeout_s=timeout_s,
         )
 
