@@ -128,7 +128,7 @@ class CoordinatorSection(Section):
     on_age: Literal["replace", "weigh"] = "replace"  # regenerate the sample, or give older turns no weight
     partial_rollouts: bool = False  # interrupt sequences for a push, then continue them
     max_sample_attempts: PositiveInt = 3  # attempts before a sample and its group are dropped
-    sample_timeout_s: Annotated[float, Field(gt=0)] = 1800.0  # time for one attempt, once it is sent
+    sample_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # time for one attempt, once it is sent
     max_dropped_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of all groups; the run fails above it
     lease_s: Annotated[float, Field(ge=1)] = 10.0  # time without heartbeat until a service is lost
     start_timeout_s: Annotated[float, Field(gt=0)] = (

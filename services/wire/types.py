@@ -163,7 +163,8 @@ class Node(NamedTuple):
     @property
     def oldest_number(self) -> int | None:
         """Number of the oldest version that produced one of its tokens; None if the policy produced none."""
-        return min((version.number for version, start, end in self.spans if start < end), default=None)
+        numbers = [version.number for version, start, end in self.spans if start < end]
+        return min(numbers) if numbers else None
 
 
 class TurnReward(NamedTuple):
