@@ -152,7 +152,7 @@ async def test_turns_and_branches_train_on_what_was_drawn(
     ]
     layout = lay_out(groups)
     produced = sum(sample.num_produced for group in groups for sample in group.samples)
-    assert len(layout.trained_R) == produced
+    assert layout.lengths.sum() == produced
     weights_T = loss_weights(
         layout.loss_mask_T, layout.sample_T, np.ones(layout.num_samples), "seq_mean_token_mean", 8
     )
@@ -173,7 +173,7 @@ async def test_turns_and_branches_train_on_what_was_drawn(
         )
         await trainer.close()
     np.testing.assert_allclose(
-        logprobs_T[layout.trained_R], layout.rollout_logprobs_T[layout.trained_R], atol=1e-4
+        logprobs_T[layout.trained], layout.rollout_logprobs_T[layout.trained], atol=1e-4
     )
     assert metrics["actor/ratio"] == 1
     assert metrics["actor/num_tokens"] == produced

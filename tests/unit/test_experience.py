@@ -118,7 +118,7 @@ def test_conversations_of_a_sample_in_time_order() -> None:
     ]
     assert segments.parents.tolist() == [-1, 0, -1, 2, -1, 4, 4, 2, 0]
     assert layout.sample_T.tolist() == [-1, -1, 0, 0, 0, 0, -1, -1, 0, 0, 0, 0, 1, 1]
-    assert segments.token_ids[layout.trained_R].tolist() == [30, 31, 32, 33, 34, 35, 36, 37]
+    assert segments.token_ids[layout.trained].tolist() == [30, 31, 32, 33, 34, 35, 36, 37]
     assert layout.rewards_R.tolist() == [0, 0, 0, 1, 2, 4, 0, 0]
     assert layout.last_N.tolist() == [11, 13]
     assert layout.branches is not None
@@ -170,7 +170,7 @@ def one_segment_per_sample(groups: list[Group]) -> dict[str, NDArray[Any]]:
         "loss_mask_T": np.array(mask, np.bool_),
         "rollout_logprobs_T": np.array(logprobs, np.float32),
         "sample_T": np.array(owner, np.int32),
-        "trained_R": np.flatnonzero(mask),
+        "trained": np.array(mask, np.bool_),
         "group_N": np.array(group_of, np.int64),
         "last_N": np.array(last, np.int64),
         "rewards_R": np.array(rewards, np.float64),

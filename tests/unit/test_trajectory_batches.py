@@ -72,8 +72,9 @@ def test_the_layout_has_every_token_once_and_below_its_context(groups: list[Grou
     layout, readings = lay_out(groups), read(groups)
     seen = sequences(layout.segments)
     expected = [(*token.context, token.id) for each in readings for r in each for token in r.tokens]
-    assert [seen[t] for t in layout.trained_R] == expected
-    assert sorted(layout.trained_R) == np.flatnonzero(layout.loss_mask_T).tolist()
+    order = np.arange(len(seen))[layout.trained]
+    assert [seen[t] for t in order] == expected
+    assert sorted(order) == np.flatnonzero(layout.loss_mask_T).tolist()
     counts = [len(r.tokens) for each in readings for r in each]
     np.testing.assert_array_equal(layout.lengths, counts)
     np.testing.assert_array_equal(layout.trained_samples, np.repeat(np.arange(len(counts)), counts))
@@ -204,15 +205,15 @@ def test_advantages_and_returns(name: str, groups: list[Group]) -> None:
     (batch,) = prepared.batches["actor"]
     assert isinstance(batch, PolicyBatch)
     want = expected(readings)
-    np.testing.assert_allclose(batch.advantages[layout.trained_R], want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(batch.advantages[layout.trained], want, rtol=1e-4, atol=1e-4)
     assert not batch.advantages[~layout.loss_mask_T].any()
     for learned in prepared.batches.get("critic", ()):
         assert isinstance(learned, ValueBatch)
         back = flat(
             lambda r: [x + v for x, v in zip(r.carried_back(r.errors, GAMMA * LAM), r.values, strict=True)]
         )
-        np.testing.assert_allclose(learned.returns[layout.trained_R], back(readings), rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(learned.values[layout.trained_R], flat(lambda r: r.values)(readings))
+        np.testing.assert_allclose(learned.returns[layout.trained], back(readings), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(learned.values[layout.trained], flat(lambda r: r.values)(readings))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_loss_weights_count_trajectories(aggregation: str, groups: list[Group]) 
     }[aggregation]
     layout = lay_out(groups)
     want = [of_one(len(r.tokens)) for r in readings for _ in r.tokens]
-    np.testing.assert_allclose(batch.loss_weights[layout.trained_R], want, rtol=1e-6)
+    np.testing.assert_allclose(batch.loss_weights[layout.trained], want, rtol=1e-6)
     assert np.count_nonzero(batch.loss_weights) == total
 
 
@@ -258,7 +259,7 @@ def test_turns_that_are_too_old_have_no_weight_and_change_no_advantage(
         "seq_mean_token_sum_norm": lambda length: 1 / (len(readings) * longest),
     }[aggregation]
     want = [of_one(sum(each)) if is_fresh else 0.0 for each in fresh for is_fresh in each]
-    np.testing.assert_allclose(batch.loss_weights[layout.trained_R], want, rtol=1e-6)
+    np.testing.assert_allclose(batch.loss_weights[layout.trained], want, rtol=1e-6)
     assert np.count_nonzero(batch.loss_weights) == sum(map(sum, fresh))
     assert isinstance(batch, PolicyBatch)
     assert isinstance(of_all, PolicyBatch)

@@ -134,7 +134,7 @@ def policy_batch(groups: Sequence[Group]) -> PolicyBatch:
 def test_gradients_are_those_of_the_leaves_apart(
     shares_prefix: bool, groups: list[Group], max_tokens: int
 ) -> None:
-    batch, trained = policy_batch(groups), lay_out(groups).trained_R
+    batch, trained = policy_batch(groups), lay_out(groups).trained
     numbers = [array[trained] for array in (batch.loss_weights, batch.advantages, batch.rollout_logprobs)]
     check_segments(batch.segments, vocab_size=6, max_length=64)
     check_batch(batch)

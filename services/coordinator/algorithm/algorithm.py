@@ -122,7 +122,7 @@ class Algorithm:
                 multiplier = self._constrain(float(costs.scores_N.mean()), metrics)
                 advantages_R = combine_advantages(advantages_R, cost_estimate.advantages_T, multiplier)
             metrics |= summarize("critic/advantages", advantages_R)
-            is_fresh_R = fresh_tokens(groups, oldest)
+            is_fresh_R = fresh_tokens(groups, oldest) if oldest else None
             advantages_R, mask_T = self._correct(layout, is_fresh_R, advantages_R, old_R, metrics)
             old_T = None if old_R is None else layout.place(old_R)
             weight_N = self._reweight(scores_N)
@@ -279,7 +279,7 @@ class Algorithm:
     def _correct(
         self,
         layout: BatchLayout,
-        is_fresh_R: Bool,
+        is_fresh_R: Bool | None,
         advantages_R: Float64,
         old_R: Float64 | None,
         metrics: dict[str, float],
@@ -301,9 +301,12 @@ class Algorithm:
                 correction.high,
             )
             metrics |= corrected.metrics
-            advantages_R, keep_R = advantages_R * corrected.weights_T, keep_R & corrected.keep_T
+            advantages_R = advantages_R * corrected.weights_T
+            keep_R = corrected.keep_T if keep_R is None else keep_R & corrected.keep_T
+        if keep_R is None:
+            return advantages_R, layout.loss_mask_T
         kept_T = layout.loss_mask_T.copy()
-        kept_T[layout.trained_R] = keep_R
+        kept_T[layout.trained] = keep_R
         return advantages_R, kept_T
 
     def _samples(self, groups: Sequence[Group], layout: BatchLayout) -> list[list[SampleId]]:
@@ -365,7 +368,7 @@ def _values_before(layout: BatchLayout, values_T: Float32 | None) -> Float64 | N
     """
     if values_T is None:
         return None
-    return values_T[layout.segments.predecessors[layout.trained_R]].astype(np.float64)
+    return values_T[layout.segments.predecessors[layout.trained]].astype(np.float64)
 
 
 def _scores_at_last_token(layout: BatchLayout, values_T: Float32, role: str) -> Float64:

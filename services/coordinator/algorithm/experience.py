@@ -33,7 +33,8 @@ class BatchLayout:
     loss_mask_T: Bool
     rollout_logprobs_T: Float32
     sample_T: Int32  # number of each token's sample over all groups; -1 in prompts and what samples share
-    trained_R: Int64  # flat index of each loss-masked token
+    lengths: Int64  # [N] loss-masked tokens of each sample
+    flat_R: Int64 | None  # flat index of each loss-masked token; None: R is the flat order
     group_N: Int64
     last_N: Int64  # flat index of the last token of each sample's last conversation; -1: it has no token
     rewards_R: Float64  # each turn's reward at its last loss-masked token; a turn without one has none
@@ -43,24 +44,24 @@ class BatchLayout:
     def num_samples(self) -> int:
         return len(self.group_N)
 
+    @property
+    def trained(self) -> Int64 | Bool:
+        """Index by which a flat array gives those of R."""
+        return self.loss_mask_T if self.flat_R is None else self.flat_R
+
     @cached_property
     def trained_samples(self) -> Int32:
         """[R] number of each loss-masked token's sample."""
-        return self.sample_T[self.trained_R]
-
-    @cached_property
-    def lengths(self) -> Int64:
-        """[N] loss-masked tokens of each sample."""
-        return np.bincount(self.trained_samples, minlength=self.num_samples)
+        return self.sample_T[self.trained]
 
     def pick(self, values_T: Float32) -> Float64:
         """[R]"""
-        return values_T[self.trained_R].astype(np.float64)
+        return values_T[self.trained].astype(np.float64)
 
     def place(self, values_R: Float64) -> Float32:
         """[T] the inverse of `pick`; 0 where no token is trained."""
         values_T = np.zeros(len(self.loss_mask_T), np.float32)
-        values_T[self.trained_R] = values_R
+        values_T[self.trained] = values_R
         return values_T
 
     def sums(self, values_R: Float64) -> Float64:
@@ -164,15 +165,14 @@ def _flatten(
     firsts_S = np.unique(segments_D, return_index=True)[1]  # node that each segment begins with
     above_S = parents_D[firsts_S]
     loss_mask_T = np.concatenate([nodes.masks[d] for d in order_D])
-    trained_R = np.flatnonzero(loss_mask_T)
-    first_D, end_D = np.searchsorted(trained_R, [starts_D, starts_D + lengths_D])  # of them, in each node
-    counts_D = end_D - first_D
+    counts_D = np.fromiter(map(np.count_nonzero, nodes.masks), np.int64, len(nodes.masks))
     lengths_N = np.zeros(len(ends), np.int64)
     np.add.at(lengths_N, samples_D[samples_D >= 0], counts_D[samples_D >= 0])
+    flat_R = None
     if (np.diff(segments_D) < 0).any():  # conversations interleave
         node_T = np.repeat(np.arange(len(order_D)), lengths_D)
         flat_T = np.arange(len(node_T)) + (starts_D - (np.cumsum(lengths_D) - lengths_D))[node_T]
-        trained_R = flat_T[loss_mask_T[flat_T]]
+        flat_R = flat_T[loss_mask_T[flat_T]]
     return BatchLayout(
         segments=Segments(
             token_ids=np.concatenate([nodes.tokens[d] for d in order_D]).astype(np.int32, copy=False),
@@ -185,7 +185,8 @@ def _flatten(
             np.float32, copy=False
         ),
         sample_T=np.repeat(samples_D[order_D], lengths_D[order_D]),
-        trained_R=trained_R,
+        lengths=lengths_N,
+        flat_R=flat_R,
         group_N=np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups]),
         last_N=_last_tokens(np.array(ends, np.int64), parents_D, starts_D, lengths_D),
         rewards_R=_rewards(groups, rewards, lengths_D, counts_D, lengths_N),

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -52,20 +52,25 @@ class Replica:
         self.latest = self.version
         self.load = ReplicaLoad(f"{self.entry.name}/{self.entry.incarnation}", self.info.slots)
 
-    async def next(self, stream: AsyncGenerator[Arrival, None]) -> Arrival | None:
+    async def next(self, stream: AsyncGenerator[Arrival, None], deadline: float) -> Arrival | None:
         """The next message of one of its streams; None at the end.
 
-        Raises ServiceUnavailableError once the replica is unhealthy or lost. Only the read is interrupted, so
-        that messages that have arrived are processed completely.
+        Raises ServiceUnavailableError once the replica is unhealthy or lost, TimeoutError at the deadline (in
+        event-loop time). Only the read is interrupted, so that messages that have arrived are processed
+        completely.
         """
-        if self.state not in (ReplicaState.UNHEALTHY, ReplicaState.LOST):
-            with suppress(TimeoutError):  # its state has changed
-                async with asyncio.timeout(None) as read:
+        gone = (ReplicaState.UNHEALTHY, ReplicaState.LOST)
+        if self.state not in gone:
+            try:
+                async with asyncio.timeout_at(deadline) as read:
                     self._reads[read] = None
                     try:
                         return await anext(stream, None)
                     finally:
                         self._reads.pop(read, None)
+            except TimeoutError:
+                if self.state not in gone:
+                    raise
         raise ServiceUnavailableError(self.why)
 
     async def abort_all(self, why: object) -> None:

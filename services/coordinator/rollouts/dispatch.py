@@ -139,14 +139,11 @@ class Dispatch:
         while call:
             try:
                 async with aclosing(replica.client.generate(self._model, call.requests())) as stream:
-                    while True:
-                        async with asyncio.timeout_at(deadline):
-                            arrival = await replica.next(stream)
-                        if arrival is None:
-                            return
+                    while arrival := await replica.next(stream, deadline):
                         call.accept(arrival)
                         may_join = True
                         yield arrival
+                return
             except TimeoutError:
                 limit = f"coordinator.sample_timeout_s = {self._sample_timeout_s:g}"
                 call.reason = f"timed out: {name} did not finish it within {limit}"
