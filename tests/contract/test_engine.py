@@ -255,6 +255,25 @@ async def test_pause_abort_ends_what_is_there_and_holds_what_comes(
     assert (await held).token_ids.tolist() == reference_greedy(live.folder, PROMPTS[2], 24)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(ENDLESS, top_k=5)])
+async def test_what_was_retracted_can_be_aborted(live: Live, sampling: Sampling) -> None:
+    requests = [
+        ask(PROMPTS[0], replace(sampling, max_new_tokens=ENDLESS), row=2, indices=(0, 1)),
+        ask(PROMPTS[1], replace(GREEDY, max_new_tokens=60), row=1),
+    ]
+    async with asyncio.timeout(60), aclosing(live.engine.generate(requests)) as stream:
+        await anext(stream)
+        await live.engine.pause(PauseMode.RETRACT)
+        assert await live.engine.abort("") == 2
+        done = [c async for completions in stream for c in completions]
+    assert [c.finish_reason for c in done] == [FinishReason.ABORT] * 2
+    for partial in done:  # SGLang does not return all of the tokens that it took back
+        assert bool(len(partial.token_ids)) == isinstance(live.engine, LocalEngine)
+        assert len(partial.logprobs) == len(partial.token_ids)
+    await live.engine.resume()
+    assert (await one(live.engine, ask(PROMPTS[2], row=8))).finish_reason is FinishReason.LENGTH
+
+
 @pytest.mark.parametrize("pause", [None, PauseMode.IN_PLACE, PauseMode.RETRACT])
 async def test_weights_change_while_sequences_run(live: Live, pause: PauseMode | None) -> None:
     old_version, old = live.version, live.folder

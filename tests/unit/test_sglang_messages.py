@@ -10,6 +10,7 @@ from atoll.rollout.engines.sglang.messages import (
     SGLangError,
     check_sampling,
     generate_body,
+    num_prefilled,
     parse_completion,
     parse_scores,
     score_body,
@@ -32,6 +33,8 @@ def answer(**meta: object) -> dict[str, object]:
         "output_ids": [36, 6],
         "meta_info": {
             "finish_reason": {"type": "length", "length": 2},
+            "prompt_tokens": 3,
+            "cached_tokens": 1,
             "output_token_logprobs": [[-2.5, 36, None], [-3.25, 6, None]],
             "weight_versions": [
                 {"version": "a3f0/3", "start": 0, "end": 1},
@@ -111,6 +114,24 @@ def test_where_tokens_are_cut_off_their_log_probabilities_count() -> None:
 def test_a_token_without_a_finite_log_probability_is_an_error(logprobs: list[object]) -> None:
     with pytest.raises(SGLangError, match="2 tokens and the log-probabilities"):
         parse_completion(answer(output_token_logprobs=logprobs), ID, Sampling(2), started=5.0)
+
+
+def test_a_sequence_aborted_in_sglangs_queue_comes_without_tokens() -> None:
+    """It had been retracted: 50 of its tokens come, and no log-probabilities of what they were drawn from."""
+    queued = {
+        "text": "m" * 50,
+        "output_ids": [36] * 50,
+        "meta_info": {
+            "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+            "output_token_logprobs": [[-2.5, 36, None]] * 50,
+            "weight_versions": [{"version": "a3f0/3", "start": 0, "end": 50}],
+            "completion_tokens": 50,
+        },
+    }
+    got = parse_completion(queued, ID, Sampling(60, top_k=5), started=5.0)
+    assert (got.id, got.finish_reason, got.spans, got.text) == (ID, FinishReason.ABORT, (), "")
+    assert (got.token_ids.tolist(), got.logprobs.tolist()) == ([], [])
+    assert (num_prefilled(queued), num_prefilled(answer())) == (0, 2)
 
 
 def test_scores_leave_out_the_first_token() -> None:

@@ -69,8 +69,11 @@ def score_body(ids: Int32, version: Version) -> Json:
 
 
 def parse_completion(answer: Json, id: TurnId, sampling: Sampling, started: float) -> Completion:
-    """Raises SGLangError if the answer is no completion."""
+    """A sequence that was aborted in SGLang's queue gets no tokens: of one that was retracted, SGLang returns
+    only some, and not always their log-probabilities. Raises SGLangError if the answer is no completion."""
     meta = answer["meta_info"]
+    if _ended_in_queue(meta):
+        return aborted_completion(id)
     token_ids_T = np.array(answer["output_ids"], np.int32)
     if truncates(sampling):  # SGLang's other log-probabilities are those before tokens are cut off
         logprobs = meta.get("output_token_sampling_logprobs", [])
@@ -98,13 +101,14 @@ def parse_completion(answer: Json, id: TurnId, sampling: Sampling, started: floa
 
 
 def num_prefilled(answer: Json) -> int:
-    """Tokens of the context whose keys and values were not in the prefix cache."""
+    """Tokens of the context whose keys and values were not in the prefix cache; 0 for a sequence that was
+    aborted in SGLang's queue, since its answer has no counts."""
     meta = answer["meta_info"]
-    return int(meta["prompt_tokens"]) - int(meta["cached_tokens"])
+    return 0 if _ended_in_queue(meta) else int(meta["prompt_tokens"]) - int(meta["cached_tokens"])
 
 
 def aborted_completion(id: TurnId) -> Completion:
-    """A sample that was aborted before it reached SGLang."""
+    """A sample that was aborted while it waited, here or in SGLang."""
     now = time.time()
     return Completion(
         id=id,
@@ -146,6 +150,11 @@ def _top_k(sampling: Sampling, vocab_size: int) -> int:
     if not truncates(sampling):
         return -1
     return min(sampling.top_k or vocab_size, vocab_size)
+
+
+def _ended_in_queue(meta: Json) -> bool:
+    """Whether it was aborted there: all other answers have counts."""
+    return "prompt_tokens" not in meta
 
 
 def _parse_version(text: str) -> Version:
