@@ -277,7 +277,7 @@ class Trajectory(NamedTuple):
         return current.number - min(numbers, default=current.number)
 
     def add_reward(self, reward: TurnReward) -> "Trajectory":
-        return self._replace(rewards=(*self.rewards, reward))
+        return Trajectory(*self[:5], (*self.rewards, reward), *self[6:])  # _replace takes longer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -336,10 +336,11 @@ class Algorithm:
             of = part.tokens
             weights_T = loss_weights(
                 mask_T[of],
-                layout.sample_T[of] - part.samples.start,
+                layout.sample_T[of],
                 weight_N[part.samples],
                 self._config.aggregation,
                 self._max_length,
+                part.samples.start,
             )
             batches["actor"].append(
                 PolicyBatch(

@@ -261,7 +261,12 @@ def fresh_tokens(groups: Sequence[Group], oldest: int) -> Bool:
 
 
 def loss_weights(
-    loss_mask_T: Bool, sample_T: Int32, weight_N: Float64, aggregation: str, max_length: int
+    loss_mask_T: Bool,
+    sample_T: Int32,
+    weight_N: Float64,
+    aggregation: str,
+    max_length: int,
+    first: int = 0,
 ) -> Float32:
     """[T] weights that turn a sum over the tokens of a minibatch into the wanted mean over it.
 
@@ -273,9 +278,10 @@ def loss_weights(
         seq_mean_token_sum        w_n / N
         seq_mean_token_sum_norm   w_n / (N max_length)     Dr.GRPO, https://arxiv.org/abs/2503.20783
 
-    An empty response counts among the N samples. `weight_N` covers the samples that `sample_T` names.
+    An empty response counts among the N samples, which are those from number `first` on.
     """
-    trained_T = sample_T[loss_mask_T]
+    trained_T = sample_T[loss_mask_T]  # a copy
+    trained_T -= first
     length_N = np.bincount(trained_T, minlength=len(weight_N))
     num_samples = len(weight_N)
     match aggregation:
@@ -288,7 +294,7 @@ def loss_weights(
         case _:
             scale_N = weight_N / (num_samples * max_length)
     weights_T = np.zeros(len(loss_mask_T), np.float32)
-    weights_T[loss_mask_T] = scale_N[trained_T]
+    weights_T[loss_mask_T] = scale_N.astype(np.float32)[trained_T]
     return weights_T
 
 
