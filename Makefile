@@ -68,9 +68,10 @@ docs: .venv/installed
 	$(BIN)/python -m atoll.config.reference > docs/configuration.md
 	$(BIN)/python -m tests.module_list
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml constraints.txt tests/gateway/assets.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --requirement tests/gateway/assets.txt
 	touch $@
 
 # Where rollout replicas with SGLang run: an environment of their own, as in production. The stand-ins are for

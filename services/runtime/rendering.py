@@ -31,6 +31,8 @@ def as_template_message(message: Message) -> dict[str, Any]:
             {"id": id, "type": "function", "function": {"name": name, "arguments": _arguments(text)}}
             for id, name, text in message.tool_calls
         ]
+    if message.thinking:
+        tree["reasoning_content"] = message.thinking
     if message.tool_call_id:
         tree["tool_call_id"] = message.tool_call_id
     return tree

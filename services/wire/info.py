@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from atoll.wire.types import ServerHealth, ServiceEntry, ShardLayout, Version
+from atoll.wire.types import ServerHealth, ServiceEntry, SessionId, ShardLayout, Version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,3 +57,20 @@ class RunStatus:
     metrics: Mapping[str, float]
     revision: int  # changes with state, step, services and servers
     servers: tuple[ServerHealth, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayInfo:
+    url: str  # for agents: chat APIs below /v1
+    num_sessions: int  # open in this instance
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSummary:
+    """An open session."""
+
+    id: SessionId
+    turns: int
+    tokens: int  # that the policy produced
+    opened: float  # Unix seconds
+    branches: Mapping[str, int]  # by cause

@@ -192,6 +192,9 @@ class Turn(NamedTuple):
     origin: Origin
     started: float  # Unix seconds
     finished: float  # Unix seconds
+    number: int = 0  # in its TurnId
+    branch: int = 0  # in its TurnId
+    side: bool = False  # not of the main conversation: a title, a summary, a sub-agent
 
 
 class TrajectoryStatus(Enum):
@@ -220,6 +223,7 @@ class Message(NamedTuple):
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""  # of the call that a tool's message answers
+    thinking: str = ""  # of the assistant, before its content
 
 
 class Trajectory(NamedTuple):
@@ -472,6 +476,75 @@ class Execution:
     stderr: bytes
     wall_s: float
     cpu_s: float
+
+
+class SessionEnd(Enum):
+    """Why a session of an agent ended."""
+
+    DONE = "done"  # its agent came to its own end
+    TURNS = "turns"  # a limit, as the next four
+    TOKENS = "tokens"
+    SECONDS = "seconds"
+    VERSIONS = "versions"
+    CONTEXT = "context"  # the conversation outgrew the model's context, and the agent gave up
+    AGE = "age"  # its turns would have become too old to train on
+    AGENT_FAILED = "agent failed"
+    ENVIRONMENT_FAILED = "environment failed"
+    CANCELLED = "cancelled"
+
+
+class SessionId(NamedTuple):
+    """One attempt at a sample, in which an agent asks for its turns."""
+
+    sample: SampleId
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.sample}/{self.attempt}"
+
+    @classmethod
+    def parse(cls, text: str) -> "SessionId":
+        sample, attempt = text.rsplit("/", 1)
+        return cls(SampleId.parse(sample), int(attempt))
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """0: no limit."""
+
+    turns: int = 0
+    tokens: int = 0  # that the policy produces
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """A session to open. Whoever holds a key may do what it is for, while the session is open."""
+
+    id: SessionId
+    agent_key: str  # to ask for turns
+    reward_key: str  # to set rewards
+    sampling: Sampling
+    limits: SessionLimits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnRecord:
+    """A request of a session and what was drawn for it, as the store keeps them: a turn is finished once it
+    is there. A session's records are in the order in which they were written."""
+
+    number: int  # in the TurnIds of what was drawn
+    request: bytes  # digest of the request's body
+    parent: int  # record whose reply the conversation goes on from; -1: a conversation of its own
+    parent_branch: int  # which of its replies
+    head: bytes  # digest of the conversation's system prompt and tools
+    has_tools: bool
+    inserted_ids: (
+        Int32  # [T] between what the parent produced and what was drawn; of a root, its whole prompt
+    )
+    messages: tuple[Message, ...]  # that these ids stand for
+    cause: str  # why it did not go on from the last turn; "": it did
+    drawn: tuple[Trajectory, ...]  # a single turn each, by branch
+    chains: tuple[bytes, ...]  # by branch: digest of the conversation up to and with the reply
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -104,13 +104,17 @@ def _response(message: reward_pb2.ScoreItem, question: tuple[str, str, str, dict
 def encode_message(message: Message) -> reward_pb2.Message:
     calls = [reward_pb2.ToolCall(id=id, name=name, arguments=text) for id, name, text in message.tool_calls]
     return reward_pb2.Message(
-        role=message.role, content=message.content, tool_calls=calls, tool_call_id=message.tool_call_id
+        role=message.role,
+        content=message.content,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id,
+        thinking=message.thinking,
     )
 
 
 def decode_message(message: reward_pb2.Message) -> Message:
     calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls)
-    return Message(message.role, message.content, calls, message.tool_call_id)
+    return Message(message.role, message.content, calls, message.tool_call_id, message.thinking)
 
 
 def encode_verdict(verdict: Verdict) -> reward_pb2.Verdict:

@@ -359,6 +359,9 @@ class Trajectories(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
+    TURN_NUMBER_FIELD_NUMBER: _builtins.int
+    TURN_BRANCH_FIELD_NUMBER: _builtins.int
+    TURN_SIDE_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """int32"""
     loss_mask: _builtins.bytes
@@ -437,6 +440,18 @@ class Trajectories(_message.Message):
     def conversation(self) -> _containers.RepeatedCompositeFieldContainer[Global___Conversation]:
         """none: all empty"""
 
+    @_builtins.property
+    def turn_number(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one entry a turn, like 29 and 30; none: all 0"""
+
+    @_builtins.property
+    def turn_branch(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """none: all 0"""
+
+    @_builtins.property
+    def turn_side(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """none: all false"""
+
     def __init__(
         self,
         *,
@@ -467,10 +482,13 @@ class Trajectories(_message.Message):
         status: _abc.Iterable[Global___TrajectoryStatus.ValueType] | None = ...,
         reason: _abc.Iterable[_builtins.str] | None = ...,
         conversation: _abc.Iterable[Global___Conversation] | None = ...,
+        turn_number: _abc.Iterable[_builtins.int] | None = ...,
+        turn_branch: _abc.Iterable[_builtins.int] | None = ...,
+        turn_side: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "conversation", b"conversation", "finish_reason", b"finish_reason", "finished", b"finished", "group", b"group", "groups", b"groups", "index", b"index", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "node_offsets", b"node_offsets", "node_parent", b"node_parent", "origin", b"origin", "origins", b"origins", "reason", b"reason", "rewards", b"rewards", "span_end", b"span_end", "span_offsets", b"span_offsets", "span_start", b"span_start", "span_version", b"span_version", "started", b"started", "status", b"status", "text", b"text", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "turn_node", b"turn_node", "turn_offsets", b"turn_offsets", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "conversation", b"conversation", "finish_reason", b"finish_reason", "finished", b"finished", "group", b"group", "groups", b"groups", "index", b"index", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "node_offsets", b"node_offsets", "node_parent", b"node_parent", "origin", b"origin", "origins", b"origins", "reason", b"reason", "rewards", b"rewards", "span_end", b"span_end", "span_offsets", b"span_offsets", "span_start", b"span_start", "span_version", b"span_version", "started", b"started", "status", b"status", "text", b"text", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "turn_branch", b"turn_branch", "turn_node", b"turn_node", "turn_number", b"turn_number", "turn_offsets", b"turn_offsets", "turn_side", b"turn_side", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

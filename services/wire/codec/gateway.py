@@ -1,0 +1,108 @@
+"""Sessions of agents, and what the store keeps of them <-> messages. Pure."""
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from atoll.wire.codec.rewards import decode_message, encode_message
+from atoll.wire.codec.rollout import decode_sampling, encode_sampling
+from atoll.wire.codec.trajectories import decode_trajectories, encode_trajectories
+from atoll.wire.codec.values import decode_group_id, encode_group_id
+from atoll.wire.info import SessionSummary
+from atoll.wire.types import SampleId, SessionId, SessionLimits, SessionSpec, TurnRecord
+from atoll.wire.v1 import gateway_pb2
+
+
+def encode_session_id(id: SessionId) -> gateway_pb2.SessionId:
+    return gateway_pb2.SessionId(
+        group=encode_group_id(id.sample.group), index=id.sample.index, attempt=id.attempt
+    )
+
+
+def decode_session_id(message: gateway_pb2.SessionId) -> SessionId:
+    return SessionId(SampleId(decode_group_id(message.group), message.index), message.attempt)
+
+
+def encode_session_spec(spec: SessionSpec) -> gateway_pb2.SessionSpec:
+    return gateway_pb2.SessionSpec(
+        id=encode_session_id(spec.id),
+        agent_key=spec.agent_key,
+        reward_key=spec.reward_key,
+        sampling=encode_sampling(spec.sampling),
+        max_turns=spec.limits.turns,
+        max_tokens=spec.limits.tokens,
+    )
+
+
+def decode_session_spec(message: gateway_pb2.SessionSpec) -> SessionSpec:
+    return SessionSpec(
+        decode_session_id(message.id),
+        message.agent_key,
+        message.reward_key,
+        decode_sampling(message.sampling),
+        SessionLimits(message.max_turns, message.max_tokens),
+    )
+
+
+def encode_turn_record(record: TurnRecord) -> gateway_pb2.TurnRecord:
+    return gateway_pb2.TurnRecord(
+        number=record.number,
+        request=record.request,
+        parent=record.parent,
+        parent_branch=record.parent_branch,
+        head=record.head,
+        has_tools=record.has_tools,
+        inserted_ids=record.inserted_ids.astype("<i4", copy=False).tobytes(),
+        messages=map(encode_message, record.messages),
+        cause=record.cause,
+        drawn=encode_trajectories(record.drawn),
+        chains=record.chains,
+    )
+
+
+def decode_turn_record(message: gateway_pb2.TurnRecord) -> TurnRecord:
+    """Raises ValueError as `decode_trajectories` does, and unless each turn drawn has a chain."""
+    drawn = tuple(decode_trajectories(message.drawn))
+    if len(drawn) != len(message.chains):
+        raise ValueError(f"a record of {len(drawn)} turns and {len(message.chains)} chains, expected as many")
+    return TurnRecord(
+        number=message.number,
+        request=message.request,
+        parent=message.parent,
+        parent_branch=message.parent_branch,
+        head=message.head,
+        has_tools=message.has_tools,
+        inserted_ids=np.frombuffer(message.inserted_ids, "<i4"),
+        messages=tuple(map(decode_message, message.messages)),
+        cause=message.cause,
+        drawn=drawn,
+        chains=tuple(message.chains),
+    )
+
+
+def dump_turn_record(record: TurnRecord) -> bytes:
+    """As the store keeps it."""
+    return encode_turn_record(record).SerializeToString()
+
+
+def parse_turn_record(content: bytes) -> TurnRecord:
+    """Raises ValueError for anything else."""
+    try:
+        return decode_turn_record(gateway_pb2.TurnRecord.FromString(content))
+    except DecodeError as error:
+        raise ValueError(f"turn record: {error}") from None
+
+
+def encode_session_summary(summary: SessionSummary) -> gateway_pb2.SessionSummary:
+    return gateway_pb2.SessionSummary(
+        id=encode_session_id(summary.id),
+        turns=summary.turns,
+        tokens=summary.tokens,
+        opened=summary.opened,
+        branches=summary.branches,
+    )
+
+
+def decode_session_summary(message: gateway_pb2.SessionSummary) -> SessionSummary:
+    return SessionSummary(
+        decode_session_id(message.id), message.turns, message.tokens, message.opened, dict(message.branches)
+    )
