@@ -12,9 +12,7 @@ from typing import Any, Literal
 
 from atoll.wire.types import Message
 
-Tool = Mapping[
-    str, Any
-]  # {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}
+Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 End = Literal["stop", "length", "tool_calls"]
 
 
