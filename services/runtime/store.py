@@ -131,6 +131,11 @@ class Store:
         self._epoch = int(await self._call("EVAL", _TAKE_EPOCH, 1, self._prefix + "fence"))
         return self._epoch
 
+    async def follow_epoch(self) -> None:
+        """Writes under the epoch of the run's writer from now on: for services that obey it and stay when
+        another takes over."""
+        self._epoch = int(await self._call("GET", self._prefix + "fence") or 0)
+
     async def write(self, script: Script, keys: Sequence[str], *args: str | bytes | int) -> Any:
         """Runs a script over this run's `keys`. Raises StaleFenceError, StoreError."""
         names = [self._prefix + key for key in ("fence", *keys)]

@@ -527,6 +527,15 @@ class SessionSpec:
     limits: SessionLimits
 
 
+@dataclass(frozen=True, slots=True)
+class SessionReward:
+    """A reward from outside, by whoever has a session's reward key. Several of a session add up."""
+
+    component: str  # that it is reported as
+    value: float
+    turn: tuple[int, int] | None = None  # number and branch of the turn that it is for; None: the session
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnRecord:
     """A request of a session and what was drawn for it, as the store keeps them: a turn is finished once it

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from atoll.coordinator.journal.write_batcher import GATHER_FACTOR, MAX_GATHER_S, WriteBatcher
 from atoll.runtime.errors import StoreError
+from atoll.runtime.write_batcher import GATHER_FACTOR, MAX_GATHER_S, WriteBatcher
 from tests import virtual_clock
 
 

@@ -23,9 +23,9 @@ from atoll.coordinator.journal.snapshot import (
     payloads_of,
     read_parts,
 )
-from atoll.coordinator.journal.write_batcher import WriteBatcher
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.store import Script, Store
+from atoll.runtime.write_batcher import WriteBatcher
 from atoll.wire.codec.trajectories import decode_payload
 from atoll.wire.types import GroupId, JournalIndex, SampleId, Trajectory, Version
 

@@ -8,7 +8,7 @@ from atoll.wire.codec.rollout import decode_sampling, encode_sampling
 from atoll.wire.codec.trajectories import decode_trajectories, encode_trajectories
 from atoll.wire.codec.values import decode_group_id, encode_group_id
 from atoll.wire.info import SessionSummary
-from atoll.wire.types import SampleId, SessionId, SessionLimits, SessionSpec, TurnRecord
+from atoll.wire.types import SampleId, SessionId, SessionLimits, SessionReward, SessionSpec, TurnRecord
 from atoll.wire.v1 import gateway_pb2
 
 
@@ -41,6 +41,48 @@ def decode_session_spec(message: gateway_pb2.SessionSpec) -> SessionSpec:
         decode_sampling(message.sampling),
         SessionLimits(message.max_turns, message.max_tokens),
     )
+
+
+def dump_session_spec(spec: SessionSpec) -> bytes:
+    """As the store keeps it."""
+    return encode_session_spec(spec).SerializeToString()
+
+
+def parse_session_spec(content: bytes) -> SessionSpec:
+    """Raises ValueError for anything else."""
+    try:
+        return decode_session_spec(gateway_pb2.SessionSpec.FromString(content))
+    except DecodeError as error:
+        raise ValueError(f"session: {error}") from None
+
+
+def encode_session_reward(reward: SessionReward) -> gateway_pb2.SessionReward:
+    number, branch = reward.turn or (0, 0)
+    return gateway_pb2.SessionReward(
+        component=reward.component,
+        value=reward.value,
+        of_turn=reward.turn is not None,
+        turn=number,
+        branch=branch,
+    )
+
+
+def decode_session_reward(message: gateway_pb2.SessionReward) -> SessionReward:
+    turn = (message.turn, message.branch) if message.of_turn else None
+    return SessionReward(message.component, message.value, turn)
+
+
+def dump_session_reward(reward: SessionReward) -> bytes:
+    """As the store keeps it."""
+    return encode_session_reward(reward).SerializeToString()
+
+
+def parse_session_reward(content: bytes) -> SessionReward:
+    """Raises ValueError for anything else."""
+    try:
+        return decode_session_reward(gateway_pb2.SessionReward.FromString(content))
+    except DecodeError as error:
+        raise ValueError(f"reward: {error}") from None
 
 
 def encode_turn_record(record: TurnRecord) -> gateway_pb2.TurnRecord:

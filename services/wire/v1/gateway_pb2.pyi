@@ -184,12 +184,12 @@ class RewardSessionRequest(_message.Message):
     @_builtins.property
     def id(self) -> Global___SessionId: ...
     @_builtins.property
-    def reward(self) -> _types_pb2.TurnReward: ...
+    def reward(self) -> Global___SessionReward: ...
     def __init__(
         self,
         *,
         id: Global___SessionId | None = ...,
-        reward: _types_pb2.TurnReward | None = ...,
+        reward: Global___SessionReward | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -198,6 +198,39 @@ class RewardSessionRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RewardSessionRequest: _TypeAlias = RewardSessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionReward(_message.Message):
+    """For one of its turns, or for the whole session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPONENT_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    OF_TURN_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    BRANCH_FIELD_NUMBER: _builtins.int
+    component: _builtins.str
+    value: _builtins.float
+    of_turn: _builtins.bool
+    turn: _builtins.int
+    branch: _builtins.int
+    def __init__(
+        self,
+        *,
+        component: _builtins.str = ...,
+        value: _builtins.float = ...,
+        of_turn: _builtins.bool = ...,
+        turn: _builtins.int = ...,
+        branch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "component", b"component", "of_turn", b"of_turn", "turn", b"turn", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionReward: _TypeAlias = SessionReward  # noqa: Y015
 
 @_typing.final
 class RewardSessionReply(_message.Message):
@@ -471,14 +504,14 @@ class ShowSessionReply(_message.Message):
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnRecord]: ...
     @_builtins.property
-    def rewards(self) -> _types_pb2.Rewards: ...
+    def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionReward]: ...
     def __init__(
         self,
         *,
         records: _abc.Iterable[Global___TurnRecord] | None = ...,
-        rewards: _types_pb2.Rewards | None = ...,
+        rewards: _abc.Iterable[Global___SessionReward] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rewards", b"rewards"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["records", b"records", "rewards", b"rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...

@@ -1,4 +1,4 @@
-"""Batches writes of finished samples to the store: messages that arrive close together share one write."""
+"""Batches writes to the store: messages that arrive close together share one write."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,0 +1,242 @@
+"""What the store keeps of sessions, so that any gateway instance can go on with any of them.
+
+    gateway/keys            hash   digest of a key -> "agent SESSION" or "reward SESSION"
+    gateway/open            set    sessions that have not ended
+    gateway/session/ID      hash   spec (message SessionSpec without its keys), keys (their digests), opened,
+                                   fence, end, and "read NUMBER" for each turn whose answer was delivered
+    gateway/turns/ID        list   messages TurnRecord, in the order in which they were finished
+    gateway/rewards/ID      list   messages SessionReward
+
+The instance that was asked last holds a session: it has raised the session's fence, and what an earlier
+holder writes is refused until it takes the session back.
+"""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Final
+
+from atoll.runtime.errors import StaleFenceError
+from atoll.runtime.store import Script, Store
+from atoll.runtime.write_batcher import WriteBatcher
+from atoll.wire.codec.gateway import (
+    dump_session_reward,
+    dump_session_spec,
+    dump_turn_record,
+    parse_session_reward,
+    parse_session_spec,
+    parse_turn_record,
+)
+from atoll.wire.types import SessionEnd, SessionId, SessionReward, SessionSpec, TurnRecord
+
+REMEMBERED_S: Final = 3600  # that an ended session can be looked at, and its end be asked for again
+
+# KEYS: keys, open, and session of each; ARGV of each: id, spec, digests of its keys, time
+_OPEN: Final = Script("""
+local answers = {}
+for i = 3, #KEYS do
+  local id, spec, agent, reward, now = unpack(ARGV, 5 * (i - 3) + 1, 5 * (i - 3) + 5)
+  if redis.call('EXISTS', KEYS[i]) == 0 then
+    redis.call('HSET', KEYS[i], 'spec', spec, 'keys', agent .. ' ' .. reward, 'opened', now, 'fence', 0)
+    redis.call('HSET', KEYS[1], agent, 'agent ' .. id, reward, 'reward ' .. id)
+    redis.call('SADD', KEYS[2], id)
+  end
+end
+""")
+
+# KEYS: session, turns
+_TAKE: Final = Script("""
+if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+redis.call('HINCRBY', KEYS[1], 'fence', 1)
+return {redis.call('HGETALL', KEYS[1]), redis.call('LRANGE', KEYS[2], 0, -1)}
+""")
+
+# KEYS: session and turns of each; ARGV of each: fence, record. Answers by record: its position, or why it is
+# refused.
+_FINISH: Final = Script("""
+local answers = {}
+for i = 1, #KEYS, 2 do
+  local fence, ended = unpack(redis.call('HMGET', KEYS[i], 'fence', 'end'))
+  if not fence or ended then answers[#answers + 1] = 'ended'
+  elseif fence ~= ARGV[i] then answers[#answers + 1] = 'taken'
+  else answers[#answers + 1] = redis.call('RPUSH', KEYS[i + 1], ARGV[i + 1]) - 1 end
+end
+return answers
+""")
+
+# KEYS: session; ARGV: number of the turn
+_DELIVERED: Final = Script("""
+if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'read ' .. ARGV[1], 1) end
+""")
+
+# KEYS: session, rewards, ARGV: reward
+_REWARD: Final = Script("""
+if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HEXISTS', KEYS[1], 'end') == 1 then return 0 end
+return redis.call('RPUSH', KEYS[2], ARGV[1])
+""")
+
+# KEYS: keys, open, session, turns, rewards; ARGV: id, reason, seconds to remember it
+_END: Final = Script("""
+local known = redis.call('HGET', KEYS[3], 'keys')
+if not known then return false end
+redis.call('HSETNX', KEYS[3], 'end', ARGV[2])
+redis.call('HDEL', KEYS[1], string.match(known, '(%S+) (%S+)'))
+redis.call('SREM', KEYS[2], ARGV[1])
+for i = 3, 5 do redis.call('EXPIRE', KEYS[i], ARGV[3]) end
+return {
+  redis.call('HGET', KEYS[3], 'end'),
+  redis.call('LRANGE', KEYS[4], 0, -1),
+  redis.call('LRANGE', KEYS[5], 0, -1),
+}
+""")
+
+
+class KeyUse(Enum):
+    AGENT = "agent"  # may ask for turns
+    REWARD = "reward"  # may set rewards
+
+
+class SessionTakenError(Exception):
+    """Another instance holds the session now."""
+
+
+class SessionEndedError(Exception):
+    """It has ended, or was never opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSession:
+    """A session as it was when this instance took it."""
+
+    spec: SessionSpec  # without its keys
+    fence: int
+    opened: float  # Unix seconds
+    end: SessionEnd | None
+    records: tuple[TurnRecord, ...]
+    delivered: frozenset[int]  # numbers of turns whose answers arrived
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSession:
+    end: SessionEnd  # the first end, which counts
+    records: tuple[TurnRecord, ...]
+    rewards: tuple[SessionReward, ...]
+
+
+def key_digest(key: str) -> str:
+    """Keys themselves are stored nowhere."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class SessionStore:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._turns = WriteBatcher(self._write_turns)
+
+    async def open(self, specs: Sequence[SessionSpec]) -> None:
+        """Those that are open already stay as they are."""
+        words: list[str | bytes] = []
+        for spec in specs:
+            keyless = dump_session_spec(replace(spec, agent_key="", reward_key=""))
+            digests = key_digest(spec.agent_key), key_digest(spec.reward_key)
+            words += (str(spec.id), keyless, *digests, repr(time.time()))
+        sessions = [_session(spec.id) for spec in specs]
+        await self._write(_OPEN, ["gateway/keys", "gateway/open", *sessions], *words)
+
+    async def find(self, key: str) -> tuple[KeyUse, SessionId] | None:
+        """What a key is for; None if it is no open session's."""
+        entry = await self._store.read("HGET", "gateway/keys", key_digest(key))
+        if entry is None:
+            return None
+        use, _, id = entry.decode().partition(" ")
+        return KeyUse(use), SessionId.parse(id)
+
+    async def open_ids(self) -> list[SessionId]:
+        return [SessionId.parse(id.decode()) for id in await self._store.read("SMEMBERS", "gateway/open")]
+
+    async def take(self, id: SessionId) -> HeldSession:
+        """Makes the caller the session's holder. Raises SessionEndedError if there is no such session."""
+        answer = await self._write(_TAKE, [_session(id), _turns(id)])
+        if answer is None:
+            raise SessionEndedError
+        cells, records = answer
+        fields = {name.decode(): value for name, value in zip(cells[::2], cells[1::2], strict=True)}
+        return HeldSession(
+            spec=parse_session_spec(fields["spec"]),
+            fence=int(fields["fence"]),
+            opened=float(fields["opened"]),
+            end=SessionEnd(fields["end"].decode()) if "end" in fields else None,
+            records=tuple(map(parse_turn_record, records)),
+            delivered=frozenset(int(name[5:]) for name in fields if name.startswith("read ")),
+        )
+
+    async def finish(self, id: SessionId, fence: int, record: TurnRecord) -> int:
+        """The record's position among the session's. Raises SessionTakenError if the caller does not hold the
+        session any more, SessionEndedError if it has ended; nothing is written then."""
+        answer = await self._turns.write(f"{id} {fence}", dump_turn_record(record))
+        if answer == "taken":
+            raise SessionTakenError
+        if answer == "ended":
+            raise SessionEndedError
+        return int(answer)
+
+    async def note_delivered(self, id: SessionId, number: int) -> None:
+        await self._write(_DELIVERED, [_session(id)], number)
+
+    async def reward(self, id: SessionId, reward: SessionReward) -> None:
+        """Raises SessionEndedError if it has ended."""
+        if not await self._write(_REWARD, [_session(id), _rewards(id)], dump_session_reward(reward)):
+            raise SessionEndedError
+
+    async def end(self, id: SessionId, reason: SessionEnd) -> EndedSession:
+        """Its keys are worth nothing from now on. Raises SessionEndedError if there is no such session."""
+        names = ["gateway/keys", "gateway/open", _session(id), _turns(id), _rewards(id)]
+        answer = await self._write(_END, names, str(id), reason.value, REMEMBERED_S)
+        if answer is None:
+            raise SessionEndedError
+        end, records, rewards = answer
+        return EndedSession(
+            SessionEnd(end.decode()),
+            tuple(map(parse_turn_record, records)),
+            tuple(map(parse_session_reward, rewards)),
+        )
+
+    async def show(self, id: SessionId) -> tuple[list[TurnRecord], list[SessionReward]]:
+        """Without taking it."""
+        records = await self._store.read("LRANGE", _turns(id), 0, -1)
+        rewards = await self._store.read("LRANGE", _rewards(id), 0, -1)
+        return list(map(parse_turn_record, records)), list(map(parse_session_reward, rewards))
+
+    async def _write_turns(self, messages: Sequence[str | bytes]) -> list[str]:
+        names: list[str] = []
+        words: list[str | bytes] = []
+        for name, record in zip(messages[::2], messages[1::2], strict=True):
+            assert isinstance(name, str)
+            id, fence = name.rsplit(" ", 1)
+            names += (f"gateway/session/{id}", f"gateway/turns/{id}")
+            words += (fence, record)
+        answers = await self._write(_FINISH, names, *words)
+        return [answer.decode() if isinstance(answer, bytes) else str(answer) for answer in answers]
+
+    async def _write(self, script: Script, keys: Sequence[str], *args: str | bytes | int) -> Any:
+        """The run's fence is the coordinator's, which gateways follow: a new coordinator goes on with the
+        sessions of the one before."""
+        try:
+            return await self._store.write(script, keys, *args)
+        except StaleFenceError:
+            await self._store.follow_epoch()
+            return await self._store.write(script, keys, *args)
+
+
+def _session(id: SessionId) -> str:
+    return f"gateway/session/{id}"
+
+
+def _turns(id: SessionId) -> str:
+    return f"gateway/turns/{id}"
+
+
+def _rewards(id: SessionId) -> str:
+    return f"gateway/rewards/{id}"
