@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from atoll.coordinator.fleet.routing import GroupWork, ReplicaLoad, Router
+from atoll.coordinator.fleet.routing import ContextWork, ReplicaLoad, Router
 from atoll.wire.types import GroupId
 
 
@@ -22,7 +22,9 @@ def run(num_groups: int = 10_000, num_replicas: int = 64, prompt_tokens: int = 1
         load.record_sent(1, 0, 0.0)
         load.record_finished(1, 0, int(rng.integers(1000, 8000)), 1.0)
     router.record_finished(1, 500)
-    waiting = [GroupWork(GroupId("toy", 0, number), prompt, 8, 1000) for number, prompt in enumerate(prompts)]
+    waiting = [
+        ContextWork(GroupId("toy", 0, number), prompt, 8, 1000) for number, prompt in enumerate(prompts)
+    ]
     begun = time.process_time()
     placed = router.share(waiting, loads, 0.0)
     seconds = time.process_time() - begun

@@ -12,7 +12,11 @@ from atoll.runtime.errors import UserError
 CHECKOUT = Path(__file__).parents[2]
 
 
-WHAT = ("coordinator", "loop", "reward", "rollout", "routing", "trainer", "weights")
+WHAT = ("coordinator", "gateway", "loop", "reward", "rollout", "routing", "trainer", "weights")
+SESSIONS = (  # of the gateway
+    ("sessions", 2000, "of one instance; then twice as many of two"),
+    ("tokens", 128_000, "of a long history"),
+)
 LOAD = (  # of the coordinator
     ("replicas", 256, "rollout replicas"),
     ("reward-workers", 64, "reward services"),
@@ -24,6 +28,7 @@ LOAD = (  # of the coordinator
     ("memory-rate", 1000.0, "samples per second while memory is watched"),
     ("memory-seconds", 120.0, "seconds; 0: skip"),
 )
+OPTIONS = {"coordinator": LOAD, "gateway": SESSIONS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for what in WHAT:
         benchmark = benchmarks.add_parser(what)
         benchmark.add_argument("--json", action="store_true", help="print JSON")
-        for name, default, meaning in LOAD if what == "coordinator" else ():
+        for name, default, meaning in OPTIONS.get(what, ()):
             benchmark.add_argument(
                 f"--{name}", type=type(default), default=default, help=f"{meaning} (default: {default:g})"
             )
@@ -41,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not (CHECKOUT / "benchmarks").is_dir():
         raise UserError("the benchmarks are not part of an installed package: run this from a checkout")
     sys.path.insert(0, str(CHECKOUT))
-    names = [name.replace("-", "_") for name, _, _ in LOAD] if arguments.what == "coordinator" else []
+    names = [name.replace("-", "_") for name, _, _ in OPTIONS.get(arguments.what, ())]
     options = {name: getattr(arguments, name) for name in names}
     result = importlib.import_module(f"benchmarks.{arguments.what}").run(**options)
     if arguments.json:

@@ -18,6 +18,7 @@ COMMANDS = {
     "register": "add a reward, tool or environment server to a running run",
     "deregister": "remove a registered server from a running run",
     "reload": "reload the user's own graders of a running run",
+    "sessions": "show the open sessions of a run's agents, or one of them turn by turn",
     "audit": "show the fate of every sample of a run: trained, dropped, pending, lost",
     "plan": "estimate device memory and weight-push time before starting a run",
     "conformance": "test whether a reward, tool or environment server follows its protocol",

@@ -8,7 +8,7 @@ An agent asks "12+34?" and offers a tool `add`; the policy calls it:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from atoll.wire.types import Message
 
@@ -25,6 +25,15 @@ class RequestError(Exception):
         super().__init__(message)
         self.status = status
         self.kind = kind
+        self.overflow = (0, 0)  # of kind "context_overflow": tokens got, and at most expected
+
+    @classmethod
+    def of_overflow(cls, num_tokens: int, max_length: int) -> Self:
+        error = cls(
+            400, "context_overflow", f"{num_tokens} tokens of context, expected less than {max_length}"
+        )
+        error.overflow = num_tokens, max_length
+        return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,7 @@ class ChatRequest:
     max_tokens: int | None = None  # of the reply; None: as many as the run allows
     stop: tuple[str, ...] = ()
     n: int = 1  # replies to draw
+    logprobs: bool = False  # answer with those of the sampled tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@
     gateway/session/ID      hash   spec (message SessionSpec without its keys), keys (their digests), opened,
                                    fence, end, and "read NUMBER" for each turn whose answer was delivered
     gateway/turns/ID        list   messages TurnRecord, in the order in which they were finished
-    gateway/rewards/ID      list   messages SessionReward
+    gateway/rewards/ID      hash   messages SessionReward by the name of the call that set them
 
 The instance that was asked last holds a session: it has raised the session's fence, and what an earlier
 holder writes is refused until it takes the session back.
@@ -39,11 +39,15 @@ local answers = {}
 for i = 3, #KEYS do
   local id, spec, agent, reward, now = unpack(ARGV, 5 * (i - 3) + 1, 5 * (i - 3) + 5)
   if redis.call('EXISTS', KEYS[i]) == 0 then
-    redis.call('HSET', KEYS[i], 'spec', spec, 'keys', agent .. ' ' .. reward, 'opened', now, 'fence', 0)
+    redis.call('HSET', KEYS[i], 'spec', spec, 'keys', agent .. ' ' .. reward, 'opened', now, 'fence', 1)
     redis.call('HSET', KEYS[1], agent, 'agent ' .. id, reward, 'reward ' .. id)
     redis.call('SADD', KEYS[2], id)
+    answers[#answers + 1] = 1
+  else
+    answers[#answers + 1] = 0
   end
 end
+return answers
 """)
 
 # KEYS: session, turns
@@ -74,7 +78,8 @@ if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'read ' .
 # KEYS: session, rewards, ARGV: reward
 _REWARD: Final = Script("""
 if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HEXISTS', KEYS[1], 'end') == 1 then return 0 end
-return redis.call('RPUSH', KEYS[2], ARGV[1])
+redis.call('HSETNX', KEYS[2], ARGV[1], ARGV[2])
+return 1
 """)
 
 # KEYS: keys, open, session, turns, rewards; ARGV: id, reason, seconds to remember it
@@ -88,7 +93,7 @@ for i = 3, 5 do redis.call('EXPIRE', KEYS[i], ARGV[3]) end
 return {
   redis.call('HGET', KEYS[3], 'end'),
   redis.call('LRANGE', KEYS[4], 0, -1),
-  redis.call('LRANGE', KEYS[5], 0, -1),
+  redis.call('HVALS', KEYS[5]),
 }
 """)
 
@@ -110,7 +115,7 @@ class SessionEndedError(Exception):
 class HeldSession:
     """A session as it was when this instance took it."""
 
-    spec: SessionSpec  # without its keys
+    spec: SessionSpec  # without its keys, unless it is new
     fence: int
     opened: float  # Unix seconds
     end: SessionEnd | None
@@ -135,15 +140,21 @@ class SessionStore:
         self._store = store
         self._turns = WriteBatcher(self._write_turns)
 
-    async def open(self, specs: Sequence[SessionSpec]) -> None:
-        """Those that are open already stay as they are."""
+    async def open(self, specs: Sequence[SessionSpec]) -> list[HeldSession]:
+        """Those that are new, which the caller holds now; those that are open already stay as they are."""
+        now = time.time()
         words: list[str | bytes] = []
         for spec in specs:
             keyless = dump_session_spec(replace(spec, agent_key="", reward_key=""))
             digests = key_digest(spec.agent_key), key_digest(spec.reward_key)
-            words += (str(spec.id), keyless, *digests, repr(time.time()))
+            words += (str(spec.id), keyless, *digests, repr(now))
         sessions = [_session(spec.id) for spec in specs]
-        await self._write(_OPEN, ["gateway/keys", "gateway/open", *sessions], *words)
+        flags = await self._write(_OPEN, ["gateway/keys", "gateway/open", *sessions], *words)
+        return [
+            HeldSession(spec, fence=1, opened=now, end=None, records=(), delivered=frozenset())
+            for spec, is_new in zip(specs, flags, strict=True)
+            if is_new
+        ]
 
     async def find(self, key: str) -> tuple[KeyUse, SessionId] | None:
         """What a key is for; None if it is no open session's."""
@@ -185,9 +196,10 @@ class SessionStore:
     async def note_delivered(self, id: SessionId, number: int) -> None:
         await self._write(_DELIVERED, [_session(id)], number)
 
-    async def reward(self, id: SessionId, reward: SessionReward) -> None:
-        """Raises SessionEndedError if it has ended."""
-        if not await self._write(_REWARD, [_session(id), _rewards(id)], dump_session_reward(reward)):
+    async def reward(self, id: SessionId, call: str, reward: SessionReward) -> None:
+        """A repeated `call` adds nothing. Raises SessionEndedError if the session has ended."""
+        words = call, dump_session_reward(reward)
+        if not await self._write(_REWARD, [_session(id), _rewards(id)], *words):
             raise SessionEndedError
 
     async def end(self, id: SessionId, reason: SessionEnd) -> EndedSession:
@@ -206,7 +218,7 @@ class SessionStore:
     async def show(self, id: SessionId) -> tuple[list[TurnRecord], list[SessionReward]]:
         """Without taking it."""
         records = await self._store.read("LRANGE", _turns(id), 0, -1)
-        rewards = await self._store.read("LRANGE", _rewards(id), 0, -1)
+        rewards = await self._store.read("HVALS", _rewards(id))
         return list(map(parse_turn_record, records)), list(map(parse_session_reward, rewards))
 
     async def _write_turns(self, messages: Sequence[str | bytes]) -> list[str]:

@@ -195,6 +195,8 @@ class Generator:
             origin=self._origin,
             started=completion.started,
             finished=completion.finished,
+            number=completion.id.turn,
+            branch=completion.id.branch,
         )
         status = STATUS_AFTER[completion.finish_reason]
         return Trajectory(completion.id.sample, completion.id.attempt, (node,), (turn,), status)

@@ -56,6 +56,8 @@ class ServiceContext:
     incarnation: str
     host: str  # that it serves on
     exports: tuple[Path, ...] = ()  # folders outside the run's that a trainer may write to
+    store: str = ""  # URL, for a gateway
+    http_fd: int | None = None  # listening socket that a gateway was given
 
 
 class Service(Protocol):
@@ -74,7 +76,11 @@ class Service(Protocol):
         ...
 
 
-def run_service(service: str, build: Callable[[ServiceContext], Awaitable[Service]]) -> None:
+def run_service(
+    service: str,
+    build: Callable[[ServiceContext], Awaitable[Service]],
+    new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
     """Runs `service` ("trainer", "rollout", "reward") until SIGTERM or SIGINT.
 
     Ends the process with exit code 1 if it cannot start, has failed, or the run does not want it.
@@ -82,7 +88,8 @@ def run_service(service: str, build: Callable[[ServiceContext], Awaitable[Servic
     arguments = parse_arguments(service)
     configure_logging(arguments.name)
     try:
-        asyncio.run(_serve(service, build, arguments))
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(_serve(service, build, arguments))
     except (
         UserError,
         ReplacedError,
@@ -120,6 +127,11 @@ def parse_arguments(service: str) -> argparse.Namespace:
         )
     else:
         parser.set_defaults(role=service, export=None)
+    if service == "gateway":
+        parser.add_argument("--store", required=True, help="redis://, rediss:// or unix:// URL")
+        parser.add_argument("--http-fd", type=int, help="a listening socket; default: one of its own")
+    else:
+        parser.set_defaults(store="", http_fd=None)
     parser.add_argument("--config", type=Path, required=True, help="path of the run's resolved config.json")
     ranked = service == "trainer"
     parser.add_argument(
@@ -154,6 +166,8 @@ async def _serve(
             new_incarnation(),
             arguments.host,
             (arguments.export,) if arguments.export else (),
+            arguments.store,
+            arguments.http_fd,
         )
         try:
             built = await build(context)

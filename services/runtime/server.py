@@ -21,8 +21,13 @@ _log = logging.getLogger(__name__)
 _HEALTH: Final = "/grpc.health.v1."
 _REFLECTION: Final = "/grpc.reflection."
 # Methods of a trainer or replica that any client may call; all others belong to the coordinator.
-_FENCED_SERVICES: Final = ("/atoll.v1.Trainer/", "/atoll.v1.Rollout/")
-_READ_ONLY_METHODS: Final = ("Info", "Checksums", "ComputeLogprobs", "ComputeValues")
+_FENCED_SERVICES: Final = (
+    "/atoll.v1.Trainer/",
+    "/atoll.v1.Rollout/",
+    "/atoll.v1.Gateway/",
+    "/atoll.v1.Agents/",
+)
+_READ_ONLY_METHODS: Final = ("Info", "Checksums", "ComputeLogprobs", "ComputeValues", "List", "Show")
 _NO_DEADLINE_S: Final = 1e9  # some servers report a missing deadline as a huge one
 _MAX_DETAILS: Final = 4000  # characters; a message travels in the trailers, which hold 8 KiB
 
@@ -112,7 +117,7 @@ class Server:
         await server.start()
         for name in ("", service):
             await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-        return cls(server, health_servicer, f"{_advertised_host(host)}:{bound}")
+        return cls(server, health_servicer, f"{advertised_host(host)}:{bound}")
 
     @classmethod
     async def start_local(
@@ -148,7 +153,7 @@ def _create_server(fence: Fence, *admitted: TokenGrant) -> grpc.aio.Server:
     )
 
 
-def _advertised_host(host: str) -> str:
+def advertised_host(host: str) -> str:
     return socket.gethostname() if host == "0.0.0.0" else host
 
 

@@ -100,6 +100,11 @@ class TurnId(NamedTuple):
     def __str__(self) -> str:
         return f"{self.sample}/{self.attempt}/{self.turn}/{self.branch}"
 
+    @classmethod
+    def parse(cls, text: str) -> "TurnId":
+        sample, attempt, turn, branch = text.rsplit("/", 3)
+        return cls(SampleId.parse(sample), int(attempt), int(turn), int(branch))
+
 
 class FinishReason(Enum):
     STOP = "stop"  # a stop token or stop string; the stop token is part of the response
@@ -568,6 +573,15 @@ class TurnRequest:
     @property
     def group(self) -> GroupId:
         return self.ids[0].sample.group
+
+
+@dataclass(frozen=True, slots=True)
+class UndrawnTurn:
+    """A turn of a session that was asked for and is not drawn."""
+
+    id: TurnId
+    reason: str
+    end: SessionEnd | None  # its session is over; None: whoever asked may ask again
 
 
 # Two-dimensional pieces of canonical (Hugging Face named) tensors, and if a process keeps them.

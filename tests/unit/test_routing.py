@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from atoll.coordinator.fleet import routing
-from atoll.coordinator.fleet.routing import GroupWork, ReplicaLoad, Router
+from atoll.coordinator.fleet.routing import ContextWork, ReplicaLoad, Router
 from atoll.wire.types import GroupId
 
 LONGEST = 512  # tokens of a response, which count as the mean before one has finished
 
 
-def work(number: int, num_samples: int = 8, prompt: object = (1, 2), session: str = "") -> GroupWork:
-    return GroupWork(GroupId("toy", 0, number), np.array(prompt, np.int32), num_samples, LONGEST, session)
+def work(number: int, num_samples: int = 8, prompt: object = (1, 2), session: str = "") -> ContextWork:
+    return ContextWork(GroupId("toy", 0, number), np.array(prompt, np.int32), num_samples, LONGEST, session)
 
 
 def measured(name: str, slots: int, rate: float) -> ReplicaLoad:
@@ -24,7 +24,7 @@ def measured(name: str, slots: int, rate: float) -> ReplicaLoad:
     return load
 
 
-def counts(placed: list[tuple[GroupWork, ReplicaLoad]]) -> dict[str, int]:
+def counts(placed: list[tuple[ContextWork, ReplicaLoad]]) -> dict[str, int]:
     names = [load.name for _, load in placed]
     return {name: names.count(name) for name in sorted(set(names))}
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-from atoll.coordinator.fleet.routing import GroupWork, ReplicaLoad, Router
+from atoll.coordinator.fleet.routing import ContextWork, ReplicaLoad, Router
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.rollout import Arrival, RolloutClient
 from atoll.runtime.errors import AtollError, EngineDiedError, ServiceUnavailableError
@@ -202,12 +202,12 @@ class Replicas:
             else:
                 await self._next_change()
 
-    def share(self, waiting: Iterable[GroupWork]) -> dict[Replica, list[GroupId]]:
+    def share(self, waiting: Iterable[ContextWork]) -> dict[Replica, list[ContextWork]]:
         """Assigns waiting work to replicas with room, in order."""
         replicas = {replica.load: replica for replica in self}
-        shares: dict[Replica, list[GroupId]] = {}
+        shares: dict[Replica, list[ContextWork]] = {}
         for work, load in self._router.share(waiting, replicas, now()):
-            shares.setdefault(replicas[load], []).append(work.group)
+            shares.setdefault(replicas[load], []).append(work)
         return shares
 
     def record_finished(self, replica: Replica, arrival: Arrival, prompt_tokens: float) -> None:

@@ -26,13 +26,14 @@ MAX_REMEMBERED = 1 << 14  # groups, sessions and prefixes whose replicas are rem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupWork:
-    """Samples of one group for one replica, which computes their prompt once."""
+class ContextWork:
+    """Turns after one context for one replica, which computes it once: a group's samples after their prompt,
+    or a session's next turn."""
 
     group: GroupId
-    prompt_ids: Int32  # [T]
-    num_samples: int
-    max_tokens: int  # of a response
+    context_ids: Int32  # [T]
+    num_turns: int
+    max_tokens: int  # of a turn
     session: str = ""  # turns of one session extend the same sequence; "": none
 
     def keys(self) -> Iterator[Hashable]:
@@ -41,8 +42,8 @@ class GroupWork:
             yield self.session
         yield self.group
         for length in PREFIX_LENGTHS:
-            if length <= len(self.prompt_ids):
-                yield self.prompt_ids[:length].tobytes()
+            if length <= len(self.context_ids):
+                yield self.context_ids[:length].tobytes()
 
 
 @dataclass(slots=True, eq=False)
@@ -132,8 +133,8 @@ class Router:
             self.response_length = max(self.response_length, float(max_tokens))
 
     def share(
-        self, waiting: Iterable[GroupWork], loads: Iterable[ReplicaLoad], now: float
-    ) -> list[tuple[GroupWork, ReplicaLoad]]:
+        self, waiting: Iterable[ContextWork], loads: Iterable[ReplicaLoad], now: float
+    ) -> list[tuple[ContextWork, ReplicaLoad]]:
         """Assigns waiting work in order until no replica has room.
 
         A replica whose measurement is MEMORY_S older than the others' is measured again: otherwise, under low
@@ -155,13 +156,13 @@ class Router:
         placed = []
         for work in waiting:
             self._expect(work.max_tokens)
-            cost = len(work.prompt_ids) + work.num_samples * self.response_length
+            cost = len(work.context_ids) + work.num_turns * self.response_length
             finish_S = ready_S + cost * slowness_S
             number = self._choose(work, finish_S, takers, numbers)
             if finish_S[number] == math.inf:
                 break
             load = takers[number]
-            load.record_sent(work.num_samples, len(work.prompt_ids), now)
+            load.record_sent(work.num_turns, len(work.context_ids), now)
             full = load.in_hand >= load.max_in_hand(self.response_length)
             ready_S[number] = math.inf if full else finish_S[number]
             placed.append((work, load))
@@ -174,7 +175,7 @@ class Router:
 
     def _choose(
         self,
-        work: GroupWork,
+        work: ContextWork,
         finish_S: NDArray[np.float64],
         takers: list[ReplicaLoad],
         numbers: dict[str, int],

@@ -1,73 +1,80 @@
-"""Sends turns to replicas, receives them, and resends lost ones."""
+"""Sends turns to replicas, receives them, and reports lost ones."""
 
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import aclosing
+from typing import Generic
 
 from atoll.coordinator.fleet.replicas import Replica, Replicas
-from atoll.coordinator.rollouts.generate_call import GenerateCall
-from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.coordinator.rollouts.producer import GroupsInFlight, GroupSink
+from atoll.coordinator.fleet.routing import ContextWork
+from atoll.coordinator.rollouts.generate_call import GenerateCall, W
 from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.errors import AtollError, ProtocolError, UserError
-from atoll.wire.types import GroupId, SampleId
+from atoll.wire.types import TurnId
 
 log = logging.getLogger(__name__)
 
-Drop = Callable[[PendingGroup, GroupSink, str], Awaitable[None]]
 
+class Dispatch(Generic[W]):
+    """Of works of one kind: the groups of single turns, or the turns of sessions."""
 
-class Dispatch:
     def __init__(
         self,
         replicas: Replicas,
-        groups: GroupsInFlight,
-        receive: Callable[[Arrival], Awaitable[None]],
-        drop: Drop,
+        deliver: Callable[[Arrival], Awaitable[None]],
+        lose: Callable[[W, Sequence[TurnId], str], Awaitable[None]],
+        is_wanted: Callable[[W], bool],
         *,
         model: str,
-        max_attempts: int,
         sample_timeout_s: float,
         timeout_s: float,
     ) -> None:
-        """`receive` is called with finished samples. `drop` removes a group after `max_attempts` failed
-        attempts at one sample, with the reason. An attempt fails `sample_timeout_s` after it was sent.
+        """`deliver` is called with finished turns; `lose` with turns that were not delivered, at the latest
+        `sample_timeout_s` after they were sent, and the reason: it may put the work back. What is not wanted
+        any more is not put back.
         """
         self._replicas = replicas
-        self._groups = groups
-        self._deliver = receive
-        self._drop = drop
+        self._deliver = deliver
+        self._lose = lose
+        self._is_wanted = is_wanted
         self._model = model
-        self._max_attempts = max_attempts
         self._sample_timeout_s = sample_timeout_s
         self._timeout_s = timeout_s
-        self._waiting: OrderedDict[GroupId, PendingGroup] = OrderedDict()  # waiting for a replica with room
+        self._waiting: OrderedDict[Hashable, W] = OrderedDict()  # waiting for a replica with room
         self._filled = asyncio.Event()
-        self._calls: dict[GroupId, list[GenerateCall]] = {}  # calls by group
+        self._calls: dict[Hashable, list[GenerateCall[W]]] = {}  # calls by work
         self._aborts: set[asyncio.Task[None]] = set()
 
-    def submit(self, groups: Sequence[PendingGroup]) -> None:
-        """Generates the missing samples of groups in flight."""
-        self._waiting.update((group.prompt.id, group) for group in groups if group.missing)
+    def submit(self, works: Sequence[W]) -> None:
+        self._waiting.update((work.key, work) for work in works)
         self._filled.set()
 
-    def cancel(self, id: GroupId, reason: str) -> None:
-        """Frees the group's slots on replicas."""
-        self._waiting.pop(id, None)
-        for call in self._calls.get(id, ()):
-            task = asyncio.create_task(self._abort(call.replica, id, reason))
+    def put_back(self, works: Sequence[W]) -> None:
+        """Before all that waits: they were submitted earlier."""
+        for work in reversed(works):
+            if self._is_wanted(work):
+                self._waiting[work.key] = work
+                self._waiting.move_to_end(work.key, last=False)
+                self._filled.set()
+
+    def cancel(self, key: Hashable, reason: str) -> None:
+        """Frees the work's slots on replicas."""
+        self._waiting.pop(key, None)
+        for call in self._calls.get(key, ()):
+            [prefix] = {work.id_prefix for work in call.works if work.key == key}
+            task = asyncio.create_task(self._abort(call.replica, prefix, reason))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 
-    async def _abort(self, replica: Replica, id: GroupId, reason: str) -> None:
+    async def _abort(self, replica: Replica, prefix: str, reason: str) -> None:
         """In the background: a replica that does not answer delays nothing else."""
-        log.info("asking %s to abort group %s: %s", replica.entry.name, id, reason)
+        log.info("asking %s to abort %s: %s", replica.entry.name, prefix, reason)
         try:
-            await replica.client.abort(f"{id}/")
+            await replica.client.abort(prefix)
         except AtollError as error:
-            log.warning("%s did not abort group %s: %s", replica.entry.name, id, error)
+            log.warning("%s did not abort %s: %s", replica.entry.name, prefix, error)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         tasks.create_task(self._send(tasks))
@@ -78,56 +85,64 @@ class Dispatch:
             abort.cancel()
 
     async def _send(self, tasks: asyncio.TaskGroup) -> None:
-        """Consumes groups to send, oldest first; waits for one, and for a replica with room;
-        unblocked by `submit`, by what is lost, by finished samples and by joins.
+        """Consumes works, oldest first; waits for one, and for a replica with room; unblocked by `submit`,
+        by what is put back, by finished turns and by joins.
         """
         while True:
             await self._filled.wait()
             await self._replicas.wait_for_room(self._timeout_s)
-            waiting = (group.work() for group in self._waiting.values())
-            for replica, ids in self._replicas.share(waiting).items():
+            offered: dict[ContextWork, W] = {}
+            for replica, demands in self._replicas.share(self._offer(offered)).items():
                 together = []
-                for id in ids:
-                    group = self._waiting.pop(id)
-                    if group.sent_alone:
-                        tasks.create_task(self._follow(GenerateCall(replica, [group])))
+                for demand in demands:
+                    work = offered[demand]
+                    del self._waiting[work.key]
+                    if work.sent_alone:
+                        tasks.create_task(self._follow(GenerateCall(replica, [work])))
                     else:
-                        together.append(group)
+                        together.append(work)
                 if together:
                     tasks.create_task(self._follow(GenerateCall(replica, together)))
             if not self._waiting:
                 self._filled.clear()
 
-    async def _follow(self, call: GenerateCall) -> None:
+    def _offer(self, offered: dict[ContextWork, W]) -> Iterator[ContextWork]:
+        """What waits, in order; as much as is looked at is put into `offered`."""
+        for work in self._waiting.values():
+            demand = work.demand()
+            offered[demand] = work
+            yield demand
+
+    async def _follow(self, call: GenerateCall[W]) -> None:
         """Consumes one Generate call; waits for its replica, up to the call's deadline; unblocked by messages
-        and the replica's loss. Resends what was not delivered.
+        and the replica's loss. Reports what was not delivered.
         """
-        for group in call.groups:
-            self._calls.setdefault(group.prompt.id, []).append(call)
+        for work in call.works:
+            self._calls.setdefault(work.key, []).append(call)
         try:
             async with aclosing(self._arrivals(call)) as arrivals:
                 async for arrival in arrivals:
-                    prompt_tokens = len(arrival.samples) * call.prompt_tokens
-                    self._replicas.record_finished(call.replica, arrival, prompt_tokens)
+                    context_tokens = len(arrival.samples) * call.context_tokens
+                    self._replicas.record_finished(call.replica, arrival, context_tokens)
                     await self._deliver(arrival)
         finally:
-            self._replicas.record_released(call.replica, len(call), len(call) * call.prompt_tokens)
-            for group in call.groups:
-                self._calls[group.prompt.id].remove(call)
-                if not self._calls[group.prompt.id]:
-                    del self._calls[group.prompt.id]
-        lost = [(group, indices) for group, indices in call.lost_indices() if indices]
-        if call.is_refused and len(call.groups) > 1:  # caused by one of them
-            for group, _ in lost:
-                group.sent_alone = True
-            self._put_back([group for group, _ in lost])
+            self._replicas.record_released(call.replica, len(call), len(call) * call.context_tokens)
+            for work in call.works:
+                self._calls[work.key].remove(call)
+                if not self._calls[work.key]:
+                    del self._calls[work.key]
+        lost = list(call.lost())
+        if call.is_refused and len(call.works) > 1:  # caused by one of them
+            for work, _ in lost:
+                work.sent_alone = True
+            self.put_back([work for work, _ in lost])
             return
         if lost:
-            log.info("generating missing samples of %d groups again: %s", len(lost), call.reason)
-        for group, indices in lost:
-            await self._retry(group, indices, call.reason)
+            log.info("turns of %d works were lost: %s", len(lost), call.reason)
+        for work, ids in lost:
+            await self._lose(work, ids, call.reason)
 
-    async def _arrivals(self, call: GenerateCall) -> AsyncGenerator[Arrival, None]:
+    async def _arrivals(self, call: GenerateCall[W]) -> AsyncGenerator[Arrival, None]:
         """Yields what the replica sends; ends with the call, its deadline or the replica's first error.
 
         A lost stream is joined again as long as something arrives, since the replica may still generate. At
@@ -150,8 +165,8 @@ class Dispatch:
                 return
             except UserError as error:
                 call.is_refused, call.reason = True, f"{name} refused it: {error}"
-                if len(call.groups) == 1:
-                    self._replicas.note_refusal(replica, call.groups[0].prompt.id, error)
+                if len(call.works) == 1:
+                    self._replicas.note_refusal(replica, call.works[0].demand().group, error)
                 return
             except AtollError as error:
                 call.reason = f"lost with {name}: {error}"
@@ -164,26 +179,3 @@ class Dispatch:
                 else:
                     self._replicas.suspend(replica, error)
                 return
-
-    async def _retry(self, group: PendingGroup, indices: Sequence[int], reason: str) -> None:
-        known = self._groups.find(group.prompt.id)
-        if not indices or known is None:
-            return
-        _, sink = known
-        group.begin_next_attempt(indices)
-        for index in indices:
-            group.failures[index] += 1
-        if max(group.failures) >= self._max_attempts:
-            await self._drop(group, sink, f"{self._max_attempts} attempts failed, the last: {reason}")
-            return
-        await sink.on_retried([SampleId(group.prompt.id, index) for index in indices], reason)
-        if group.prompt.id not in self._groups:
-            return  # dropped in the meantime
-        self._put_back([group])
-
-    def _put_back(self, groups: Sequence[PendingGroup]) -> None:
-        for group in reversed(groups):
-            if group.prompt.id in self._groups:
-                self._waiting[group.prompt.id] = group
-                self._waiting.move_to_end(group.prompt.id, last=False)  # issued earlier than the waiting ones
-                self._filled.set()

@@ -11,7 +11,7 @@ from atoll.coordinator.rollouts.grading import Grading
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.producer import GroupsInFlight, GroupSink
 from atoll.runtime.clients.rollout import Arrival
-from atoll.wire.types import FinishReason, GroupId, Trajectory
+from atoll.wire.types import FinishReason, GroupId, Trajectory, TurnId
 
 log = logging.getLogger(__name__)
 
@@ -31,15 +31,15 @@ class Generation:
     ) -> None:
         """`timeout_s` bounds how long no replica may be there."""
         self._replicas = replicas
+        self._max_attempts = max_attempts
         self._groups = GroupsInFlight()
         self._grading = Grading(rewards, self._groups, self._drop)
-        self._dispatch = Dispatch(
+        self._dispatch = Dispatch[PendingGroup](
             replicas,
-            self._groups,
             self._receive,
-            self._drop,
+            self._lose,
+            lambda group: group.prompt.id in self._groups,
             model=model,
-            max_attempts=max_attempts,
             sample_timeout_s=sample_timeout_s,
             timeout_s=timeout_s,
         )
@@ -52,7 +52,7 @@ class Generation:
                 for sample, graded in zip(group.samples, group.graded, strict=True)
                 if sample is not None and not graded
             )
-        self._dispatch.submit(groups)
+        self._dispatch.submit([group for group in groups if group.missing])
 
     def cancel(self, id: GroupId, reason: str) -> None:
         self._groups.remove(id)
@@ -83,6 +83,22 @@ class Generation:
         for sink, finished in accepted.items():
             await sink.on_finished(finished, arrival.payload)
             self._grading.submit(finished)
+
+    async def _lose(self, group: PendingGroup, lost: Sequence[TurnId], reason: str) -> None:
+        """Begins the next attempt at the samples, up to `max_attempts` of each."""
+        known = self._groups.find(group.prompt.id)
+        if known is None:
+            return
+        _, sink = known
+        indices = [id.sample.index for id in lost]
+        group.begin_next_attempt(indices)
+        for index in indices:
+            group.failures[index] += 1
+        if max(group.failures) >= self._max_attempts:
+            await self._drop(group, sink, f"{self._max_attempts} attempts failed, the last: {reason}")
+            return
+        await sink.on_retried([id.sample for id in lost], reason)
+        self._dispatch.put_back([group])
 
     async def _drop(self, group: PendingGroup, sink: GroupSink, reason: str) -> None:
         """Groups are dropped as a whole, never shrunk."""

@@ -1,13 +1,14 @@
 """Groups in flight: finished and missing samples, and their age."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from atoll.coordinator.fleet.routing import GroupWork
+from atoll.coordinator.fleet.routing import ContextWork
 from atoll.wire.types import (
     WHOLE,
     Graded,
     Group,
+    GroupId,
     Prompt,
     SampleId,
     Sampling,
@@ -56,11 +57,31 @@ class PendingGroup:
             return [self._request(missing[:-1], self.sampling), *greedy] if missing[:-1] else greedy
         return [self._request(missing, self.sampling)]
 
-    def work(self) -> GroupWork:
-        """The work for a replica."""
-        return GroupWork(
+    @property
+    def key(self) -> GroupId:
+        return self.prompt.id
+
+    @property
+    def id_prefix(self) -> str:
+        return f"{self.prompt.id}/"
+
+    def demand(self) -> ContextWork:
+        return ContextWork(
             self.prompt.id, self.prompt.token_ids, len(self.missing), self.sampling.max_new_tokens
         )
+
+    def note_sent(self, version: Version) -> None:
+        """Missing samples are drawn at `version` at the earliest."""
+        for index in self.missing:
+            self.oldest[index] = version.number
+
+    def still_missing(self, ids: Iterable[TurnId]) -> list[TurnId]:
+        """Those of `ids` that neither this attempt nor another one has delivered."""
+        return [
+            id
+            for id in ids
+            if self.samples[id.sample.index] is None and id.attempt == self.attempts[id.sample.index]
+        ]
 
     def _request(self, indices: tuple[int, ...], sampling: Sampling) -> TurnRequest:
         ids = tuple(TurnId(SampleId(self.prompt.id, index), self.attempts[index]) for index in indices)

@@ -2,11 +2,12 @@
 reports to the source's `GroupSink`. `Generation` makes samples of a single turn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
+from atoll.coordinator.fleet.routing import ContextWork
 from atoll.coordinator.rollouts.groups import PendingGroup
-from atoll.wire.types import GroupId, SampleId, Trajectory
+from atoll.wire.types import GroupId, SampleId, Trajectory, TurnId, TurnRequest, Version
 
 
 class GroupSink(Protocol):
@@ -38,6 +39,38 @@ class Producer(Protocol):
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics since the last call."""
+        ...
+
+
+class Work(Protocol):
+    """What Dispatch sends to one replica in one piece."""
+
+    sent_alone: bool  # in a call of its own, since it may be why a call was refused
+
+    @property
+    def key(self) -> Hashable:
+        """Unique among the works of a Dispatch."""
+        ...
+
+    @property
+    def id_prefix(self) -> str:
+        """Of the ids of its turns, and of no others."""
+        ...
+
+    def requests(self) -> list[TurnRequest]:
+        """For its missing turns."""
+        ...
+
+    def demand(self) -> ContextWork:
+        """As the router sees it."""
+        ...
+
+    def note_sent(self, version: Version) -> None:
+        """It is sent to a replica that has this version."""
+        ...
+
+    def still_missing(self, ids: Iterable[TurnId]) -> list[TurnId]:
+        """Those of its `ids` that are still to be drawn under the same id."""
         ...
 
 

@@ -112,16 +112,22 @@ class OpenSessionsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     URL_FIELD_NUMBER: _builtins.int
+    IS_NEW_FIELD_NUMBER: _builtins.int
     url: _builtins.str
     """for agents: chat APIs below /v1"""
+    @_builtins.property
+    def is_new(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """one entry a session"""
+
     def __init__(
         self,
         *,
         url: _builtins.str = ...,
+        is_new: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_new", b"is_new", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -181,6 +187,9 @@ class RewardSessionRequest(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
+    call: _builtins.str
+    """its name: a repeated call adds nothing"""
     @_builtins.property
     def id(self) -> Global___SessionId: ...
     @_builtins.property
@@ -190,10 +199,11 @@ class RewardSessionRequest(_message.Message):
         *,
         id: Global___SessionId | None = ...,
         reward: Global___SessionReward | None = ...,
+        call: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "id", b"id", "reward", b"reward"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,89 @@
+"""The gateways of a run, and the streams that carry their sessions' turns."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Final
+
+from atoll.runtime.clients.gateway import GatewayClient
+from atoll.runtime.errors import AtollError
+from atoll.wire.types import Trajectory, TurnRequest, UndrawnTurn
+
+log = logging.getLogger(__name__)
+
+REJOIN_S: Final = 0.2  # before a stream is opened again
+
+Answers = tuple[list[Trajectory], list[UndrawnTurn]]
+
+
+class GatewayLink:
+    """One gateway: its client, and its stream of wanted and drawn turns."""
+
+    def __init__(self, name: str, client: GatewayClient) -> None:
+        self.name = name
+        self.client = client
+        self._answers: Answers = ([], [])
+        self._filled = asyncio.Event()
+
+    def answer(self, drawn: Sequence[Trajectory], undrawn: Sequence[UndrawnTurn]) -> None:
+        self._answers[0].extend(drawn)
+        self._answers[1].extend(undrawn)
+        self._filled.set()
+
+    async def follow(self, want: Callable[["GatewayLink", Sequence[TurnRequest]], None]) -> None:
+        """Consumes turns that the gateway wants; waits for them; ends when cancelled. A stream that breaks is
+        opened again, and the gateway says again what it wants."""
+        while True:
+            try:
+                async with aclosing(self.client.draw(self._take_answers())) as stream:
+                    async for requests in stream:
+                        want(self, requests)
+            except AtollError as error:
+                log.warning("%s: its stream of turns broke: %s", self.name, error)
+            await asyncio.sleep(REJOIN_S)
+
+    async def _take_answers(self) -> AsyncIterator[Answers]:
+        """What was answered into a stream that broke is wanted again."""
+        self._answers = ([], [])
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            answers, self._answers = self._answers, ([], [])
+            if any(answers):
+                yield answers
+
+
+class Gateways:
+    """Those that are registered now."""
+
+    def __init__(self, want: Callable[[GatewayLink, Sequence[TurnRequest]], None]) -> None:
+        """`want` is called with the turns that a gateway's sessions ask for."""
+        self._want = want
+        self._links: dict[str, tuple[GatewayLink, asyncio.Task[None]]] = {}
+        self._num_sessions: dict[str, int] = {}  # by name
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def add(self, name: str, client: GatewayClient) -> None:
+        link = GatewayLink(name, client)
+        self._links[name] = link, asyncio.create_task(link.follow(self._want))
+        self._changed.set()
+
+    def remove(self, name: str) -> None:
+        _, task = self._links.pop(name)
+        task.cancel()
+
+    async def choose(self) -> GatewayLink:
+        """The one with the fewest sessions; waits until there is one."""
+        while not self._links:
+            self._changed.clear()
+            await self._changed.wait()
+        name = min(self._links, key=lambda name: self._num_sessions.get(name, 0))
+        return self._links[name][0]
+
+    def count(self, name: str, change: int) -> None:
+        """Sessions at a gateway began (1) or ended (-1)."""
+        self._num_sessions[name] = self._num_sessions.get(name, 0) + change

@@ -1,0 +1,226 @@
+"""Samples that agents make: each attempt is a session at a gateway, in which an agent asks for turns."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from atoll.coordinator.fleet.agent_hosts import AgentHosts
+from atoll.coordinator.rollouts.session_turns import SessionTurns
+from atoll.runtime.clients.agents import AgentsClient
+
+from atoll.config.schema import AgentConfig
+from atoll.coordinator.fleet.gateways import GatewayLink, Gateways
+from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.runtime.errors import AtollError, ServiceUnavailableError
+from atoll.wire.codec.trajectories import decode_payload, encode_payload
+from atoll.wire.types import (
+    WHOLE,
+    AgentOutcome,
+    AgentTask,
+    GroupId,
+    SampleId,
+    SessionEnd,
+    SessionId,
+    SessionLimits,
+    SessionSpec,
+    Trajectory,
+    TrajectoryStatus,
+    TurnReward,
+)
+
+log = logging.getLogger(__name__)
+
+RETRY_S: Final = 1.0  # before a gateway is asked again to end a session
+
+Receive = Callable[[Trajectory, bytes], Awaitable[None]]
+Lose = Callable[[PendingGroup, int, str], Awaitable[None]]
+
+
+@dataclass(eq=False, slots=True)
+class _Playing:
+    """A sample's attempt while its agent works at it."""
+
+    group: PendingGroup
+    index: int
+    id: SessionId
+    cut: asyncio.Event = field(default_factory=asyncio.Event)  # it is to end with the turns that it has
+    task: asyncio.Task[None] | None = None
+
+
+class AgentSessions:
+    def __init__(
+        self,
+        agents: Mapping[str, AgentConfig],
+        gateways: Gateways,
+        hosts: AgentHosts,
+        turns: SessionTurns,
+        receive: Receive,
+        lose: Lose,
+        *,
+        model: str,
+    ) -> None:
+        """`receive` is called with finished samples, and their bytes for the journal; `lose` with failed
+        attempts: index and reason."""
+        self._agents = agents
+        self._gateways = gateways
+        self._hosts = hosts
+        self._turns = turns
+        self._receive = receive
+        self._lose = lose
+        self._model = model
+        self._sessions: dict[SessionId, _Playing] = {}
+        self._submitted: asyncio.Queue[_Playing] = asyncio.Queue()
+        self._farewells: set[asyncio.Task[None]] = set()
+
+    def submit(self, groups: Sequence[PendingGroup]) -> None:
+        """Sessions for the missing samples, unless they are there."""
+        for group in groups:
+            for index in group.missing:
+                id = SessionId(SampleId(group.prompt.id, index), group.attempts[index])
+                if id not in self._sessions:
+                    self._sessions[id] = session = _Playing(group, index, id)
+                    self._submitted.put_nowait(session)
+
+    def cancel(self, group: GroupId) -> None:
+        for session in self._of({group}):
+            del self._sessions[session.id]
+            if session.task is not None:
+                session.task.cancel()
+
+    def cut(self, groups: Sequence[PendingGroup]) -> None:
+        """Ends their sessions with the turns that they have."""
+        for session in self._of({group.prompt.id for group in groups}):
+            session.cut.set()
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        tasks.create_task(self._begin(tasks))
+
+    def stop(self) -> None:
+        for farewell in self._farewells:
+            farewell.cancel()
+
+    def _of(self, groups: set[GroupId]) -> list[_Playing]:
+        return [session for id, session in self._sessions.items() if id.sample.group in groups]
+
+    async def _begin(self, tasks: asyncio.TaskGroup) -> None:
+        """Consumes submitted sessions; waits for them; unblocked by `submit`."""
+        while True:
+            session = await self._submitted.get()
+            if session.id in self._sessions:
+                session.task = tasks.create_task(self._play(session))
+
+    async def _play(self, session: _Playing) -> None:
+        """One session from its opening to its sample, or to its loss. Waits for a free place among the
+        agent's sessions, for its agent, its limit of time, or a cut."""
+        agent = self._agents[session.group.prompt.agent]
+        async with self._hosts.place(agent.name) as host:
+            sample, reason = await self._attempt(session, agent, host)
+        self._sessions.pop(session.id, None)
+        if sample is not None:
+            await self._receive(sample, encode_payload([sample]))
+        else:
+            await self._lose(session.group, session.index, reason)
+
+    async def _attempt(
+        self, session: _Playing, agent: AgentConfig, host: AgentsClient
+    ) -> tuple[Trajectory | None, str]:
+        """The sample; or None, and why the attempt is repeated."""
+        gateway = await self._gateways.choose()
+        self._gateways.count(gateway.name, 1)
+        try:
+            end, outcome = await self._run(session, agent, host, gateway)
+            self._turns.end(session.id)
+            end, payload = await self._end(session.id, end)
+        except asyncio.CancelledError:
+            self._say_farewell(self._give_up(session.id, host))
+            raise
+        except AtollError as error:
+            self._say_farewell(self._give_up(session.id, host))
+            return None, f"session failed: {error}"
+        finally:
+            self._gateways.count(gateway.name, -1)
+        what_becomes = "train" if end is SessionEnd.DONE else agent.on_end.of(end.value)
+        why = f"{end.value}: {outcome.cause}" if outcome.cause else end.value
+        if not payload:
+            return None, f"{why}: its agent asked for no turn"
+        if what_becomes == "replace":
+            return None, why
+        [sample] = decode_payload(payload)
+        if outcome.reward is not None:
+            sample = sample.add_reward(TurnReward(WHOLE, outcome.reward, {"agent": outcome.reward}))
+        if agent.reward == "session" and not sample.rewards:
+            return None, f"no reward: its session ended ({end.value}) before one was set"
+        if what_becomes == "weight_0":
+            sample = sample._replace(status=TrajectoryStatus.ABORTED)
+        return sample, ""
+
+    async def _run(
+        self, session: _Playing, agent: AgentConfig, host: AgentsClient, gateway: GatewayLink
+    ) -> tuple[SessionEnd, AgentOutcome]:
+        """Has the agent play the session; why it ended, and what the agent says."""
+        spec = SessionSpec(
+            session.id,
+            _new_key(),
+            _new_key(),
+            session.group.sampling,
+            SessionLimits(agent.max_turns, agent.max_tokens),
+        )
+        url, is_new = await gateway.client.open(spec)
+        self._turns.limit(session.id, agent.max_versions)
+        prompt = session.group.prompt
+        task = AgentTask(
+            session=session.id,
+            agent=agent.name,
+            model=self._model,
+            url=url,
+            agent_key=spec.agent_key if is_new else "",  # the host that has it goes on with its own
+            reward_key=spec.reward_key if is_new else "",
+            messages=prompt.messages,
+            ground_truth=prompt.ground_truth,
+            data_source=prompt.data_source,
+            extra=prompt.extra,
+        )
+        running = asyncio.create_task(host.run(task))
+        cut = asyncio.create_task(session.cut.wait())
+        try:
+            timeout_s = agent.max_seconds or None
+            await asyncio.wait({running, cut}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                outcome = await running
+                return SessionEnd.AGENT_FAILED if outcome.cause else SessionEnd.DONE, outcome
+            await host.cancel(session.id)
+            return SessionEnd.AGE if cut.done() else SessionEnd.SECONDS, AgentOutcome()
+        finally:
+            running.cancel()
+            cut.cancel()
+
+    async def _end(self, id: SessionId, end: SessionEnd) -> tuple[SessionEnd, bytes]:
+        """Any gateway can end it; one that dies in the midst of it is succeeded by another."""
+        while True:
+            gateway = await self._gateways.choose()
+            try:
+                return await gateway.client.end(id, end)
+            except ServiceUnavailableError as error:
+                log.warning("session %s: asking again to end it: %s", id, error)
+                await asyncio.sleep(RETRY_S)
+
+    def _say_farewell(self, what: Coroutine[None, None, None]) -> None:
+        """In the background: what does not answer delays nothing else."""
+        task = asyncio.create_task(what)
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
+
+    async def _give_up(self, id: SessionId, host: AgentsClient) -> None:
+        self._turns.end(id)
+        try:
+            await host.cancel(id)
+            await self._end(id, SessionEnd.CANCELLED)
+        except AtollError as error:
+            log.warning("session %s was given up, and did not end: %s", id, error)
+
+
+def _new_key() -> str:
+    return f"atoll-{secrets.token_urlsafe(24)}"

@@ -1,0 +1,114 @@
+"""uvicorn inside the service's event loop, with bounds on what a connection may hold up."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any, Final, Self
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from atoll.gateway.conversation import RequestError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MAX_HEADER_BYTES: Final = 64 << 10
+HEADERS_TIMEOUT_S: Final = 30.0  # from a request's first byte to the end of its headers
+IDLE_TIMEOUT_S: Final = 600.0  # between two requests of a connection: an agent's tools take their time
+STOP_GRACE_S: Final = 2.0
+
+TOO_LARGE: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+)
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """Closes a connection whose headers are too long or take too long. In an app's scope as "connection",
+    where it says whether the client is still there."""
+
+    _header_bytes = 0
+    _headers_due: asyncio.TimerHandle | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return not self.transport.is_closing()
+
+    def data_received(self, data: bytes) -> None:
+        if self.cycle is None or self.cycle.response_complete:  # between requests, or in headers
+            if self._headers_due is None:
+                self._headers_due = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.close)
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._header_bytes > MAX_HEADER_BYTES and self._headers_due is not None:
+            self.transport.write(TOO_LARGE)
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        self._end_headers()
+        self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_headers()
+        super().connection_lost(exc)
+
+    def _end_headers(self) -> None:
+        self._header_bytes = 0
+        if self._headers_due is not None:
+            self._headers_due.cancel()
+            self._headers_due = None
+
+
+class HttpServer(uvicorn.Server):
+    """Serves until `stop`. Signals stay with the process that it is a part of."""
+
+    @classmethod
+    async def start(cls, app: App, listener: socket.socket) -> Self:
+        config = uvicorn.Config(
+            app,
+            http=BoundedConnection,
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=int(IDLE_TIMEOUT_S),
+            timeout_graceful_shutdown=int(STOP_GRACE_S),
+            backlog=4096,
+        )
+        server = cls(config)
+        server._serving = asyncio.create_task(server.serve([listener]))
+        return server
+
+    _serving: asyncio.Task[None]
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def stop(self) -> None:
+        self.should_exit = True
+        await self._serving
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """ "" if there is none."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+
+
+def bearer_key(scope: Scope) -> str:
+    """Of the header `authorization` or `x-api-key`. Raises RequestError if there is none."""
+    scheme, _, key = header(scope, b"authorization").partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else header(scope, b"x-api-key")
+    if not key:
+        raise RequestError(
+            401,
+            "authentication",
+            "no key: send the session's as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+        )
+    return key

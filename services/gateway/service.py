@@ -1,0 +1,102 @@
+"""The gateway servicer: the Gateway methods of package atoll.v1."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+from atoll.gateway.history.trajectory import build_trajectory
+
+from atoll.gateway.draws import Draws
+from atoll.gateway.session_store import SessionEndedError, SessionStore
+from atoll.gateway.sessions import Sessions
+from atoll.runtime.errors import UserError
+from atoll.wire.codec.gateway import (
+    decode_session_id,
+    decode_session_reward,
+    decode_session_spec,
+    encode_session_reward,
+    encode_session_summary,
+    encode_turn_record,
+)
+from atoll.wire.codec.rollout import encode_turn_request
+from atoll.wire.codec.trajectories import decode_payload, encode_payload
+from atoll.wire.types import SessionEnd, SessionId, TurnId
+from atoll.wire.v1 import gateway_pb2 as pb
+from atoll.wire.v1 import gateway_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GatewayService(gateway_pb2_grpc.GatewayServicer):
+    def __init__(self, sessions: Sessions, store: SessionStore, draws: Draws, url: str) -> None:
+        self._sessions = sessions
+        self._store = store
+        self._draws = draws
+        self._url = url
+
+    async def Open(self, request: pb.OpenSessionsRequest, context: Context) -> pb.OpenSessionsReply:
+        specs = [decode_session_spec(session) for session in request.sessions]
+        new = await self._sessions.open(specs)
+        return pb.OpenSessionsReply(url=self._url, is_new=[spec.id in new for spec in specs])
+
+    async def End(self, request: pb.EndSessionRequest, context: Context) -> pb.EndSessionReply:
+        id = decode_session_id(request.id)
+        try:
+            ended = await self._sessions.end(id, SessionEnd(request.reason))
+        except SessionEndedError:
+            raise _unknown(id) from None
+        trajectory = build_trajectory(ended.records, id, ended.end, ended.rewards)
+        return pb.EndSessionReply(
+            trajectory=encode_payload([trajectory]) if trajectory else b"", reason=ended.end.value
+        )
+
+    async def Reward(self, request: pb.RewardSessionRequest, context: Context) -> pb.RewardSessionReply:
+        id = decode_session_id(request.id)
+        try:
+            await self._store.reward(id, request.call, decode_session_reward(request.reward))
+        except SessionEndedError:
+            raise _unknown(id) from None
+        return pb.RewardSessionReply()
+
+    async def Draw(
+        self, request_iterator: AsyncIterator[pb.DrawnTurns], context: Context
+    ) -> AsyncIterator[pb.WantedTurns]:
+        hearing = asyncio.create_task(self._hear(request_iterator))
+        hearing.add_done_callback(lambda _: self._draws.interrupt())
+        try:
+            async for requests in self._draws.wanted():
+                yield pb.WantedTurns(turns=map(encode_turn_request, requests))
+            if hearing.done():
+                hearing.result()
+        finally:
+            hearing.cancel()
+
+    async def _hear(self, messages: AsyncIterator[pb.DrawnTurns]) -> None:
+        """Consumes what the coordinator sends; ends with its stream."""
+        async for message in messages:
+            if message.turns:
+                self._draws.deliver(decode_payload(message.turns))
+            for undrawn in message.undrawn:
+                end = SessionEnd(undrawn.end) if undrawn.end else None
+                self._draws.give_up(TurnId.parse(undrawn.id), undrawn.reason, end)
+
+    async def Info(self, request: pb.GatewayInfoRequest, context: Context) -> pb.GatewayInfoReply:
+        return pb.GatewayInfoReply(url=self._url, num_sessions=len(self._sessions))
+
+    async def List(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsReply:
+        summaries = [encode_session_summary(summary) for summary in self._sessions.summaries()]
+        return pb.ListSessionsReply(sessions=summaries, counters=self._sessions.counters)
+
+    async def Show(self, request: pb.ShowSessionRequest, context: Context) -> pb.ShowSessionReply:
+        id = decode_session_id(request.id)
+        records, rewards = await self._store.show(id)
+        if not records:
+            raise _unknown(id)
+        return pb.ShowSessionReply(
+            records=map(encode_turn_record, records), rewards=map(encode_session_reward, rewards)
+        )
+
+
+def _unknown(id: SessionId) -> UserError:
+    return UserError(f"session {id}: no such session, or it ended long ago")
