@@ -116,7 +116,7 @@ def service_groups(config: RunConfig, coordinator: str) -> list[ServiceGroup]:
             _command("reward", config, "--name", f"reward-{index}", *registered),
             {"OMP_NUM_THREADS": "1"},
         )
-        for index in range(config.reward.services if config.reward.has_service else 0)
+        for index in range(config.reward.services if config.has_reward_service else 0)
     ]
     reward = [ServiceGroup((grader,), config.reward.max_restarts) for grader in graders]
     match config.run.mode:

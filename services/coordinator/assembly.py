@@ -170,7 +170,7 @@ class Assembly:
         await self._membership.wait_for(
             (dict.fromkeys(config.roles, 1) if trains else {})
             | ({"rollout": config.rollout.replicas} if generates else {})
-            | ({"reward": 1} if generates and config.reward.has_service else {}),
+            | ({"reward": 1} if generates and config.has_reward_service else {}),
             config.coordinator.start_timeout_s,
         )
         if generates:
