@@ -2,7 +2,15 @@
 
 from collections.abc import Callable
 
-from atoll.config import agent_rules, functions, layout_rules, mode_rules, rollout_rules, training_rules, weight_rules
+from atoll.config import (
+    agent_rules,
+    functions,
+    layout_rules,
+    mode_rules,
+    rollout_rules,
+    training_rules,
+    weight_rules,
+)
 from atoll.config.schema import RunConfig
 
 

@@ -56,6 +56,7 @@ class ServiceContext:
     incarnation: str
     host: str  # that it serves on
     exports: tuple[Path, ...] = ()  # folders outside the run's that a trainer may write to
+    agent: str = ""  # that a process of agents runs; "": all of them
 
 
 class Service(Protocol):
@@ -75,7 +76,7 @@ class Service(Protocol):
 
 
 def run_service(service: str, build: Callable[[ServiceContext], Awaitable[Service]]) -> None:
-    """Runs `service` ("trainer", "rollout", "reward") until SIGTERM or SIGINT.
+    """Runs `service` ("trainer", "rollout", "reward", "agents") until SIGTERM or SIGINT.
 
     Ends the process with exit code 1 if it cannot start, has failed, or the run does not want it.
     """
@@ -120,6 +121,10 @@ def parse_arguments(service: str) -> argparse.Namespace:
         )
     else:
         parser.set_defaults(role=service, export=None)
+    if service == "agents":
+        parser.add_argument("--agent", default="", help="name of the agent that it runs; default: all")
+    else:
+        parser.set_defaults(agent="")
     parser.add_argument("--config", type=Path, required=True, help="path of the run's resolved config.json")
     ranked = service == "trainer"
     parser.add_argument(
@@ -154,6 +159,7 @@ async def _serve(
             new_incarnation(),
             arguments.host,
             (arguments.export,) if arguments.export else (),
+            arguments.agent,
         )
         try:
             built = await build(context)
