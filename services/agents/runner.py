@@ -151,7 +151,7 @@ class AgentRunner:
         try:
             async with aclosing(AgentSession(task)) as session:
                 return AgentOutcome(reward=_reward(await function(session)))
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # users' code may raise anything, SystemExit would end the loop
             _log.exception("session %s: agent %s failed", task.session, task.agent)

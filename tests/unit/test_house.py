@@ -85,6 +85,8 @@ assert atoll.Grade is Grade
 assert load_config is atoll.config.load.load
 assert not {"torch", "grpc"} & set(sys.modules)
 assert all(hasattr(atoll, name) for name in atoll.__all__)
+assert atoll.AgentSession.__module__ == "atoll.agents.session"
+assert not {"torch", "grpc"} & set(sys.modules)
 assert atoll.run is sys.modules["atoll.cli.run"].follow_to_end
 assert "torch" not in sys.modules
 assert not hasattr(atoll, "grade")
@@ -138,7 +140,7 @@ def test_the_wheel_leaves_a_package_named_services_alone(installed: Path) -> Non
 
 
 USERS_OWN = """
-from atoll import Grade, ScoreItem, Trajectory, load_config, run
+from atoll import AgentSession, Grade, ScoreItem, Trajectory, load_config, run
 from pathlib import Path
 from typing import assert_type
 
@@ -150,6 +152,11 @@ def grader(item: ScoreItem, *, wanted: str = "") -> float | Grade:
 
 def total(sample: Trajectory) -> float:
     return sample.score
+
+
+async def agent(session: AgentSession) -> None:
+    assert_type(session.ground_truth, str)
+    await session.reward(1.0)
 
 
 def main() -> int:
