@@ -453,6 +453,9 @@ class CheckpointSection(Section):
     keep: PositiveInt = 2
 
 
+ClientRule = Literal["billing_header", "fold_system"]
+
+
 class GatewaySection(Section):
     """The chat APIs that agents talk to; started if a dataset has an agent."""
 
@@ -462,7 +465,7 @@ class GatewaySection(Section):
     thinking: Literal["keep", "template"] = "keep"  # in history: as sampled, or as the chat template has it
     renderer: str = ""  # model family of the package `renderers`; "": the model's chat template
     tool_format: Literal["auto", "hermes", "qwen_xml", "llama"] = "auto"  # of tool calls in sampled text
-    rules: tuple[Literal["billing_header", "fold_system"], ...] = ()  # changes to what some clients send
+    rules: tuple[ClientRule, ...] = ()  # "billing_header", "fold_system": changes to what clients send
     max_body_mb: PositiveInt = 32  # MiB of one request
     max_restarts: NonNegativeInt = 3  # per instance and hour
 
@@ -488,7 +491,7 @@ class AgentConfig(Section):
     """A function of yours that holds a session: `async def agent(session: AgentSession)`."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")  # that datasets name it by
-    function: str  # file.py:function
+    function: str  # file.py:function of your own, an `async def` with one parameter
     processes: PositiveInt = 1  # that run the function
     concurrency: PositiveInt = 64  # concurrent sessions per process
     max_turns: NonNegativeInt = 0  # per session; 0: no limit
