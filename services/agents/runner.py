@@ -4,6 +4,7 @@ import asyncio
 import faulthandler
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -37,8 +38,8 @@ class HostedAgent:
 class _HeldSession:
     """`call` belongs to the loop of the functions, all else to the service's."""
 
-    def __init__(self, task: AgentTask) -> None:
-        self.task = task
+    def __init__(self, id: SessionId) -> None:
+        self.id = id
         self.outcome = asyncio.get_running_loop().create_future()
         self.call: asyncio.Task[AgentOutcome] | None = None  # None: not begun
         self.is_cancelled = False
@@ -58,6 +59,7 @@ class AgentRunner:
         """Call it in the service's loop."""
         self._agents = agents
         self._sessions: dict[SessionId, _HeldSession] = {}
+        self._running: Counter[str] = Counter()  # sessions without an outcome, by agent
         self._home = asyncio.get_running_loop()
         self._loop = asyncio.new_event_loop()
         num_threads = sum(agent.concurrency for agent in agents.values())  # so that no to_thread has to wait
@@ -77,7 +79,7 @@ class AgentRunner:
 
     @property
     def num_running(self) -> int:
-        return sum(not session.outcome.done() for session in self._sessions.values())
+        return self._running.total()
 
     async def run(self, task: AgentTask) -> AgentOutcome:
         """How the task's function ended; a repeated call joins it, or gets the outcome that is remembered.
@@ -127,13 +129,14 @@ class AgentRunner:
         if agent is None:
             known = ", ".join(self._agents)
             raise UserError(f"got a session for agent {task.agent!r}, this process runs {known}")
-        others = [other for other in self._sessions.values() if not other.outcome.done()]
-        if sum(other.task.agent == task.agent for other in others) >= agent.concurrency:
+        if self._running[task.agent] >= agent.concurrency:
             raise OverloadedError(
                 f"agent {task.agent} holds {agent.concurrency} sessions, as many as its `concurrency` in "
                 "[[agents]]: ask another process, or later"
             )
-        session = self._sessions[task.session] = _HeldSession(task)
+        session = self._sessions[task.session] = _HeldSession(task.session)
+        self._running[task.agent] += 1
+        session.outcome.add_done_callback(lambda _: self._running.subtract([task.agent]))
 
         def begin() -> None:
             session.call = self._loop.create_task(self._call(agent.function, task))
@@ -158,10 +161,9 @@ class AgentRunner:
             return AgentOutcome(f"{type(error).__name__}: {error}"[:MAX_CAUSE])
 
     def _forget(self, session: _HeldSession) -> None:
-        id = session.task.session
-        if session.num_listeners == 0 and self._sessions.get(id) is session:
-            self.cancel(id)
-            del self._sessions[id]
+        if session.num_listeners == 0 and self._sessions.get(session.id) is session:
+            self.cancel(session.id)
+            del self._sessions[session.id]
 
 
 def _reward(value: object) -> float | None:
