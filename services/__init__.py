@@ -1,4 +1,4 @@
-"""Names to write against: `from atoll import Grade, ScoreItem`.
+"""Names to write against: `from atoll import AgentSession, Grade, ScoreItem`.
 
 Each is imported when it is first asked for, so `import atoll` alone loads neither torch nor gRPC nor numpy.
 """
@@ -6,14 +6,16 @@ Each is imported when it is first asked for, so `import atoll` alone loads neith
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["Grade", "ScoreItem", "Trajectory", "load_config", "run"]
+__all__ = ["AgentSession", "Grade", "ScoreItem", "Trajectory", "load_config", "run"]
 
 if TYPE_CHECKING:
+    from atoll.agents.session import AgentSession
     from atoll.cli.run import follow_to_end as run
     from atoll.config.load import load as load_config
     from atoll.wire.types import Grade, ScoreItem, Trajectory
 else:
     _PLACES = {
+        "AgentSession": ("atoll.agents.session", "AgentSession"),
         "Grade": ("atoll.wire.types", "Grade"),
         "Trajectory": ("atoll.wire.types", "Trajectory"),
         "ScoreItem": ("atoll.wire.types", "ScoreItem"),

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from atoll.runtime.store import run_embedded_server
 _log = logging.getLogger(__name__)
 
 ADDRESS_FILE = "coordinator.address"  # in the run's folder while it is running
+BACKLOG = 4096  # connections of agents that wait while a gateway is started again
 STOP_RETRY_S = 1.0  # before asking again a coordinator that did not answer
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
@@ -38,10 +40,10 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
     check_interpreter(config.rollout.python)
     given = Tokens.of_this_run()
     claim_folder(config.folder, resume=resume)
-    with store_url(config) as url:  # held by at most one launcher of this run
+    with store_url(config) as url, gateway_listeners(config) as listeners:  # one launcher of a run holds it
         write_resolved(config, config.folder / "config.json")
         coordinator = coordinator_group(config, url, resume=resume)
-        services = partial(service_groups, config)
+        services = partial(service_groups, config, store=url, listeners=listeners)
         try:
             return asyncio.run(
                 supervise(
@@ -93,8 +95,12 @@ def coordinator_group(config: RunConfig, store: str, *, resume: bool) -> Service
     return ServiceGroup((ServiceCommand("coordinator", command, {"OMP_NUM_THREADS": "1"}),))
 
 
-def service_groups(config: RunConfig, coordinator: str) -> list[ServiceGroup]:
-    """The services that the run's mode needs, without its coordinator."""
+def service_groups(
+    config: RunConfig, coordinator: str, *, store: str = "", listeners: Sequence[socket.socket] = ()
+) -> list[ServiceGroup]:
+    """The services that the run's mode needs, without its coordinator. `listeners`: of gateways, which
+    keep sessions in `store`.
+    """
     registered = ("--coordinator", coordinator)
     models = [
         trainer_group(config, role, *registered)
@@ -116,16 +122,75 @@ def service_groups(config: RunConfig, coordinator: str) -> list[ServiceGroup]:
             _command("reward", config, "--name", f"reward-{index}", *registered),
             {"OMP_NUM_THREADS": "1"},
         )
-        for index in range(config.reward.services if config.reward.has_service else 0)
+        for index in range(config.reward.services if config.has_reward_service else 0)
     ]
     reward = [ServiceGroup((grader,), config.reward.max_restarts) for grader in graders]
+    sessions = [*gateway_groups(config, store, listeners, *registered), *agent_groups(config, *registered)]
     match config.run.mode:
         case "train":
-            return [*reward, *models, *rollout]
+            return [*reward, *models, *rollout, *sessions]
         case "rollout_only":
-            return [*reward, *rollout]
+            return [*reward, *rollout, *sessions]
         case "train_only" | "supervised":
             return models
+
+
+def gateway_groups(
+    config: RunConfig, store: str, listeners: Sequence[socket.socket], *arguments: str
+) -> list[ServiceGroup]:
+    """A gateway for each listener."""
+    gateways = [
+        ServiceCommand(
+            f"gateway-{index}",
+            _command("gateway", config, "--name", f"gateway-{index}", "--store", store, *arguments),
+            {"OMP_NUM_THREADS": "1"},
+            listener,
+        )
+        for index, listener in enumerate(listeners)
+    ]
+    return [ServiceGroup((gateway,), config.gateway.max_restarts) for gateway in gateways]
+
+
+def agent_groups(config: RunConfig, *arguments: str) -> list[ServiceGroup]:
+    """The processes of all agents, numbered through."""
+    hosted = [agent for agent in config.agents for _ in range(agent.processes)]
+    return [
+        ServiceGroup(
+            (
+                ServiceCommand(
+                    f"agents-{index}",
+                    _command(
+                        "agents", config, "--name", f"agents-{index}", "--agent", agent.name, *arguments
+                    ),
+                    {"OMP_NUM_THREADS": "1"},
+                ),
+            ),
+            agent.max_restarts,
+        )
+        for index, agent in enumerate(hosted)
+    ]
+
+
+@contextmanager
+def gateway_listeners(config: RunConfig) -> Iterator[list[socket.socket]]:
+    """The listening sockets of the run's gateways, which outlive each process that serves on them.
+
+    Raises UserError if a port is taken.
+    """
+    section = config.gateway
+    with ExitStack() as opened:
+        listeners = []
+        for index in range(section.instances if config.has_agents else 0):
+            port = section.port + index if section.port else 0
+            try:
+                listener = socket.create_server((section.host, port), backlog=BACKLOG)
+            except OSError as error:
+                raise UserError(
+                    f"gateway-{index} cannot listen on {section.host}:{port}: {error.strerror}; set "
+                    "gateway.host to an address of this machine, and gateway.port to a free port or 0 for any"
+                ) from None
+            listeners.append(opened.enter_context(listener))
+        yield listeners
 
 
 def compute_environment(threads: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from socket import socket
 from types import MappingProxyType, TracebackType
 from typing import Self
 
@@ -39,11 +40,16 @@ class ServiceDiedError(AtollError):
 
 @dataclass(frozen=True, slots=True)
 class ServiceCommand:
-    """A process to start. It gets `--ready-fd N` and writes {"address": "host:port"} there once it serves."""
+    """A process to start. It gets `--ready-fd N` and writes {"address": "host:port"} there once it serves.
+
+    `listener` is a listening socket that it serves HTTP on, as `--http-fd N`. The caller keeps it open, so
+    that clients who connect while the process is down are answered by its successor.
+    """
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    listener: socket | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +182,19 @@ class Fleet:
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(ready), os.fdopen(read_end, "rb")
         )
+        fds = {"--ready-fd": write_end}
+        if service.listener:
+            fds["--http-fd"] = service.listener.fileno()
+        arguments = [word for option, fd in fds.items() for word in (option, str(fd))]
         try:
             with (self._logs / f"{service.name}.log").open("ab") as log:
                 self._processes[service.name] = await asyncio.create_subprocess_exec(
-                    *with_parent_death(*service.command, "--ready-fd", str(write_end)),
+                    *with_parent_death(*service.command, *arguments),
                     stdin=DEVNULL,
                     stdout=log,
                     stderr=STDOUT,
                     env={**os.environ, **self._environment, **meeting, **service.environment},
-                    pass_fds=(write_end,),
+                    pass_fds=tuple(fds.values()),
                     start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher
                 )
         finally:

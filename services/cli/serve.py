@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("role", choices=["coordinator", "reward", "rollout", "trainer"])
+    parser.add_argument("role", choices=["agents", "coordinator", "gateway", "reward", "rollout", "trainer"])
     parser.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,

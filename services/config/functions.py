@@ -32,10 +32,15 @@ class FunctionKind:
     """The interface of the functions of one setting: one positional parameter, the others by keyword."""
 
     setting: str
-    file: str  # file with the dict of built-in functions
+    file: str  # file with the dict of built-in functions; "": there are none
     table: str  # its name
     signature: str
     traits: tuple[str, ...] = ()  # that one may have; their meaning is documented next to the dict
+    is_async: bool = False
+
+    @property
+    def keyword(self) -> str:
+        return "async def" if self.is_async else "def"
 
 
 class Named(Protocol):
@@ -75,6 +80,8 @@ GRADER = FunctionKind(
     "reward.graders", "atoll/reward/score.py", "GRADERS", "(item: ScoreItem, *, ...) -> float | Grade"
 )
 
+AGENT = FunctionKind("agents.function", "", "", "(session: AgentSession) -> float | None", is_async=True)
+
 
 def is_users_own(name: str) -> bool:
     return ".py:" in name
@@ -89,6 +96,8 @@ def check(
     """
     if is_users_own(name):
         function = _users_definition(kind, name)
+    elif not kind.file:
+        raise ConfigError(f"{kind.setting} = {name!r}: expected file.py:function of your own")
     elif name in built_in(kind):
         function = built_in(kind)[name]
     else:
@@ -151,8 +160,11 @@ def load(
     return partial(function, **config.parameters)
 
 
-def load_user_function(name: str, source: bytes | None = None) -> Callable[..., Any]:
-    """Imports `file.py:function`. Raises ConfigError if that fails or if it is not a plain function."""
+def load_user_function(
+    name: str, source: bytes | None = None, *, is_async: bool = False
+) -> Callable[..., Any]:
+    """Imports `file.py:function`. Raises ConfigError if that fails or if it is not a plain function or, with
+    `is_async`, an async one."""
     path, _, function_name = name.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None  # a path ending in .py always has a loader
@@ -166,9 +178,10 @@ def load_user_function(name: str, source: bytes | None = None) -> Callable[..., 
     if function_name not in vars(module):
         raise ConfigError(f"{path} has no function {function_name!r}")
     function: Callable[..., Any] = vars(module)[function_name]
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        got = "an async function" if callable(function) else f"{type(function).__name__} {function!r}"
-        raise ConfigError(f"{name} does not fit: expected a plain function, got {got}")
+    if not callable(function) or inspect.iscoroutinefunction(function) is not is_async:
+        expected, other = ("an async", "a plain") if is_async else ("a plain", "an async")
+        got = f"{other} function" if callable(function) else f"{type(function).__name__} {function!r}"
+        raise ConfigError(f"{name} does not fit: expected {expected} function, got {got}")
     return function
 
 
@@ -197,13 +210,15 @@ def _users_definition(kind: FunctionKind, name: str) -> Definition | None:
     if function_name not in symbols:
         known = ", ".join(_functions_in(module)) or "none"
         raise ConfigError(f"{where}: no function {function_name!r}; it defines {known}")
-    expected = f"def {function_name}{kind.signature}"
-    for node in module.body:
-        if isinstance(node, ast.AsyncFunctionDef) and node.name == function_name:
-            raise ConfigError(f"{where}: got `async def {function_name}`, expected `{expected}`")
+    expected = f"{kind.keyword} {function_name}{kind.signature}"
     definition = _functions_in(module).get(function_name)
-    if definition is not None and not _takes_one(definition.args):
-        got = f"def {function_name}({ast.unparse(definition.args)})"
+    if definition is None:
+        return None
+    keyword = "async def" if isinstance(definition, ast.AsyncFunctionDef) else "def"
+    if keyword != kind.keyword:
+        raise ConfigError(f"{where}: got `{keyword} {function_name}`, expected `{expected}`")
+    if not _takes_one(definition.args):
+        got = f"{keyword} {function_name}({ast.unparse(definition.args)})"
         raise ConfigError(
             f"{where}: got `{got}`, expected `{expected}`: one positional parameter, the others keyword-only"
         )

@@ -99,6 +99,12 @@ def optional_token(variable: str) -> str | None:
     return token
 
 
+def withhold_tokens() -> None:
+    """Takes the run's tokens out of the environment, which programs started from now on inherit."""
+    for variable in (TOKEN, OPERATOR_TOKEN):
+        os.environ.pop(variable, None)
+
+
 def secret(reference: str) -> str:
     """The secret that "env:VARIABLE" refers to. Raises ConfigError if the variable is not set."""
     variable = reference.removeprefix("env:")

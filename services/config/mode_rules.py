@@ -11,6 +11,7 @@ _OTHER_MODELS = ("cost_critic", "cost_model", "critic", "reference", "reward_mod
 
 # Settings of replicas, generation and grading
 _GENERATION = (
+    "agents",
     "coordinator.max_dropped_share",
     "coordinator.max_sample_attempts",
     "coordinator.max_staleness",
@@ -19,6 +20,7 @@ _GENERATION = (
     "coordinator.sample_timeout_s",
     "coordinator.samples_per_prompt",
     "data.max_prompt_tokens",
+    "gateway",
     "servers",
     "weights",
 )

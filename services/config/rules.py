@@ -2,7 +2,15 @@
 
 from collections.abc import Callable
 
-from atoll.config import functions, layout_rules, mode_rules, rollout_rules, training_rules, weight_rules
+from atoll.config import (
+    agent_rules,
+    functions,
+    layout_rules,
+    mode_rules,
+    rollout_rules,
+    training_rules,
+    weight_rules,
+)
 from atoll.config.schema import RunConfig
 
 
@@ -136,7 +144,7 @@ def _cost_model_is_used(config: RunConfig) -> str | None:
 
 
 def _something_scores(config: RunConfig) -> str | None:
-    if not config.reward.graders and config.reward_model is None:
+    if config.asks_graders and not config.reward.graders and config.reward_model is None:
         return "nothing scores responses: name a function in reward.graders, or add a [reward_model] table"
     return None
 
@@ -379,6 +387,7 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _validation_sets_have_names_of_their_own,
     _warmup_has_rows,
     _warmup_target_is_measured,
+    *agent_rules.RULES,
     *mode_rules.RULES,
     *training_rules.RULES,
     *layout_rules.RULES,

@@ -98,11 +98,13 @@ class ModelSection(Section):
 class SourceConfig(Section):
     path: Path  # .parquet (verl's schema), .jsonl, or a Hugging Face dataset folder
     weight: Annotated[float, Field(gt=0)] = 1.0  # relative share of draws
+    agent: str = ""  # name of one of [[agents]], which gets the rows; "": the policy answers in one turn
 
 
 class ValidationSetConfig(Section):
     name: str
     path: Path
+    agent: str = ""  # as in [[data.train]]
     num_samples: PositiveInt = 1  # k of avg@k and pass@k
     max_prompts: PositiveInt | None = None
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
@@ -451,6 +453,63 @@ class CheckpointSection(Section):
     keep: PositiveInt = 2
 
 
+ClientRule = Literal["billing_header", "fold_system"]
+
+
+class GatewaySection(Section):
+    """The chat APIs that agents talk to; started if a dataset has an agent."""
+
+    instances: PositiveInt = 1  # a process each
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # instance i listens on port + i; 0: any free ports
+    thinking: Literal["keep", "template"] = "keep"  # in history: as sampled, or as the chat template has it
+    renderer: str = ""  # model family of the package `renderers`; "": the model's chat template
+    tool_format: Literal["auto", "hermes", "qwen_xml", "llama"] = "auto"  # of tool calls in sampled text
+    rules: tuple[ClientRule, ...] = ()  # "billing_header", "fold_system": changes to what clients send
+    max_body_mb: PositiveInt = 32  # MiB of one request
+    max_restarts: NonNegativeInt = 3  # per instance and hour
+
+
+OnEnd = Literal["train", "weight_0", "replace"]
+
+
+class SessionEndsConfig(Section):
+    """By the reason why a session ended: `train` on it, give it `weight_0`, or `replace` it by another."""
+
+    turns: OnEnd = "train"
+    tokens: OnEnd = "train"
+    seconds: OnEnd = "train"
+    versions: OnEnd = "train"
+    context: OnEnd = "train"  # the conversation outgrew the model's context
+    age: OnEnd = "train"  # its next turn would be too old to train on
+    agent_failed: OnEnd = "replace"
+    environment_failed: OnEnd = "replace"
+    cancelled: OnEnd = "replace"
+
+
+class AgentConfig(Section):
+    """A function of yours that holds a session: `async def agent(session: AgentSession)`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")  # that datasets name it by
+    function: str  # file.py:function of your own, an `async def` with one parameter
+    processes: PositiveInt = 1  # that run the function
+    concurrency: PositiveInt = 64  # concurrent sessions per process
+    max_turns: NonNegativeInt = 0  # per session; 0: no limit
+    max_tokens: NonNegativeInt = 0  # that the policy produces per session; 0: no limit
+    max_seconds: NonNegativeFloat = 3600.0  # per session; 0: no limit
+    max_versions: NonNegativeInt = 0  # pushes that a session may outlive; 0: no limit
+    train: Literal["main", "side", "all"] = "main"  # conversations with weight in the loss; side: titles etc.
+    reward: Literal["graders", "session"] = "graders"  # session: set by the function, or by its environment
+    on_end: SessionEndsConfig = SessionEndsConfig()
+    max_restarts: NonNegativeInt = 3  # per process and hour
+
+    @field_validator("function")
+    @classmethod
+    def _exists(cls, name: str) -> str:
+        functions.check(functions.AGENT, name, {})
+        return name
+
+
 class WeightsSection(Section):
     """How weights are pushed to the replicas. See docs/weights.md."""
 
@@ -527,6 +586,8 @@ class RunConfig(Section):
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     weights: WeightsSection = WeightsSection()
+    gateway: GatewaySection = GatewaySection()
+    agents: tuple[AgentConfig, ...] = ()
     servers: tuple[ServerConfig, ...] = ()
     store: StoreSection = StoreSection()
 
@@ -548,6 +609,26 @@ class RunConfig(Section):
         if algorithm.constraint and algorithm.constraint.cost is None:
             roles["cost_model"] = self.cost_model
         return {role: section for role, section in roles.items() if section is not None}
+
+    @property
+    def datasets(self) -> tuple[SourceConfig | ValidationSetConfig, ...]:
+        """Those that samples are generated for."""
+        return (*self.data.train, *self.validation.sets)
+
+    @property
+    def has_agents(self) -> bool:
+        return any(dataset.agent for dataset in self.datasets)
+
+    @property
+    def asks_graders(self) -> bool:
+        """Whether reward.graders score the samples of a dataset; an agent's session may bring its reward."""
+        own = {agent.name for agent in self.agents if agent.reward == "session"}
+        return any(dataset.agent not in own for dataset in self.datasets)
+
+    @property
+    def has_reward_service(self) -> bool:
+        """Whether the run starts reward services of its own."""
+        return self.reward.has_service and (self.asks_graders or self.reward.sandbox is not None)
 
     @property
     def sequence_limit(self) -> TokenLimit | None:

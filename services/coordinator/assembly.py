@@ -16,6 +16,7 @@ from atoll.coordinator.algorithm.models import Models
 from atoll.coordinator.background import BackgroundWork, first_cause
 from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.data.datasets import Cursor
+from atoll.coordinator.fleet.agent_hosts import AgentHosts
 from atoll.coordinator.fleet.directory import ServiceDirectory, TrainerLostError
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.fleet.replicas import Replicas
@@ -77,6 +78,7 @@ class Assembly:
             asks_own=any(not grader.server for grader in graders),
             wait_timeout_s=timeout_s,
         )
+        self._agent_hosts = AgentHosts()
         self._sync = (
             WeightSync(
                 self._replicas,
@@ -93,6 +95,7 @@ class Assembly:
             registry,
             self._replicas,
             self._rewards,
+            self._agent_hosts,
             caller,
             timeout_s,
             self._sync or OwnWeights(self._replicas),
@@ -170,7 +173,9 @@ class Assembly:
         await self._membership.wait_for(
             (dict.fromkeys(config.roles, 1) if trains else {})
             | ({"rollout": config.rollout.replicas} if generates else {})
-            | ({"reward": 1} if generates and config.reward.has_service else {}),
+            | ({"reward": 1} if generates and config.has_reward_service else {})
+            | ({"gateway": config.gateway.instances} if config.has_agents else {})
+            | ({"agents": sum(agent.processes for agent in config.agents)} if config.has_agents else {}),
             config.coordinator.start_timeout_s,
         )
         if generates:

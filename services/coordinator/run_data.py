@@ -125,7 +125,7 @@ def _validation_sets(config: RunConfig, renderer: Renderer) -> list[ValidationSe
 def _validation_prompts(
     config: RunConfig, entry: ValidationSetConfig, renderer: Renderer
 ) -> tuple[Prompt, ...]:
-    prompts = read_prompts(entry.path, renderer, config.run.name)[: entry.max_prompts]
+    prompts = read_prompts(entry.path, renderer, config.run.name, agent=entry.agent)[: entry.max_prompts]
     overlong = config.data.overlong_prompts
     return tuple(drop_overlong_prompts(entry.path, prompts, config.longest_prompt, overlong))
 

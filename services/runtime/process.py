@@ -58,6 +58,7 @@ class ServiceContext:
     exports: tuple[Path, ...] = ()  # folders outside the run's that a trainer may write to
     store: str = ""  # URL, for a gateway
     http_fd: int | None = None  # listening socket that a gateway was given
+    agent: str = ""  # that a process of agents runs; "": all of them
 
 
 class Service(Protocol):
@@ -81,7 +82,7 @@ def run_service(
     build: Callable[[ServiceContext], Awaitable[Service]],
     new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> None:
-    """Runs `service` ("trainer", "rollout", "reward") until SIGTERM or SIGINT.
+    """Runs `service` ("trainer", "rollout", "reward", "agents", "gateway") until SIGTERM or SIGINT.
 
     Ends the process with exit code 1 if it cannot start, has failed, or the run does not want it.
     """
@@ -132,6 +133,10 @@ def parse_arguments(service: str) -> argparse.Namespace:
         parser.add_argument("--http-fd", type=int, help="a listening socket; default: one of its own")
     else:
         parser.set_defaults(store="", http_fd=None)
+    if service == "agents":
+        parser.add_argument("--agent", default="", help="name of the agent that it runs; default: all")
+    else:
+        parser.set_defaults(agent="")
     parser.add_argument("--config", type=Path, required=True, help="path of the run's resolved config.json")
     ranked = service == "trainer"
     parser.add_argument(
@@ -168,6 +173,7 @@ async def _serve(
             (arguments.export,) if arguments.export else (),
             arguments.store,
             arguments.http_fd,
+            arguments.agent,
         )
         try:
             built = await build(context)

@@ -20,13 +20,13 @@ _log = logging.getLogger(__name__)
 
 _HEALTH: Final = "/grpc.health.v1."
 _REFLECTION: Final = "/grpc.reflection."
-# Methods of a trainer or replica that any client may call; all others belong to the coordinator.
 _FENCED_SERVICES: Final = (
-    "/atoll.v1.Trainer/",
-    "/atoll.v1.Rollout/",
-    "/atoll.v1.Gateway/",
     "/atoll.v1.Agents/",
+    "/atoll.v1.Gateway/",
+    "/atoll.v1.Rollout/",
+    "/atoll.v1.Trainer/",
 )
+# Their methods that any client may call; all others belong to the coordinator.
 _READ_ONLY_METHODS: Final = ("Info", "Checksums", "ComputeLogprobs", "ComputeValues", "List", "Show")
 _NO_DEADLINE_S: Final = 1e9  # some servers report a missing deadline as a huge one
 _MAX_DETAILS: Final = 4000  # characters; a message travels in the trailers, which hold 8 KiB

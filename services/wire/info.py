@@ -74,3 +74,9 @@ class SessionSummary:
     tokens: int  # that the policy produced
     opened: float  # Unix seconds
     branches: Mapping[str, int]  # by cause
+
+
+@dataclass(frozen=True, slots=True)
+class AgentsInfo:
+    concurrency: Mapping[str, int]  # concurrent sessions, by agent
+    running: int  # sessions whose function runs

@@ -139,11 +139,13 @@ class Prompt:
     """A rendered and tokenized dataset row."""
 
     id: GroupId
-    token_ids: Int32  # [T]
+    token_ids: Int32  # [T] none if an agent gets the row
     text: str
     ground_truth: str
     data_source: str
     extra: Mapping[str, str] = field(default_factory=dict)
+    agent: str = ""  # that gets the row; "": the policy answers in one turn
+    messages: tuple["Message", ...] = ()  # for the agent; neither trainers nor dumps have them
 
 
 BELOW_PROMPT: Final = -1  # parent of a node that follows the group's prompt
@@ -559,6 +561,30 @@ class TurnRecord:
     cause: str  # why it did not go on from the last turn; "": it did
     drawn: tuple[Trajectory, ...]  # a single turn each, by branch
     chains: tuple[bytes, ...]  # by branch: digest of the conversation up to and with the reply
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTask:
+    """A session for an agent function to hold."""
+
+    session: SessionId
+    agent: str  # name of one of [[agents]]
+    url: str  # of the gateway: chat APIs below /v1
+    agent_key: str = field(repr=False)  # to ask for turns
+    reward_key: str = field(repr=False)  # to set rewards
+    model: str  # as the gateway calls it
+    messages: tuple[Message, ...]  # of the dataset's row, as the next three
+    ground_truth: str
+    data_source: str
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOutcome:
+    """How an agent function ended."""
+
+    cause: str = ""  # why it failed, such as "ValueError: no such tool"; "": it returned
+    reward: float | None = None  # that it returned, if any; finite
 
 
 @dataclass(frozen=True, slots=True, eq=False)

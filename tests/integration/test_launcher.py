@@ -3,6 +3,7 @@
 import asyncio
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,6 +37,19 @@ def shell(name: str, script: str) -> ServiceCommand:
     return ServiceCommand(name, ("/bin/sh", "-c", serve + script, name))
 
 
+ANSWERS_ONCE = """
+import argparse, os, signal, socket
+parser = argparse.ArgumentParser()
+parser.add_argument("--ready-fd", type=int)
+parser.add_argument("--http-fd", type=int)
+fds = parser.parse_args()
+print("pid", os.getpid(), flush=True)
+os.write(fds.ready_fd, b'{"address": ""}\\n')
+client, _ = socket.socket(fileno=fds.http_fd).accept()
+client.sendall(str(os.getpid()).encode())
+client.close()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 SERVES, DIES, DIES_LATER = "exec sleep 60", "kill -KILL $$", "sleep 0.3; kill -KILL $$"
 LOSES_A_RANK = f"echo another rank is gone; exit {EXIT_RANK_LOST}"
 
@@ -120,6 +134,20 @@ async def test_a_service_that_has_given_up_is_not_restarted(tmp_path: Path) -> N
         with pytest.raises(ServiceDiedError, match=r"rollout-0 died \(exit code 4\)"):
             await fleet.keep(gives_up)
     assert len(pids(tmp_path, "rollout-0")) == 1
+
+
+async def test_connections_that_come_while_a_service_is_down_are_answered_by_the_next(tmp_path: Path) -> None:
+    """All three are there before the first life begins; each life answers one and dies."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+        service = ServiceCommand("gateway-0", (sys.executable, "-c", ANSWERS_ONCE), {}, listener)
+        async with Fleet(tmp_path) as fleet:
+            with pytest.raises(ServiceDiedError, match=r"gateway-0 died \(signal SIGKILL\)"):
+                await fleet.keep(ServiceGroup((service,), max_restarts=2))
+        lives = [client.makefile().read() for client in clients]
+        for client in clients:
+            client.close()
+    assert [int(life) for life in lives] == pids(tmp_path, "gateway-0")
 
 
 async def test_a_death_ends_its_group_and_all_of_it_starts_again_at_another_port(

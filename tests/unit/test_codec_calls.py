@@ -9,20 +9,26 @@ import pytest
 
 from atoll.config.schema import WeightsSection
 from atoll.config.transports import TRANSPORTS
-from atoll.wire.codec import fleet, rewards, rollout, trainer, weights
-from atoll.wire.info import RewardInfo, RolloutInfo, RunStatus, TrainerInfo
+from atoll.wire.codec import agents, fleet, rewards, rollout, trainer, weights
+from atoll.wire.info import AgentsInfo, RewardInfo, RolloutInfo, RunStatus, TrainerInfo
 from atoll.wire.types import (
     BOX,
     TRANSFER,
+    AgentOutcome,
+    AgentTask,
     ExternalServer,
+    GroupId,
     LoraSpec,
     Membership,
+    Message,
     Plan,
     PublishRequest,
     PushPart,
     ReceiverSetup,
+    SampleId,
     ServerHealth,
     ServiceEntry,
+    SessionId,
     ShardLayout,
     StreamManifest,
     Version,
@@ -37,6 +43,7 @@ TRAINER = TrainerInfo("qwen", 4, 2, 1, 1, 1, 2, 600, 64, "d1", (CATALOG, OTHER, 
 SERVER = ExternalServer(
     "reward", "judge", "http://judge:80", "http", {"batch": "4"}, "env:T", 3, 7.0, "10.0.0.9"
 )
+SESSION = SessionId(SampleId(GroupId("toy", 0, 7), 1), 2)
 ENTRY = ServiceEntry("rollout", "rollout-0", "9f", "10.0.0.1:4711")
 
 
@@ -62,6 +69,18 @@ def content(value: Any) -> Any:
             rollout.decode_rollout_info,
             RolloutInfo("rollout-0", "9f", V3, 64, 512, 8, "bfloat16", (CATALOG, OTHER), 1, 2, 3, 4),
         ),
+        (
+            agents.encode_agent_task,
+            agents.decode_agent_task,
+            AgentTask(
+                *(SESSION, "search", "http://gateway:1", "agent-key", "reward-key", "toy"),
+                *((Message("user", "1+1="),), "2", "sums", {"level": "3"}),
+            ),
+        ),
+        (agents.encode_agent_outcome, agents.decode_agent_outcome, AgentOutcome()),
+        (agents.encode_agent_outcome, agents.decode_agent_outcome, AgentOutcome(reward=0.0)),
+        (agents.encode_agent_outcome, agents.decode_agent_outcome, AgentOutcome("ValueError: no")),
+        (agents.encode_agents_info, agents.decode_agents_info, AgentsInfo({"search": 64}, 3)),
         (trainer.encode_trainer_info, trainer.decode_trainer_info, TRAINER),
         (
             rewards.encode_reward_info,

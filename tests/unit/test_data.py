@@ -1,5 +1,6 @@
 """Datasets to prompts: formats, refusals, mixtures, resuming."""
 
+import hashlib
 import json
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ from atoll.coordinator.journal.dump import write_dump
 from atoll.coordinator.run_data import read_data
 from atoll.runtime.errors import UserError
 from atoll.runtime.rendering import Renderer
-from atoll.wire.types import GroupId, Prompt
+from atoll.wire.types import GroupId, Message, Prompt
 from tests.builders import V0, run_config
 from tests.conftest import write_tokenizer
 
@@ -226,6 +227,40 @@ def test_prompts_carry_what_graders_and_engines_need(tmp_path: Path, renderer: R
     assert prompt.token_ids.tolist() == [4, 5, 13, 6, 7, 17]
     assert (prompt.text, prompt.ground_truth, prompt.data_source) == ("12+34=", "46", "arithmetic")
     assert prompt.extra["index"] == "7"
+
+
+def test_rows_for_an_agent_have_messages_instead_of_tokens(tmp_path: Path, renderer: Renderer) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [record("1+1=", "2"), record("123456+1=", "123457")])
+    other = write_jsonl(tmp_path / "other.jsonl", sums(1))
+    configs = [SourceConfig(path=path, agent="search"), SourceConfig(path=other)]
+    settings: dict[str, Any] = {"run": "toy", "seed": 3, "shuffle": False, "overlong": "refuse"}
+    prompts = PromptSource(configs, renderer, longest=longest(8), **settings).draw(4)
+    long = prompts[2]
+    assert (long.id.prompt, long.agent, long.text, long.ground_truth) == (1, "search", "123456+1=", "123457")
+    assert long.messages == (Message("user", "123456+1="),)
+    assert long.token_ids.tolist() == []
+    plain = prompts[1]
+    assert (plain.id.prompt, plain.agent, plain.messages) == (2, "", ())
+    assert plain.token_ids.tolist() == [3, 13, 4, 17]
+
+
+def test_a_cursor_tells_rows_of_an_agent_apart_and_older_ones_of_plain_rows_stay_valid(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    def digests(agent: str, *rows: dict[str, Any]) -> tuple[str, ...]:
+        path = write_jsonl(tmp_path / "rows.jsonl", list(rows))
+        settings: dict[str, Any] = {"run": "toy", "seed": 3, "shuffle": True, "overlong": "refuse"}
+        configs = [SourceConfig(path=path, agent=agent)]
+        return PromptSource(configs, renderer, longest=longest(64), **settings).cursor.digests
+
+    def expected(*parts: bytes) -> tuple[str]:
+        whole = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+        return (hashlib.blake2b(whole, digest_size=8).hexdigest(),)
+
+    row = record("1+1=", "2")
+    ids = b"".join(number.to_bytes(4, "little") for number in (4, 13, 4, 17))
+    assert digests("", row) == expected(ids, b"2", b"arithmetic")
+    assert digests("search", row) == expected(b"1+1=", b"2", b"arithmetic")
 
 
 def test_each_epoch_draws_every_row_once_in_its_own_order(tmp_path: Path, renderer: Renderer) -> None:

@@ -78,10 +78,11 @@ def test_import_atoll_loads_nothing_that_is_slow() -> None:
 import sys
 import atoll
 assert not {"torch", "grpc", "numpy", "pydantic", "atoll.wire.types"} & set(sys.modules)
-from atoll import Grade, ScoreItem, Trajectory, load_config
-import atoll.config.load, atoll.wire.types as types
+from atoll import AgentSession, Grade, ScoreItem, Trajectory, load_config
+import atoll.agents.session, atoll.config.load, atoll.wire.types as types
 assert (Grade, ScoreItem, Trajectory) == (types.Grade, types.ScoreItem, types.Trajectory)
 assert atoll.Grade is Grade
+assert AgentSession is atoll.agents.session.AgentSession
 assert load_config is atoll.config.load.load
 assert not {"torch", "grpc"} & set(sys.modules)
 assert all(hasattr(atoll, name) for name in atoll.__all__)
@@ -138,7 +139,7 @@ def test_the_wheel_leaves_a_package_named_services_alone(installed: Path) -> Non
 
 
 USERS_OWN = """
-from atoll import Grade, ScoreItem, Trajectory, load_config, run
+from atoll import AgentSession, Grade, ScoreItem, Trajectory, load_config, run
 from pathlib import Path
 from typing import assert_type
 
@@ -150,6 +151,11 @@ def grader(item: ScoreItem, *, wanted: str = "") -> float | Grade:
 
 def total(sample: Trajectory) -> float:
     return sample.score
+
+
+async def agent(session: AgentSession) -> None:
+    assert_type(session.ground_truth, str)
+    await session.reward(1.0)
 
 
 def main() -> int:

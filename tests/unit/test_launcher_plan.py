@@ -14,6 +14,7 @@ from atoll.cli.launcher import (
     check_interpreter,
     claim_folder,
     coordinator_group,
+    gateway_listeners,
     launch,
     publish_address,
     service_groups,
@@ -21,6 +22,7 @@ from atoll.cli.launcher import (
 from atoll.cli.tokens import Tokens
 from atoll.config.errors import ConfigError
 from atoll.config.load import write_resolved
+from atoll.config.schema import RunConfig
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import UserError
@@ -117,6 +119,61 @@ def test_reward_services_share_the_load_and_are_started_again() -> None:
     ]
     (second,) = groups[1].services
     assert second.command[second.command.index("--name") + 1] == "reward-1"
+
+
+def agents_run(folder: Path, **gateway: object) -> RunConfig:
+    (folder / "mine.py").write_text("async def agent(session): ...")
+    function = f"{folder}/mine.py:agent"
+    return run_config(
+        data={"train": [{"path": "a.jsonl", "agent": "a"}, {"path": "b.jsonl", "agent": "b"}]},
+        agents=[{"name": "a", "function": function, "processes": 2}, {"name": "b", "function": function}],
+        gateway={"instances": 2, "max_restarts": 5} | gateway,
+    )
+
+
+def test_a_run_with_agents_has_their_processes_and_gateways(tmp_path: Path) -> None:
+    config = agents_run(tmp_path)
+    with gateway_listeners(config) as listeners:
+        groups = service_groups(config, "127.0.0.1:9", store="unix:///s", listeners=listeners)
+        added = [group for group in groups if group.names[0].startswith(("gateway", "agents"))]
+        assert [(group.names, group.max_restarts) for group in added] == [
+            (("gateway-0",), 5),
+            (("gateway-1",), 5),
+            (("agents-0",), 3),
+            (("agents-1",), 3),
+            (("agents-2",), 3),
+        ]
+        commands = [group.services[0] for group in added]
+        assert [command.listener for command in commands] == [*listeners, None, None, None]
+        assert commands[1].command[1:] == (
+            *("-m", "atoll.gateway", "--config", "runs/toy/config.json", "--name", "gateway-1"),
+            *("--store", "unix:///s", "--coordinator", "127.0.0.1:9"),
+        )
+        assert commands[4].command[1:] == (
+            *("-m", "atoll.agents", "--config", "runs/toy/config.json", "--name", "agents-2"),
+            *("--agent", "b", "--coordinator", "127.0.0.1:9"),
+        )
+        assert [command.command[-3] for command in commands[2:]] == ["a", "a", "b"]
+        assert all(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) for listener in listeners)
+    with gateway_listeners(run_config()) as none:
+        assert none == []
+
+
+def test_gateways_listen_on_ports_that_follow_each_other(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(UserError, match=rf"gateway-0 cannot listen on 127.0.0.1:{port}: Address already"),
+            gateway_listeners(agents_run(tmp_path, port=port)),
+        ):
+            pytest.fail("it listens")
+        with (
+            pytest.raises(UserError, match=rf"gateway-1 cannot listen on 127.0.0.1:{port}: .* free port"),
+            gateway_listeners(agents_run(tmp_path, port=port - 1)),
+        ):
+            pytest.fail("it listens")
+    with gateway_listeners(agents_run(tmp_path, port=port - 1)) as listeners:
+        assert [listener.getsockname()[1] for listener in listeners] == [port - 1, port]
 
 
 def test_resume_reaches_the_coordinator() -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from atoll.coordinator.fleet.agent_hosts import AgentHosts
 from atoll.coordinator.fleet.directory import ServiceDirectory
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.rewards.rewards import Rewards
@@ -31,6 +32,7 @@ def test_a_service_may_load_its_model_for_as_long_as_the_config_says() -> None:
             NoRegistry(),  # type: ignore[arg-type]
             replicas,
             Rewards(retries=0),
+            AgentHosts(),
             CALLER,
             section.request_timeout_s,
             NobodyGenerates(),

@@ -15,7 +15,7 @@ from atoll.config.schema import SourceConfig, TokenLimit
 from atoll.coordinator.data.dataset_rows import read_rows, read_supervised_rows, row_error
 from atoll.runtime.errors import UserError
 from atoll.runtime.rendering import Messages, Renderer
-from atoll.wire.types import GroupId, Int32, Int64, Prompt
+from atoll.wire.types import GroupId, Int32, Int64, Message, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class PromptSource:
         self._sources: list[list[Prompt]] = []
         first = 0
         for source in sources:
-            prompts = read_prompts(source.path, renderer, run, first)
+            prompts = read_prompts(source.path, renderer, run, first, source.agent)
             first += len(prompts)
             self._sources.append(drop_overlong_prompts(source.path, prompts, longest, overlong))
         self._by_number = {prompt.id.prompt: prompt for prompts in self._sources for prompt in prompts}
@@ -145,7 +145,10 @@ class PromptSource:
             [source.weight for source in sources],
             seed,
             shuffle,
-            [_digest((p.token_ids, p.ground_truth, p.data_source) for p in s) for s in self._sources],
+            [
+                _digest((p.text if p.agent else p.token_ids, p.ground_truth, p.data_source) for p in prompts)
+                for prompts in self._sources
+            ],
         )
 
     @property
@@ -202,13 +205,15 @@ def _digest(rows: Iterable[Iterable[Int32 | str]]) -> str:
     return digest.hexdigest()
 
 
-def read_prompts(path: Path, renderer: Renderer, run: str, first: int = 0) -> list[Prompt]:
-    """All rows of a dataset as prompts of epoch 0, numbered from `first`.
+def read_prompts(path: Path, renderer: Renderer, run: str, first: int = 0, agent: str = "") -> list[Prompt]:
+    """All rows of a dataset as prompts of epoch 0, numbered from `first`. Those for an `agent` have messages
+    and no tokens: what the policy sees is what the agent sends.
 
     Raises UserError that names file, row and field.
     """
     rows = read_rows(path)
-    texts, ids = _encode(path, [row.messages for row in rows], renderer)
+    texts = _render(path, [row.messages for row in rows], renderer)
+    ids = [np.empty(0, np.int32)] * len(rows) if agent else _encode(path, texts, renderer)
     return [
         Prompt(
             id=GroupId(run, 0, first + number),
@@ -217,6 +222,8 @@ def read_prompts(path: Path, renderer: Renderer, run: str, first: int = 0) -> li
             ground_truth=row.ground_truth,
             data_source=row.data_source,
             extra=row.extra,
+            agent=agent,
+            messages=tuple(Message(m["role"], m["content"]) for m in row.messages) if agent else (),
         )
         for number, (row, text, token_ids) in enumerate(zip(rows, texts, ids, strict=True))
     ]
@@ -225,23 +232,27 @@ def read_prompts(path: Path, renderer: Renderer, run: str, first: int = 0) -> li
 def read_pairs(path: Path, renderer: Renderer) -> list[Pair]:
     """All rows of a dataset with their answers. Raises UserError that names file, row and field."""
     rows = read_supervised_rows(path)
-    _, prompts = _encode(path, [row.messages for row in rows], renderer)
+    prompts = _encode(path, _render(path, [row.messages for row in rows], renderer), renderer)
     responses = renderer.encode_responses([row.response for row in rows])
     return list(zip(prompts, responses, strict=True))
 
 
-def _encode(path: Path, rows: Sequence[Messages], renderer: Renderer) -> tuple[list[str], list[Int32]]:
+def _render(path: Path, rows: Sequence[Messages], renderer: Renderer) -> list[str]:
     texts = []
     for number, messages in enumerate(rows):
         try:
             texts.append(renderer.render(messages))
         except jinja2.TemplateError as error:
             raise row_error(path, number, f"field prompt: the chat template refuses it: {error}") from None
+    return texts
+
+
+def _encode(path: Path, texts: Sequence[str], renderer: Renderer) -> list[Int32]:
     ids = renderer.encode_prompts(texts)
     for number, token_ids in enumerate(ids):
         if len(token_ids) == 0:
             raise row_error(path, number, f"field prompt: {texts[number]!r} has no token in this tokenizer")
-    return texts, ids
+    return ids
 
 
 def drop_overlong_prompts(

@@ -5,10 +5,12 @@ import logging
 from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack
 
+from atoll.coordinator.fleet.agent_hosts import AgentHosts
 from atoll.coordinator.fleet.health import RETRY_S, HealthWatch, WeightProvider
 from atoll.coordinator.fleet.registry import Registry, ServiceJoined
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.rewards.rewards import Rewards
+from atoll.runtime.clients.agents import AgentsClient
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.reward import RewardClient
 from atoll.runtime.clients.trainer import TrainerClient
@@ -36,6 +38,7 @@ class ServiceDirectory:
         registry: Registry,
         replicas: Replicas,
         rewards: Rewards,
+        agent_hosts: AgentHosts,
         caller: Caller,
         request_timeout_s: float,
         weights: WeightProvider,
@@ -44,12 +47,13 @@ class ServiceDirectory:
         self._registry = registry
         self._replicas = replicas
         self._rewards = rewards
+        self._agent_hosts = agent_hosts
         self._caller = caller
         self._timeout_s = request_timeout_s
         self._health = HealthWatch(replicas, model, weights, listener=self)
         self._connecting: set[ServiceEntry] = set()
         self._unseen: set[ServiceEntry] = set()  # replicas that have not generated yet
-        self._clients: dict[ServiceEntry, RewardClient | Replica] = {}
+        self._clients: dict[ServiceEntry, RewardClient | Replica | AgentsClient] = {}
         self._trainers: dict[ServiceEntry, Trainer] = {}
         self._changed = asyncio.Condition()
         self._lost = ""  # the last trainer that left since `reconnect`
@@ -186,6 +190,13 @@ class ServiceDirectory:
                     self._check_is_there(entry)
                     self._rewards.add(reward, info.max_queued)
                     self._clients[entry] = reward
+                case "agents":
+                    host = AgentsClient(entry.address, self._caller)
+                    undo.push_async_callback(host.close)
+                    concurrency = (await host.info()).concurrency
+                    self._check_is_there(entry)
+                    await self._agent_hosts.add(host, concurrency)
+                    self._clients[entry] = host
                 case "rollout":
                     replica = await self._replicas.connect(entry)
                     undo.push_async_callback(replica.client.close)
@@ -241,6 +252,9 @@ class ServiceDirectory:
             case RewardClient() as reward:
                 self._rewards.remove(reward)
                 await reward.close()
+            case AgentsClient() as host:
+                self._agent_hosts.remove(host)
+                await host.close()
 
 
 async def _close(trainer: Trainer) -> None:

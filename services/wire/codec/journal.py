@@ -19,6 +19,7 @@ def encode_prompt(prompt: Prompt) -> types_pb2.Prompt:
         ground_truth=prompt.ground_truth,
         data_source=prompt.data_source,
         extra=prompt.extra,
+        agent=prompt.agent,
     )
 
 
@@ -30,6 +31,7 @@ def decode_prompt(message: types_pb2.Prompt) -> Prompt:
         ground_truth=message.ground_truth,
         data_source=message.data_source,
         extra=dict(message.extra),
+        agent=message.agent,
     )
 
 

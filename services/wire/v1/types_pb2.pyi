@@ -544,11 +544,14 @@ class Prompt(_message.Message):
     GROUND_TRUTH_FIELD_NUMBER: _builtins.int
     DATA_SOURCE_FIELD_NUMBER: _builtins.int
     EXTRA_FIELD_NUMBER: _builtins.int
+    AGENT_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """int32"""
     text: _builtins.str
     ground_truth: _builtins.str
     data_source: _builtins.str
+    agent: _builtins.str
+    """that gets the row; empty: the policy answers in one turn"""
     @_builtins.property
     def id(self) -> Global___GroupId: ...
     @_builtins.property
@@ -562,10 +565,11 @@ class Prompt(_message.Message):
         ground_truth: _builtins.str = ...,
         data_source: _builtins.str = ...,
         extra: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        agent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "extra", b"extra", "ground_truth", b"ground_truth", "id", b"id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "data_source", b"data_source", "extra", b"extra", "ground_truth", b"ground_truth", "id", b"id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
