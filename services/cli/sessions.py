@@ -14,7 +14,7 @@ from atoll.config.load import read_resolved
 from atoll.runtime.clients.gateway import GatewayClient
 from atoll.runtime.errors import UserError
 from atoll.wire.info import SessionSummary
-from atoll.wire.types import SessionId, SessionReward, TurnRecord
+from atoll.wire.types import Int32, SessionId, SessionReward, TurnRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ async def list_sessions(folder: Path) -> tuple[list[SessionSummary], Counter[str
     counters: Counter[str] = Counter()
     for gateway in await _gateways(folder):
         try:
-            some, counts = await gateway.list()
+            some, counts = await gateway.sessions()
             sessions += some
             counters.update(counts)
         finally:
@@ -112,5 +112,5 @@ def describe_turns(
     return "\n".join(lines)
 
 
-def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    return repr(tokenizer.decode(list(map(int, ids)), skip_special_tokens=False))
+def _text(tokenizer: Tokenizer, ids: Int32) -> str:
+    return repr(tokenizer.decode(ids.tolist(), skip_special_tokens=False))

@@ -182,11 +182,11 @@ def _switches_are_on(config: RunConfig) -> str | None:
             "coordinator.partial_rollouts continues sequences with newer weights, but with max_staleness = "
             "0 no sequence is running at a push: set coordinator.max_staleness to 1 or more, or remove it"
         )
-    if coordinator.on_age == "weigh" and coordinator.max_staleness == 0:
+    if coordinator.on_age != "wait" and coordinator.max_staleness == 0:
         return (
-            'coordinator.on_age = "weigh" leaves turns out of the loss that are older than max_staleness, '
-            "but with max_staleness = 0 all turns are of the version that trains: set "
-            "coordinator.max_staleness to 1 or more, or remove it"
+            f'coordinator.on_age = "{coordinator.on_age}" is about turns older than the version that trains, '
+            "but with max_staleness = 0 there are none: set coordinator.max_staleness to 1 or more, or "
+            "remove it"
         )
     if kl is not None and kl.target is None and is_changed(kl, "horizon"):
         return "algorithm.kl.horizon applies to an adaptive coef: set algorithm.kl.target, or remove it"

@@ -127,7 +127,9 @@ class CoordinatorSection(Section):
     samples_per_prompt: PositiveInt = 8
     greedy_baseline: bool = False  # one extra greedy sample per prompt, scored but not trained on (ReMax)
     max_staleness: NonNegativeInt = 0  # 0: strictly on-policy
-    on_age: Literal["replace", "weigh"] = "replace"  # regenerate the sample, or give older turns no weight
+    on_age: Literal["wait", "cut", "weigh"] = (
+        "wait"  # what is about to be too old: wait for it, end agents' sessions, or give older turns no weight
+    )
     partial_rollouts: bool = False  # interrupt sequences for a push, then continue them
     max_sample_attempts: PositiveInt = 3  # attempts before a sample and its group are dropped
     sample_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # time for one attempt, once it is sent
@@ -140,6 +142,11 @@ class CoordinatorSection(Section):
     dump: bool = False  # write every consumed batch to runs/NAME/dumps
     server_networks: tuple[IPvAnyNetwork, ...] = ()  # private networks that registered servers may be in
     server_secrets: tuple[str, ...] = ()  # variables that their `auth` may name; PREFIX* for several
+
+    @field_validator("on_age", mode="before")
+    @classmethod
+    def _was_named_replace(cls, value: object) -> object:
+        return "wait" if value == "replace" else value  # in the configs of earlier versions
 
     @field_validator("server_secrets")
     @classmethod
@@ -485,6 +492,11 @@ class SessionEndsConfig(Section):
     agent_failed: OnEnd = "replace"
     environment_failed: OnEnd = "replace"
     cancelled: OnEnd = "replace"
+
+    def of(self, reason: str) -> OnEnd:
+        """`reason` as sessions have it: "agent failed"."""
+        chosen: dict[str, OnEnd] = self.model_dump()
+        return chosen[reason.replace(" ", "_")]
 
 
 class AgentConfig(Section):

@@ -18,6 +18,7 @@ from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.data.datasets import Cursor
 from atoll.coordinator.fleet.agent_hosts import AgentHosts
 from atoll.coordinator.fleet.directory import ServiceDirectory, TrainerLostError
+from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.fleet.replicas import Replicas
 from atoll.coordinator.journal.checkpoints import Checkpoints, CoordinatorState
@@ -78,7 +79,7 @@ class Assembly:
             asks_own=any(not grader.server for grader in graders),
             wait_timeout_s=timeout_s,
         )
-        self._agent_hosts = AgentHosts()
+        self._agent_hosts, self._gateways = AgentHosts(), Gateways()
         self._sync = (
             WeightSync(
                 self._replicas,
@@ -96,6 +97,7 @@ class Assembly:
             self._replicas,
             self._rewards,
             self._agent_hosts,
+            self._gateways,
             caller,
             timeout_s,
             self._sync or OwnWeights(self._replicas),
@@ -132,6 +134,9 @@ class Assembly:
             generation = Generation(
                 self._replicas,
                 self._rewards,
+                {agent.name: agent for agent in self._config.agents},
+                self._agent_hosts,
+                self._gateways,
                 model=POLICY,
                 max_attempts=self._config.coordinator.max_sample_attempts,
                 sample_timeout_s=self._config.coordinator.sample_timeout_s,
@@ -327,6 +332,7 @@ class Assembly:
             samples_per_prompt=coordinator.samples_per_prompt,
             max_staleness=coordinator.max_staleness,
             weighs_turns=coordinator.on_age == "weigh",
+            cuts_sessions=coordinator.on_age == "cut",
             steps=self._config.run.steps - step,
             max_dropped_share=coordinator.max_dropped_share,
             greedy_baseline=coordinator.greedy_baseline,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from atoll.coordinator.journal.journal import OpenSession
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.producer import Producer
 from atoll.runtime.errors import AtollError
@@ -81,6 +82,9 @@ class _Collector:
     async def on_finished(self, samples: Sequence[Trajectory], payload: bytes) -> None: ...
 
     async def on_retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
+
+    async def on_session(self, session: OpenSession) -> bool:
+        return True
 
     async def on_completed(self, group: PendingGroup) -> None:
         self.groups.append(group.group())

@@ -201,7 +201,7 @@ class Turn(NamedTuple):
     finished: float  # Unix seconds
     number: int = 0  # in its TurnId
     branch: int = 0  # in its TurnId
-    side: bool = False  # not of the main conversation: a title, a summary, a sub-agent
+    untrained: bool = False  # kept without weight in the loss, as a title, a summary or a sub-agent may be
 
 
 class TrajectoryStatus(Enum):
@@ -274,8 +274,14 @@ class Trajectory(NamedTuple):
         return {span.version for node in self.nodes for span in node.spans if span.end > span.start}
 
     def turn_numbers(self) -> list[int]:
-        """Of each turn that has tokens: the number of the version that produced its oldest one."""
-        return [number for node in self.nodes if (number := node.oldest_number) is not None]
+        """Of each turn that has tokens and may be trained on: the number of the version that produced its
+        oldest one."""
+        untrained = {turn.node for turn in self.turns if turn.untrained} if len(self.turns) > 1 else ()
+        return [
+            number
+            for index, node in enumerate(self.nodes)
+            if (number := node.oldest_number) is not None and index not in untrained
+        ]
 
     def staleness(self, current: Version, oldest: int = 0) -> int:
         """The version being trained minus the version of the oldest loss-masked token, apart from turns with

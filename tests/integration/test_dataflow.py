@@ -211,6 +211,7 @@ class Dataflow:
             greedy_baseline=greedy_baseline,
             max_staleness=max_staleness,
             weighs_turns=False,
+            cuts_sessions=False,
             steps=steps,
             max_dropped_share=0.5,
             dynamic_sampling=DynamicSampling(FilterConfig(name=filter, max_refill=max_refill), 10),

@@ -71,6 +71,7 @@ def source(**changes: Any) -> tuple[GenerateSource, Generation, Journal]:
         "greedy_baseline": False,
         "max_staleness": 0,
         "weighs_turns": False,
+        "cuts_sessions": False,
         "steps": 100,
         "max_dropped_share": 0.5,
         "dynamic_sampling": None,

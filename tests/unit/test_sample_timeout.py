@@ -126,6 +126,7 @@ class Run(Fleet):
             greedy_baseline=False,
             max_staleness=max_staleness,
             weighs_turns=False,
+            cuts_sessions=False,
             steps=3,
             max_dropped_share=1.0,
             dynamic_sampling=None,

@@ -20,7 +20,7 @@ from atoll.config.schema import Role, RunConfig
 from atoll.coordinator.algorithm.advantage import ADVANTAGES, Estimate, Estimator, Float64, Trajectories
 from atoll.coordinator.algorithm.constraint import combine_advantages, update_multiplier
 from atoll.coordinator.algorithm.correction import correct
-from atoll.coordinator.algorithm.experience import BatchLayout, fresh_tokens, lay_out, loss_weights, split
+from atoll.coordinator.algorithm.experience import BatchLayout, lay_out, loss_weights, split, weighing_tokens
 from atoll.coordinator.algorithm.filters import component_of
 from atoll.coordinator.algorithm.kl import adapt_kl_coef, kl_penalty
 from atoll.coordinator.algorithm.metrics import critic_metrics, summarize
@@ -122,8 +122,8 @@ class Algorithm:
                 multiplier = self._constrain(float(costs.scores_N.mean()), metrics)
                 advantages_R = combine_advantages(advantages_R, cost_estimate.advantages_T, multiplier)
             metrics |= summarize("critic/advantages", advantages_R)
-            is_fresh_R = fresh_tokens(groups, oldest) if oldest else None
-            advantages_R, mask_T = self._correct(layout, is_fresh_R, advantages_R, old_R, metrics)
+            weighs_R = weighing_tokens(groups, oldest)
+            advantages_R, mask_T = self._correct(layout, weighs_R, advantages_R, old_R, metrics)
             old_T = None if old_R is None else layout.place(old_R)
             weight_N = self._reweight(scores_N)
             in_loss = self._config.kl is not None and self._config.kl.where == "loss"
@@ -279,16 +279,17 @@ class Algorithm:
     def _correct(
         self,
         layout: BatchLayout,
-        is_fresh_R: Bool | None,
+        weighs_R: Bool | None,
         advantages_R: Float64,
         old_R: Float64 | None,
         metrics: dict[str, float],
     ) -> tuple[Float64, Bool]:
-        """Advantages times importance weights, and the loss mask [T] without rejected and stale tokens.
+        """Advantages times importance weights, and the loss mask [T] without rejected tokens and those that
+        have no weight.
 
         Every policy loss grows in proportion to the advantage, so a weight there weighs the loss.
         """
-        correction, keep_R = self._config.correction, is_fresh_R
+        correction, keep_R = self._config.correction, weighs_R
         if correction is not None:
             assert old_R is not None
             corrected = correct(

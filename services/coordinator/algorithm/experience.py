@@ -21,6 +21,7 @@ from atoll.wire.types import (
     Group,
     Int32,
     Int64,
+    Node,
     Segments,
 )
 
@@ -256,8 +257,35 @@ def fresh_tokens(groups: Sequence[Group], oldest: int) -> Bool:
     """[R] whether no token of the same turn is of a version before number `oldest`."""
     nodes = [node for group in groups for sample in group.samples for node in sample.nodes]
     numbers = np.fromiter((node.oldest_number or 0 for node in nodes), np.int64, len(nodes))
+    return _of_tokens(numbers >= oldest, nodes)
+
+
+def weighing_tokens(groups: Sequence[Group], oldest: int) -> Bool | None:
+    """[R] whether a token has weight in the loss: its turn is neither `untrained` nor, if `oldest` is not 0,
+    of a version before that number. None: all have."""
+    samples = [sample for group in groups for sample in group.samples]
+    untrained = [
+        {turn.node for turn in sample.turns if turn.untrained} if group.prompt.agent else frozenset[int]()
+        for group in groups
+        for sample in group.samples
+    ]
+    if not any(untrained):
+        return fresh_tokens(groups, oldest) if oldest else None
+    nodes = [node for sample in samples for node in sample.nodes]
+    weighs = np.array(
+        [
+            node not in left_out
+            for sample, left_out in zip(samples, untrained, strict=True)
+            for node in range(len(sample.nodes))
+        ]
+    )
+    return _of_tokens(weighs, nodes) & fresh_tokens(groups, oldest)
+
+
+def _of_tokens(values: Bool, nodes: Sequence[Node]) -> Bool:
+    """[R] from one value for each node."""
     counts = np.fromiter((node.num_produced for node in nodes), np.int64, len(nodes))
-    return np.repeat(numbers >= oldest, counts)
+    return np.repeat(values, counts)
 
 
 def loss_weights(

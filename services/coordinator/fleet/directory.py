@@ -6,12 +6,14 @@ from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack
 
 from atoll.coordinator.fleet.agent_hosts import AgentHosts
+from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.health import RETRY_S, HealthWatch, WeightProvider
 from atoll.coordinator.fleet.registry import Registry, ServiceJoined
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.runtime.clients.agents import AgentsClient
 from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.gateway import GatewayClient
 from atoll.runtime.clients.reward import RewardClient
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
@@ -39,6 +41,7 @@ class ServiceDirectory:
         replicas: Replicas,
         rewards: Rewards,
         agent_hosts: AgentHosts,
+        gateways: Gateways,
         caller: Caller,
         request_timeout_s: float,
         weights: WeightProvider,
@@ -48,12 +51,13 @@ class ServiceDirectory:
         self._replicas = replicas
         self._rewards = rewards
         self._agent_hosts = agent_hosts
+        self._gateways = gateways
         self._caller = caller
         self._timeout_s = request_timeout_s
         self._health = HealthWatch(replicas, model, weights, listener=self)
         self._connecting: set[ServiceEntry] = set()
         self._unseen: set[ServiceEntry] = set()  # replicas that have not generated yet
-        self._clients: dict[ServiceEntry, RewardClient | Replica | AgentsClient] = {}
+        self._clients: dict[ServiceEntry, RewardClient | Replica | AgentsClient | GatewayClient] = {}
         self._trainers: dict[ServiceEntry, Trainer] = {}
         self._changed = asyncio.Condition()
         self._lost = ""  # the last trainer that left since `reconnect`
@@ -190,6 +194,13 @@ class ServiceDirectory:
                     self._check_is_there(entry)
                     self._rewards.add(reward, info.max_queued)
                     self._clients[entry] = reward
+                case "gateway":
+                    gateway = GatewayClient(entry.address, self._caller)
+                    undo.push_async_callback(gateway.close)
+                    await gateway.info()
+                    self._check_is_there(entry)
+                    self._gateways.add(entry.name, gateway)
+                    self._clients[entry] = gateway
                 case "agents":
                     host = AgentsClient(entry.address, self._caller)
                     undo.push_async_callback(host.close)
@@ -252,6 +263,9 @@ class ServiceDirectory:
             case RewardClient() as reward:
                 self._rewards.remove(reward)
                 await reward.close()
+            case GatewayClient() as gateway:
+                self._gateways.remove(gateway)
+                await gateway.close()
             case AgentsClient() as host:
                 self._agent_hosts.remove(host)
                 await host.close()

@@ -31,7 +31,7 @@ class GatewayLink:
         self._answers[1].extend(undrawn)
         self._filled.set()
 
-    async def follow(self, want: Callable[["GatewayLink", Sequence[TurnRequest]], None]) -> None:
+    async def follow(self, want: "Want") -> None:
         """Consumes turns that the gateway wants; waits for them; ends when cancelled. A stream that breaks is
         opened again, and the gateway says again what it wants."""
         while True:
@@ -54,13 +54,16 @@ class GatewayLink:
                 yield answers
 
 
+Want = Callable[[GatewayLink, Sequence[TurnRequest]], None]
+
+
 class Gateways:
     """Those that are registered now."""
 
-    def __init__(self, want: Callable[[GatewayLink, Sequence[TurnRequest]], None]) -> None:
-        """`want` is called with the turns that a gateway's sessions ask for."""
-        self._want = want
-        self._links: dict[str, tuple[GatewayLink, asyncio.Task[None]]] = {}
+    def __init__(self) -> None:
+        self._want: Want | None = None
+        self._links: dict[str, GatewayLink] = {}
+        self._streams: dict[str, asyncio.Task[None]] = {}
         self._num_sessions: dict[str, int] = {}  # by name
         self._changed = asyncio.Event()
 
@@ -68,13 +71,30 @@ class Gateways:
         return len(self._links)
 
     def add(self, name: str, client: GatewayClient) -> None:
-        link = GatewayLink(name, client)
-        self._links[name] = link, asyncio.create_task(link.follow(self._want))
+        self._links[name] = GatewayLink(name, client)
+        self._follow(name)
         self._changed.set()
 
-    def remove(self, name: str) -> None:
-        _, task = self._links.pop(name)
-        task.cancel()
+    def remove(self, client: GatewayClient) -> None:
+        for name in [name for name, link in self._links.items() if link.client is client]:
+            del self._links[name]
+            self._stop(name)
+
+    def serve(self, want: Want | None) -> None:
+        """From now on `want` is called with the turns that sessions ask for, all over again; None: nobody
+        is."""
+        self._want = want
+        for name in self._links:
+            self._follow(name)
+
+    def _follow(self, name: str) -> None:
+        self._stop(name)
+        if self._want is not None:
+            self._streams[name] = asyncio.create_task(self._links[name].follow(self._want))
+
+    def _stop(self, name: str) -> None:
+        if stream := self._streams.pop(name, None):
+            stream.cancel()
 
     async def choose(self) -> GatewayLink:
         """The one with the fewest sessions; waits until there is one."""
@@ -82,7 +102,7 @@ class Gateways:
             self._changed.clear()
             await self._changed.wait()
         name = min(self._links, key=lambda name: self._num_sessions.get(name, 0))
-        return self._links[name][0]
+        return self._links[name]
 
     def count(self, name: str, change: int) -> None:
         """Sessions at a gateway began (1) or ended (-1)."""

@@ -5,15 +5,14 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
-
-from atoll.coordinator.fleet.agent_hosts import AgentHosts
-from atoll.coordinator.rollouts.session_turns import SessionTurns
-from atoll.runtime.clients.agents import AgentsClient
+from typing import Final, Literal
 
 from atoll.config.schema import AgentConfig
+from atoll.coordinator.fleet.agent_hosts import AgentHosts
 from atoll.coordinator.fleet.gateways import GatewayLink, Gateways
 from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.rollouts.session_turns import SessionTurns
+from atoll.runtime.clients.agents import AgentsClient
 from atoll.runtime.errors import AtollError, ServiceUnavailableError
 from atoll.wire.codec.trajectories import decode_payload, encode_payload
 from atoll.wire.types import (
@@ -27,7 +26,6 @@ from atoll.wire.types import (
     SessionLimits,
     SessionSpec,
     Trajectory,
-    TrajectoryStatus,
     TurnReward,
 )
 
@@ -35,8 +33,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S: Final = 1.0  # before a gateway is asked again to end a session
 
-Receive = Callable[[Trajectory, bytes], Awaitable[None]]
-Lose = Callable[[PendingGroup, int, str], Awaitable[None]]
+Receive = Callable[[Sequence[Trajectory], bytes], Awaitable[None]]
+Lose = Callable[[PendingGroup, SampleId, str], Awaitable[None]]
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +61,7 @@ class AgentSessions:
         model: str,
     ) -> None:
         """`receive` is called with finished samples, and their bytes for the journal; `lose` with failed
-        attempts: index and reason."""
+        attempts and the reason."""
         self._agents = agents
         self._gateways = gateways
         self._hosts = hosts
@@ -91,9 +89,10 @@ class AgentSessions:
                 session.task.cancel()
 
     def cut(self, groups: Sequence[PendingGroup]) -> None:
-        """Ends their sessions with the turns that they have."""
+        """Ends their sessions with the turns that they have; those that have none go on."""
         for session in self._of({group.prompt.id for group in groups}):
-            session.cut.set()
+            if self._turns.has_turn(session.id):
+                session.cut.set()
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         tasks.create_task(self._begin(tasks))
@@ -120,9 +119,9 @@ class AgentSessions:
             sample, reason = await self._attempt(session, agent, host)
         self._sessions.pop(session.id, None)
         if sample is not None:
-            await self._receive(sample, encode_payload([sample]))
+            await self._receive([sample], encode_payload([sample]))
         else:
-            await self._lose(session.group, session.index, reason)
+            await self._lose(session.group, session.id.sample, reason)
 
     async def _attempt(
         self, session: _Playing, agent: AgentConfig, host: AgentsClient
@@ -153,9 +152,7 @@ class AgentSessions:
             sample = sample.add_reward(TurnReward(WHOLE, outcome.reward, {"agent": outcome.reward}))
         if agent.reward == "session" and not sample.rewards:
             return None, f"no reward: its session ended ({end.value}) before one was set"
-        if what_becomes == "weight_0":
-            sample = sample._replace(status=TrajectoryStatus.ABORTED)
-        return sample, ""
+        return _with_weights(sample, agent.train if what_becomes == "train" else "none"), ""
 
     async def _run(
         self, session: _Playing, agent: AgentConfig, host: AgentsClient, gateway: GatewayLink
@@ -220,6 +217,20 @@ class AgentSessions:
             await self._end(id, SessionEnd.CANCELLED)
         except AtollError as error:
             log.warning("session %s was given up, and did not end: %s", id, error)
+
+
+def _with_weights(sample: Trajectory, train: Literal["main", "side", "all", "none"]) -> Trajectory:
+    """With its turns marked `untrained` as chosen; a gateway marks those of side conversations."""
+    match train:
+        case "main":
+            return sample
+        case "side":
+            turns = [turn._replace(untrained=not turn.untrained) for turn in sample.turns]
+        case "all":
+            turns = [turn._replace(untrained=False) for turn in sample.turns]
+        case "none":
+            turns = [turn._replace(untrained=True) for turn in sample.turns]
+    return sample._replace(turns=tuple(turns))
 
 
 def _new_key() -> str:

@@ -7,11 +7,11 @@ from typing import Generic, TypeVar
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.producer import GroupsInFlight, GroupSink
-from atoll.wire.types import Graded, ScoreItem, Trajectory, Verdict
+from atoll.wire.types import GradingError, ScoreItem, Trajectory, Verdict
 
 T = TypeVar("T")
 
-Judged = tuple[Trajectory, PendingGroup, GroupSink, Verdict]
+Judged = tuple[Trajectory, PendingGroup, GroupSink, Verdict | None]  # None: its rewards are set already
 
 LINGER_S = 0.01  # for samples to gather: calls of one sample cost several times as much
 MAX_BATCH = 4096  # samples between yields to the event loop: about ten milliseconds
@@ -34,6 +34,12 @@ class Grading:
 
     def submit(self, samples: Iterable[Trajectory]) -> None:
         self._samples.put(samples)
+
+    def keep_rewards(self, samples: Iterable[Trajectory]) -> None:
+        """Of samples that graders have no say in."""
+        self._judged.put(
+            (sample, *known, None) for sample in samples if (known := self._groups.find(sample.id.group))
+        )
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         tasks.create_task(self._ask(tasks))
@@ -70,10 +76,13 @@ class Grading:
                 known = self._groups.find(group.prompt.id)
                 if known is None or known[0] is not group or group.samples[sample.id.index] is not sample:
                     continue  # dropped, or replaced by another attempt
-                if not isinstance(verdict, Graded):
+                if isinstance(verdict, GradingError):
                     await self._drop(group, sink, f"reward {verdict.grader or 'service'}: {verdict.cause}")
                     continue
-                group.grade(verdict)
+                if verdict is None:
+                    group.keep_rewards(sample.id.index)
+                else:
+                    group.grade(verdict)
                 if group.complete:
                     self._groups.remove(group.prompt.id)
                     await sink.on_completed(group)

@@ -14,7 +14,7 @@ from typing import Protocol
 from atoll.coordinator.algorithm.filters import NO_COUNTS, Counters, DynamicSampling
 from atoll.coordinator.data.datasets import PromptSource
 from atoll.coordinator.journal.dump import read_dump
-from atoll.coordinator.journal.journal import InFlight, Journal, RestoredGroup
+from atoll.coordinator.journal.journal import InFlight, Journal, OpenSession, RestoredGroup
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.producer import Producer
 from atoll.runtime.errors import AtollError, UserError
@@ -67,6 +67,7 @@ class GenerateSource:
         greedy_baseline: bool,
         max_staleness: int,
         weighs_turns: bool,
+        cuts_sessions: bool,
         steps: int,
         max_dropped_share: float,
         dynamic_sampling: DynamicSampling | None,
@@ -80,6 +81,7 @@ class GenerateSource:
         self._greedy_baseline = greedy_baseline
         self._max_staleness = max_staleness
         self._weighs_turns = weighs_turns
+        self._cuts_sessions = cuts_sessions
         self._max_dropped_share = max_dropped_share
         self._dynamic_sampling = dynamic_sampling
         self._version = 0  # number of the last publish
@@ -114,11 +116,15 @@ class GenerateSource:
                 break
             if self._dynamic_sampling and len(self._ready) < count:
                 self._check_refill(self._dynamic_sampling)
+            if self._cuts_sessions:
+                self._producer.cut([g for g in self._pending.values() if g.oldest_number <= last_chance])
             self._changed.clear()
             await self._changed.wait()
             if self._failure:
                 raise self._failure
-        ready = sorted(self._ready.values(), key=lambda group: (min(group.oldest) > last_chance, group.order))
+        ready = sorted(
+            self._ready.values(), key=lambda group: (group.oldest_number > last_chance, group.order)
+        )
         chosen = ready[:count]
         for group in chosen:
             del self._ready[group.prompt.id]
@@ -227,7 +233,7 @@ class GenerateSource:
 
     def _expects(self, last_chance: int) -> bool:
         """Whether a group that would be too old at the next version is not ready yet."""
-        return any(min(group.oldest) <= last_chance for group in self._pending.values())
+        return any(group.oldest_number <= last_chance for group in self._pending.values())
 
     async def _judge(self, current: Version) -> int:
         """Regenerates stale samples of newly ready groups. Returns how many of the others would be too stale
@@ -238,7 +244,7 @@ class GenerateSource:
             group = self._unjudged.pop()
             stale = group.stale_indices(current, self._max_staleness)
             if not stale:
-                urgent += min(group.oldest) <= current.number - self._max_staleness
+                urgent += group.oldest_number <= current.number - self._max_staleness
                 continue
             group.begin_next_attempt(stale)
             for index in stale:
@@ -260,6 +266,11 @@ class GenerateSource:
     async def on_retried(self, samples: Sequence[SampleId], reason: str) -> None:
         self._count(reason, len(samples))
         await self._journal.retry(samples, reason)
+
+    async def on_session(self, session: OpenSession) -> bool:
+        goes_on = bool(await self._journal.open([session]))
+        self._changed.set()  # what is about to be too old may be cut now
+        return goes_on
 
     async def on_completed(self, group: PendingGroup) -> None:
         keep = await self._is_accepted(group.group())

@@ -1,5 +1,6 @@
 """Groups in flight: finished and missing samples, and their age."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -37,6 +38,8 @@ class PendingGroup:
     failures: list[int] = field(init=False)  # lost attempts, by index
     oldest: list[int] = field(init=False)  # lower bound of the version that each sample's age is judged by
 
+    _begun: set[int] = field(default_factory=set)  # samples whose session has a turn
+
     def __post_init__(self) -> None:
         self.graded = [False] * len(self.samples)
         self.attempts = [0 if sample is None else sample.attempt for sample in self.samples]
@@ -56,6 +59,14 @@ class PendingGroup:
             greedy = [self._request(missing[-1:], replace(self.sampling, temperature=0.0))]
             return [self._request(missing[:-1], self.sampling), *greedy] if missing[:-1] else greedy
         return [self._request(missing, self.sampling)]
+
+    @property
+    def oldest_number(self) -> int:
+        """Lower bound of the version that its age is judged by. An agent's open session, whose next turn is
+        as fresh as can be, has none where turns are weighed."""
+        is_open = [self.weighs_turns and self.prompt.agent and sample is None for sample in self.samples]
+        numbers = [number for number, is_fresh in zip(self.oldest, is_open, strict=True) if not is_fresh]
+        return min(numbers, default=sys.maxsize)
 
     @property
     def key(self) -> GroupId:
@@ -118,11 +129,25 @@ class PendingGroup:
         self.samples[index] = sample.add_reward(reward)
         self.graded[index] = True
 
+    def note_session(self, index: int, attempt: int, version: Version) -> bool:
+        """A session has a turn at `version`; False: it is not the sample's current attempt."""
+        if self.samples[index] is not None or self.attempts[index] != attempt:
+            return False
+        if index not in self._begun:
+            self._begun.add(index)
+            self.oldest[index] = version.number
+        return True
+
+    def keep_rewards(self, index: int) -> None:
+        """What its turns and its session were rewarded with is all that the sample gets."""
+        self.graded[index] = True
+
     def begin_next_attempt(self, indices: Sequence[int]) -> None:
         """Discards these samples and begins their next attempts."""
         for index in indices:
             self.samples[index] = None
             self.graded[index] = False
+            self._begun.discard(index)
             self.attempts[index] += 1
 
     def stale_indices(self, current: Version, max_staleness: int) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
 from atoll.coordinator.fleet.routing import ContextWork
+from atoll.coordinator.journal.journal import OpenSession
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.wire.types import GroupId, SampleId, Trajectory, TurnId, TurnRequest, Version
 
@@ -19,6 +20,10 @@ class GroupSink(Protocol):
 
     async def on_retried(self, samples: Sequence[SampleId], reason: str) -> None: ...
 
+    async def on_session(self, session: OpenSession) -> bool:
+        """A sample's session has its first turn, or its first at a newer version; False: it is not to go on."""
+        ...
+
     async def on_completed(self, group: PendingGroup) -> None: ...
 
     async def on_dropped(self, group: PendingGroup, reason: str) -> None: ...
@@ -31,6 +36,10 @@ class Producer(Protocol):
 
     def cancel(self, id: GroupId, reason: str) -> None:
         """Forgets the group and aborts its running requests."""
+        ...
+
+    def cut(self, groups: Sequence[PendingGroup]) -> None:
+        """They would be too old soon: ends their sessions with the turns that they have, if they have any."""
         ...
 
     async def run(self) -> None:

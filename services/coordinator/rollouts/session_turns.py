@@ -143,6 +143,9 @@ class SessionTurns:
         if max_versions:
             self._max_versions[session] = max_versions
 
+    def has_turn(self, session: SessionId) -> bool:
+        return session in self._newest
+
     def end(self, session: SessionId) -> None:
         """It asks for no further turn; what is being drawn for it is aborted."""
         for turn in [turn for turn in self._wanted.values() if turn.session == session]:

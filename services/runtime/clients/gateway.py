@@ -79,11 +79,6 @@ class GatewayClient(Client):
         reply = await self._call(self._stub.Info, gateway_pb2.GatewayInfoRequest())
         return GatewayInfo(reply.url, reply.num_sessions)
 
-    async def list(self) -> tuple[list[SessionSummary], dict[str, int]]:
-        """The open sessions that the instance holds, and its counters since it started."""
-        reply = await self._call(self._stub.List, gateway_pb2.ListSessionsRequest())
-        return [decode_session_summary(session) for session in reply.sessions], dict(reply.counters)
-
     async def show(self, id: SessionId) -> tuple[list[TurnRecord], list[SessionReward]]:
         """A session turn by turn. Raises UserError for one that is unknown."""
         request = gateway_pb2.ShowSessionRequest(id=encode_session_id(id))
@@ -95,3 +90,8 @@ class GatewayClient(Client):
                 [decode_session_reward(reward) for reward in reply.rewards],
             ),
         )
+
+    async def sessions(self) -> tuple[list[SessionSummary], dict[str, int]]:
+        """The open sessions that the instance holds, and its counters since it started."""
+        reply = await self._call(self._stub.List, gateway_pb2.ListSessionsRequest())
+        return [decode_session_summary(session) for session in reply.sessions], dict(reply.counters)

@@ -61,7 +61,11 @@ class Arrival:
 def _check_single_turns(message: types_pb2.Trajectories) -> None:
     """Raises ValueError for what a replica has no say in: how turns hang together, and rewards."""
     others = message.turn_offsets, message.rewards, message.status, message.reason, message.conversation
-    if any(others) or any(message.turn_side) or message.node_parent != [BELOW_PROMPT] * len(message.group):
+    if (
+        any(others)
+        or any(message.turn_untrained)
+        or message.node_parent != [BELOW_PROMPT] * len(message.group)
+    ):
         raise ValueError(
             "samples: a tree, rewards or a status, expected a single turn of each and no rewards"
         )

@@ -84,10 +84,10 @@ def encode_trajectories(trajectories: Iterable[Trajectory]) -> types_pb2.Traject
     if any(len(trajectory.turns) != 1 or trajectory.turns[0].node for trajectory in trajectories):
         message.turn_offsets.extend(_offsets(len(trajectory.turns) for trajectory in trajectories))
         message.turn_node.extend(turn.node for turn in turns)
-    if any(turn.number or turn.branch or turn.side for turn in turns):
+    if any(turn.number or turn.branch or turn.untrained for turn in turns):
         message.turn_number.extend(turn.number for turn in turns)
         message.turn_branch.extend(turn.branch for turn in turns)
-        message.turn_side.extend(turn.side for turn in turns)
+        message.turn_untrained.extend(turn.untrained for turn in turns)
     if any(t.status is not STATUS_AFTER[t.finish_reason] for t in trajectories):
         message.status.extend(_STATUS_TO_WIRE[trajectory.status] for trajectory in trajectories)
     if any(trajectory.reason for trajectory in trajectories):
@@ -182,7 +182,7 @@ def _decode_turns(message: types_pb2.Trajectories) -> list[Turn]:
     """Of all trajectories, one after the other."""
     num = len(message.group)
     origins = [Origin(origin.replica, origin.incarnation) for origin in message.origins]
-    others = message.turn_number, message.turn_branch, message.turn_side
+    others = message.turn_number, message.turn_branch, message.turn_untrained
     columns = [column[:] for column in others] if any(others) else []
     return list(
         starmap(

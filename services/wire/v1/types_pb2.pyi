@@ -361,7 +361,7 @@ class Trajectories(_message.Message):
     CONVERSATION_FIELD_NUMBER: _builtins.int
     TURN_NUMBER_FIELD_NUMBER: _builtins.int
     TURN_BRANCH_FIELD_NUMBER: _builtins.int
-    TURN_SIDE_FIELD_NUMBER: _builtins.int
+    TURN_UNTRAINED_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """int32"""
     loss_mask: _builtins.bytes
@@ -449,7 +449,7 @@ class Trajectories(_message.Message):
         """none: all 0"""
 
     @_builtins.property
-    def turn_side(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+    def turn_untrained(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """none: all false"""
 
     def __init__(
@@ -484,11 +484,11 @@ class Trajectories(_message.Message):
         conversation: _abc.Iterable[Global___Conversation] | None = ...,
         turn_number: _abc.Iterable[_builtins.int] | None = ...,
         turn_branch: _abc.Iterable[_builtins.int] | None = ...,
-        turn_side: _abc.Iterable[_builtins.bool] | None = ...,
+        turn_untrained: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "conversation", b"conversation", "finish_reason", b"finish_reason", "finished", b"finished", "group", b"group", "groups", b"groups", "index", b"index", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "node_offsets", b"node_offsets", "node_parent", b"node_parent", "origin", b"origin", "origins", b"origins", "reason", b"reason", "rewards", b"rewards", "span_end", b"span_end", "span_offsets", b"span_offsets", "span_start", b"span_start", "span_version", b"span_version", "started", b"started", "status", b"status", "text", b"text", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "turn_branch", b"turn_branch", "turn_node", b"turn_node", "turn_number", b"turn_number", "turn_offsets", b"turn_offsets", "turn_side", b"turn_side", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "conversation", b"conversation", "finish_reason", b"finish_reason", "finished", b"finished", "group", b"group", "groups", b"groups", "index", b"index", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "node_offsets", b"node_offsets", "node_parent", b"node_parent", "origin", b"origin", "origins", b"origins", "reason", b"reason", "rewards", b"rewards", "span_end", b"span_end", "span_offsets", b"span_offsets", "span_start", b"span_start", "span_version", b"span_version", "started", b"started", "status", b"status", "text", b"text", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "turn_branch", b"turn_branch", "turn_node", b"turn_node", "turn_number", b"turn_number", "turn_offsets", b"turn_offsets", "turn_untrained", b"turn_untrained", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
