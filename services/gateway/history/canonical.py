@@ -2,8 +2,8 @@
 
 Two messages are the same if role, text, calls and the call that they answer are. Thinking does not count,
 since clients drop it. Arguments of calls are compared as JSON, since clients serialise them anew: spaces and
-the order of keys do not count, while 1, 1.0 and true differ, and integers count to their last digit. Arguments
-that are no JSON object are compared as text.
+the order of keys do not count, while 1, 1.0 and true differ, and integers count to their last digit.
+Arguments that are no JSON object are compared as text.
 
 What is hashed is JSON, which no two different values share, whichever of the two encoders wrote it.
 """
@@ -72,7 +72,7 @@ def canonical(message: Message) -> bytes:
     try:
         return _dump((message.role, message.content, message.tool_call_id, parsed))
     except RecursionError:  # arguments nested so deeply are compared as text
-        return _dump((message.role, message.content, message.tool_call_id, message.tool_calls))
+        return _dump((message.role, message.content, message.tool_call_id, [*map(tuple, message.tool_calls)]))
 
 
 def _digest_tools(tools: Sequence[Tool]) -> bytes:

@@ -34,11 +34,11 @@ class Cause(StrEnum):
     # Its tools and first system messages are new, and it has assistant messages: of a conversation that began
     # with others.
     EDITED_PROMPT = "edited prompt"
-    # None: no context goes on from the matched reply yet, this one does.
+    # None: no context has had the matched reply yet.
     NONE = ""
     # A turn had the very same context.
     RESAMPLED = "resampled"
-    # Below the matched reply, it goes through a turn's context, whose reply it has changed or left out.
+    # It goes on from a turn's context that has the matched reply, with that turn's reply changed or left out.
     EDITED_REPLY = "edited reply"
     # It has assistant messages beyond what is held of it: something before them was changed or left out.
     EDITED_HISTORY = "edited history"
@@ -72,7 +72,7 @@ class SessionTree:
         self._turns: list[_HeldTurn] = []
         self._heads: set[bytes] = set()
         self._contexts: set[bytes] = set()
-        self._passed: set[bytes] = set()  # beginnings of contexts, short of the whole
+        self._passed: set[bytes] = set()  # beginnings of contexts, and the whole of them
         self._replies: dict[bytes, tuple[int, int]] = {}  # record and branch, the latest of equal ones
         self._requests: dict[bytes, tuple[int, ...]] = {}  # records by digest of the body
         self._num_replies: dict[int, int] = {}  # by number of the turn
@@ -94,9 +94,7 @@ class SessionTree:
         self._replies |= {chain: (position, branch) for branch, chain in enumerate(record.chains)}
         self._requests[record.request] = (*self.find(record.request), position)
         self._turns.append(
-            _HeldTurn(
-                record.parent, record.parent_branch, _copy(record.inserted_ids), replies, record.chains
-            )
+            _HeldTurn(record.parent, record.parent_branch, _copy(record.inserted_ids), replies, record.chains)
         )
         self._num_replies[record.number] = len(replies)
         self.num_turns += len(replies)
@@ -140,6 +138,7 @@ class SessionTree:
         for message in messages:
             self._passed.add(chain)
             chain = link(chain, message)
+        self._passed.add(chain)
         self._contexts.add(chain)
 
     def _cause(self, request: Digests, last: int) -> Cause:
@@ -152,15 +151,16 @@ class SessionTree:
             return Cause.NONE
         if chains[-1] in self._contexts:
             return Cause.RESAMPLED
-        if any(chain in self._contexts for chain in chains[last + 1 : -1]):
+        if any(chain in self._contexts for chain in chains[max(last, 0) : -1]):
             return Cause.EDITED_REPLY
-        held = (i for i in range(len(chains) - 1, -1, -1) if self._holds(chains[i]))
+        held = (
+            i
+            for i in range(len(chains) - 1, -1, -1)
+            if chains[i] in self._passed or chains[i] in self._replies
+        )
         if request.last_assistant > next(held, -1):
             return Cause.EDITED_HISTORY
         return Cause.PARALLEL if last >= 0 else Cause.RESTARTED
-
-    def _holds(self, chain: bytes) -> bool:
-        return chain in self._passed or chain in self._contexts or chain in self._replies
 
 
 def _copy(ids: Int32) -> Int32:
