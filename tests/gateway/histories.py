@@ -66,22 +66,19 @@ class PlainMatcher:
         return Match(*place, best, self._cause(tools, request, best))
 
     def _cause(self, tools: int, request: list[Key], matched: int) -> Cause:
-        of_head = [t for t in self.turns if t.tools == tools and leading(t.context) == leading(request)]
-        if not of_head:
+        same = [turn for turn in self.turns if turn.tools == tools]
+        if not any(leading(turn.context) == leading(request) for turn in same):
             has_history = self.turns and any(message[0] == "assistant" for message in request)
             return Cause.EDITED_PROMPT if has_history else Cause.NEW_CONVERSATION
-        below = [
-            t.context
-            for t in of_head
-            if len(t.context) >= matched and t.context[:matched] == request[:matched]
-        ]
+        contexts = [turn.context for turn in same if len(turn.context) >= matched]
+        below = [context for context in contexts if begins(context, request[:matched])]
         if matched and not below:
             return Cause.NONE
         if request in below:
             return Cause.RESAMPLED
         if any(begins(request, context) for context in below):
             return Cause.EDITED_REPLY
-        held = max(common(request, [*t.context, reply]) for t in of_head for reply in t.replies)
+        held = max(common(request, [*t.context, reply]) for t in same for reply in t.replies)
         if any(message[0] == "assistant" for message in request[held:]):
             return Cause.EDITED_HISTORY
         return Cause.PARALLEL if matched else Cause.RESTARTED
@@ -90,8 +87,8 @@ class PlainMatcher:
         return Counter(turn.cause for turn in self.turns if turn.cause)
 
 
-def begins(request: list[Key], context: list[Key]) -> bool:
-    return request[: len(context)] == context
+def begins(messages: list[Key], start: list[Key]) -> bool:
+    return messages[: len(start)] == start
 
 
 def leading(messages: list[Key]) -> list[Key]:
