@@ -235,6 +235,8 @@ def test_a_trajectory_by_hand() -> None:
     said = Message("assistant", "yes")  # as the turns' texts are
     assert trajectory.messages == (SYSTEM, ASK, said, MORE, said, OTHER, said)
     assert play.tree.context_ids(3, 0).tolist() == [100, 101, 151, 200, 300, 350]
+    assert [ids.tolist() for ids in play.tree.replies(3, 0)] == [[151], [], [350]]
+    assert play.tree.replies(ROOT, 0) == []
 
 
 def test_a_session_without_turns_has_no_trajectory() -> None:

@@ -10,7 +10,7 @@ the beginning of a context or of a context with its reply.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -113,12 +113,12 @@ class SessionTree:
 
     def context_ids(self, parent: int, branch: int) -> Int32:
         """[T] all tokens down to the end of a reply; none for ROOT."""
-        parts = [np.zeros(0, np.int32)]
-        while parent != ROOT:
-            turn = self._turns[parent]
-            parts += (turn.replies[branch], turn.inserted_ids)
-            parent, branch = turn.parent, turn.branch
-        return np.concatenate(parts[::-1])
+        path = [(turn.inserted_ids, reply) for turn, reply in self._path(parent, branch)]
+        return np.concatenate([np.zeros(0, np.int32), *(ids for turn in path[::-1] for ids in turn)])
+
+    def replies(self, parent: int, branch: int) -> list[Int32]:
+        """Token ids of each reply down to and with one, the oldest first; none for ROOT."""
+        return [reply for _, reply in self._path(parent, branch)][::-1]
 
     def find(self, request: bytes) -> tuple[int, ...]:
         """The records of a request's body, by its digest, the oldest first."""
@@ -127,6 +127,13 @@ class SessionTree:
     def has_turn(self, number: int, branch: int) -> bool:
         """If a reward may name it."""
         return 0 <= branch < self._num_replies.get(number, 0)
+
+    def _path(self, parent: int, branch: int) -> Iterator[tuple[_HeldTurn, Int32]]:
+        """Turns with the reply that each goes on by, the youngest first."""
+        while parent != ROOT:
+            turn = self._turns[parent]
+            yield turn, turn.replies[branch]
+            parent, branch = turn.parent, turn.branch
 
     def _remember_messages(self, record: TurnRecord) -> None:
         messages, chain = record.messages, record.head
