@@ -11,6 +11,11 @@ from tests.tokens import TOKEN
 
 os.environ["ATOLL_TOKEN"] = TOKEN
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--edits", type=int, default=2_000, help="edits of histories in tests/gateway")
+
+
 # The same cases in every run, so that a change is judged by itself; to look for others, take it out.
 # Nothing is timed: a busy machine is no failure.
 settings.register_profile(

@@ -39,7 +39,7 @@ def extend(
         raise ValueError("a turn has an empty context, expected at least one token before what it produces")
     parent, num_held = find_parent(nodes, prompt_ids, context_ids)
     if num_held < len(context_ids):
-        nodes = (*nodes, _inserted(parent, context_ids[num_held:]))
+        nodes = (*nodes, inserted_node(parent, context_ids[num_held:]))
         parent = len(nodes) - 1
     produced = Node(parent, token_ids, _mask(token_ids, True), logprobs, spans)
     return (*nodes, produced), len(nodes)
@@ -64,12 +64,13 @@ def find_parent(nodes: Sequence[Node], prompt_ids: Int32, context_ids: Int32) ->
     return parent, num_above[parent]
 
 
+def inserted_node(parent: int, token_ids: Int32) -> Node:
+    """Tokens that the policy did not produce."""
+    return Node(parent, token_ids, _mask(token_ids, False), np.zeros(len(token_ids), np.float32), NOT_SAMPLED)
+
+
 def _stands_at(start: int, token_ids: Int32, context_ids: Int32) -> bool:
     return np.array_equal(context_ids[start : start + len(token_ids)], token_ids)
-
-
-def _inserted(parent: int, token_ids: Int32) -> Node:
-    return Node(parent, token_ids, _mask(token_ids, False), np.zeros(len(token_ids), np.float32), NOT_SAMPLED)
 
 
 def _mask(token_ids: Int32, value: bool) -> Bool:
