@@ -61,9 +61,7 @@ FAMILIES: Mapping[str, Family] = {
     # Qwen's ranks stand in for those of the families below: their templates are what is tested
     "qwen3.5": Family("qwen3_5_think", _QWEN, _QWEN3_WORDS),
     "nemotron3": Family("nemotron_3_nano", _QWEN, _QWEN3_WORDS),
-    "glm4.5": Family(
-        "glm4moe", _GLM, _GLM_WORDS, stops=("<|endoftext|>", "<|user|>", "<|observation|>")
-    ),
+    "glm4.5": Family("glm4moe", _GLM, _GLM_WORDS, stops=("<|endoftext|>", "<|user|>", "<|observation|>")),
     "gpt-oss": Family("gptoss", _HARMONY, stops=("<|return|>", "<|call|>"), bos="<|startoftext|>"),
     "gemma3": Family(
         "gemma3",
@@ -156,7 +154,8 @@ _RANKS = {
 
 def _folder(package: str) -> Path:
     spec = find_spec(package)
-    assert spec is not None and spec.origin is not None, f"{package} is not installed: tests/gateway/assets.txt"
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"{package} is not installed: see tests/gateway/assets.txt")
     return Path(spec.origin).parent
 
 

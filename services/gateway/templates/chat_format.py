@@ -1,8 +1,8 @@
 """The chat format of a model folder: conversations to token ids, sampled ids to messages.
 
-A conversation is rendered whole once, by `root`. After that each turn only adds: what follows a sampled reply
-is rendered behind a stand-in for the conversation before it, and cut off there. So a suffix costs what is new,
-and sampled tokens never meet the tokenizer.
+A conversation is rendered whole once, by `root`. After that each turn only adds: what follows a sampled
+reply is rendered behind a stand-in for the conversation before it, and cut off there. So a suffix costs what
+is new, and sampled tokens never meet the tokenizer.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from atoll.gateway.conversation import Demands, RequestError, Tool
 from atoll.gateway.templates.demands import with_demands
 from atoll.gateway.templates.encoding import Encoder
 from atoll.gateway.templates.renderers_bridge import RenderersBridge
-from atoll.gateway.templates.replies import THINK, ParsedReply, ReplyParser
+from atoll.gateway.templates.replies import END_THINK, THINK, ParsedReply, ReplyParser
 from atoll.gateway.templates.tool_calls import TOOL_FORMATS
 from atoll.gateway.templates.veil import REPLY_SENTINEL, SENTINEL
 from atoll.runtime.errors import UserError
@@ -33,6 +33,7 @@ Thinking = Literal["keep", "template"]
 Tree = dict[str, Any]  # a message as templates read it
 
 HEAD_BYTES = 64 << 20  # of token ids kept for system prompts and tools
+_NO_DEMANDS = Demands()
 _USER: Tree = {"role": "user", "content": "x"}
 _SYSTEM: Tree = {"role": "system", "content": "x"}
 
@@ -61,6 +62,7 @@ class ChatFormat:
         self._renderer = Renderer(model_path)
         self.model_path = model_path
         self.thinking = thinking
+        self.renderer = renderer
         self.vocab_size = self._renderer.vocab_size
         self.stop_ids = self._renderer.stop_ids
         self.encoder = Encoder(self._renderer.tokenizer, self.stop_ids)
@@ -78,10 +80,11 @@ class ChatFormat:
             TOOL_FORMATS[self.tool_format],
             self.render([_USER]).rstrip().endswith(THINK),
         )
+        self._shows_thinking = SENTINEL in self._render_thinking()
         self._strip_roles = frozenset(role for role in ("user", "tool", "system") if self._strips(role))
 
     async def root(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), demands: Demands = Demands()
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), demands: Demands = _NO_DEMANDS
     ) -> Int32:
         """Token ids [T] of a whole conversation up to the reply, generation prompt included.
 
@@ -108,7 +111,7 @@ class ChatFormat:
         return np.concatenate([head.ids, rest])
 
     async def suffix(
-        self, new_messages: Sequence[Message], *, ended: bool, demands: Demands = Demands()
+        self, new_messages: Sequence[Message], *, ended: bool, demands: Demands = _NO_DEMANDS
     ) -> Int32:
         """Token ids [T] that follow a sampled reply: the separator, the new messages, the generation prompt.
         If the reply did not end with a stop token (`ended` is False), the stop token comes first.
@@ -150,9 +153,7 @@ class ChatFormat:
     ) -> ParsedReply:
         """What a client gets for sampled `token_ids` [T]. Ids of calls are `call_{name}_{number}`; `tools`
         give the types of arguments that a format writes as plain text."""
-        return self._parser.parse(
-            token_ids, name=name, finish_reason=finish_reason, stop=stop, tools=tools
-        )
+        return self._parser.parse(token_ids, name=name, finish_reason=finish_reason, stop=stop, tools=tools)
 
     def trees(self, messages: Sequence[Message]) -> list[Tree]:
         """Veiled, as the template reads them."""
@@ -179,6 +180,8 @@ class ChatFormat:
         for key in ("content", "reasoning_content", "tool_call_id"):
             if key in tree:
                 tree[key] = veil.cover(tree[key])
+        if message.thinking and not self._shows_thinking:
+            tree["content"] = f"{THINK}\n{tree.pop('reasoning_content')}\n{END_THINK}\n\n{tree['content']}"
         for call in tree.get("tool_calls", ()):
             call["id"] = veil.cover(call["id"])
             call["function"] = {key: veil.cover_all(value) for key, value in call["function"].items()}
@@ -222,10 +225,13 @@ class ChatFormat:
         """Veiled text from the stop token of the reply on. The sentinel stands before the first new message's
         content; the last stop token before it ends the reply."""
         before = [_USER, _reply_to_be_followed_by(new[0])]
-        text = self.render([*before, *new])
-        marked = self.render([*before, {**new[0], "content": SENTINEL + new[0]["content"]}, *new[1:]])
+        role, content = new[0]["role"], new[0]["content"]
+        marked = self.render([*before, {**new[0], "content": SENTINEL + content}, *new[1:]])
+        if content[:1].strip() and role != "assistant":
+            text = marked.replace(SENTINEL, "")
+        else:  # templates trim blanks, and look at what an assistant said
+            text = self.render([*before, *new])
         place = marked.find(SENTINEL)
-        role = new[0]["role"]
         if place < 0:
             raise RequestError(
                 400, "invalid_request", f"the model's chat template shows no messages of role {role}"
@@ -233,7 +239,9 @@ class ChatFormat:
         cut = max(text.rfind(stop, 0, place) for stop in self._stop_texts)
         if text[:place] != marked[:place] or cut < text.rfind(REPLY_SENTINEL, 0, place):
             raise RequestError(
-                400, "invalid_request", f"the model's chat template ends no reply before a message of role {role}"
+                400,
+                "invalid_request",
+                f"the model's chat template ends no reply before a message of role {role}",
             )
         return text[cut:]
 
@@ -259,18 +267,22 @@ class ChatFormat:
             text = self.render([_USER, *self.trees([reply])], ())
         except RequestError:
             return ""
-        text = text[len(os.path.commonprefix([before, text])) :]
+        text = text[len(os.path.commonprefix([before, text])) :]  # noqa: RUF071 (of characters)
         ends = [place for stop in self._stop_texts if (place := text.find(stop)) >= 0]
         return self.encoder.veil.lift(text[: min(ends, default=len(text))])
 
     def _strips(self, role: str) -> bool:
-        """Whether a new message of `role` makes the template remove thinking before it."""
-        new: Tree = {"role": role, "content": "x", **({"tool_call_id": "call_0"} if role == "tool" else {})}
-        reply = {**_reply_to_be_followed_by(new), "reasoning_content": SENTINEL}
+        """Whether a new message of `role` makes the template remove thinking before it. A template that knows
+        nothing of thinking removes none: it stands in the content."""
+        new: Tree = {"role": role, "content": "x", "tool_call_id": "call_0"}
         try:
-            return SENTINEL not in self.render([_USER, reply, new])
+            return self._shows_thinking and SENTINEL not in self._render_thinking(new)
         except RequestError:
             return False
+
+    def _render_thinking(self, *new: Tree) -> str:
+        reply = _reply_to_be_followed_by(new[0] if new else _USER)
+        return self.render([_USER, {**reply, "reasoning_content": SENTINEL}, *new])
 
 
 def _reply_to_be_followed_by(new: Tree) -> Tree:

@@ -68,10 +68,12 @@ def _no_json(text: str, schema_text: str) -> str:
         validator = _without_patterns(jsonschema.validators.validator_for(schema, _DEFAULT))
         validator.check_schema(schema)
         # the empty registry looks up no reference outside the schema
-        error = next(validator(schema, registry=Registry()).iter_errors(value), None)
+        violation = next(validator(schema, registry=Registry()).iter_errors(value), None)
     except (ValueError, jsonschema.SchemaError, Unresolvable, RecursionError) as wrong:
         return f"the schema cannot be checked: {str(wrong).partition(chr(10))[0]}"
-    return "" if error is None else f"JSON of the schema was wanted: {error.json_path}: {error.message}"
+    if violation is None:
+        return ""
+    return f"JSON of the schema was wanted: {violation.json_path}: {violation.message}"
 
 
 _DEFAULT = jsonschema.Draft202012Validator
@@ -89,7 +91,7 @@ def _without_patterns(validator: Any) -> Any:
         if "patternProperties" not in schema:
             yield from additional(checker, value, instance, schema) or ()
 
-    return jsonschema.validators.extend(
+    return jsonschema.validators.extend(  # type: ignore[no-untyped-call]
         validator,
         {"pattern": skip, "patternProperties": skip, "additionalProperties": unless_patterns},
     )

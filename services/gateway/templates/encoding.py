@@ -93,7 +93,7 @@ class Encoder:
 def _can_forge(token: AddedToken) -> bool:
     """False for added words and runs of whitespace, which are ordinary text."""
     text = token.content.strip("\n\t \u2581")
-    return token.special or bool(text) and not (text[0] + text[-1]).isalnum()
+    return token.special or (bool(text) and not (text[0] + text[-1]).isalnum())
 
 
 def _as_special(token: AddedToken) -> AddedToken:

@@ -21,9 +21,9 @@ class RenderersBridge:
             from pydantic import TypeAdapter
             from renderers import configs
             from renderers.base import create_renderer
-        except ImportError:
+        except ImportError as error:
             raise UserError(
-                f"renderer: got {name!r}, but the package renderers is not installed; "
+                f"renderer: got {name!r}, which needs the package renderers: {error}; "
                 "pip install 'atoll[renderers]'"
             ) from None
         try:
@@ -33,7 +33,7 @@ class RenderersBridge:
             if "thinking_retention" in fields:  # a new branch is the gateway's to open
                 config = config.model_copy(update={"thinking_retention": "all"})
             self._renderer: Any = create_renderer(_Tokenizer(encoder), config)
-        except (ValueError, KeyError) as error:
+        except Exception as error:  # of somebody else's code: whatever it says, it cannot be used
             reason = str(error).partition("\n")[0]
             raise UserError(
                 f"renderer: got {name!r}, expected a renderer for this tokenizer: {reason}; correct the name"
@@ -44,7 +44,7 @@ class RenderersBridge:
         self._stop = self._renderer.get_stop_token_ids()[0]
 
     def suffix(self, new: Sequence[dict[str, Any]], *, ended: bool) -> Int32:
-        """Token ids [T] after a reply; see ChatFormat.suffix. Raises RequestError if the renderer has none."""
+        """See ChatFormat.suffix. Raises RequestError if the renderer cannot append the messages."""
         reply = [*self._reply, self._stop]
         bridged = self._renderer.bridge_to_next_turn(self._prompt, reply, list(new))
         if bridged is None:
@@ -63,7 +63,8 @@ class _Tokenizer:
         self.unk_token_id = None
 
     def encode(self, text: str, *_: object, **__: object) -> list[int]:
-        return self._encoder.encode_now(text).tolist()
+        ids: list[int] = self._encoder.encode_now(text).tolist()
+        return ids
 
     def decode(self, token_ids: Any, *_: object, **__: object) -> str:
         return self._encoder.decode(list(token_ids))
