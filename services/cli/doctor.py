@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if arguments.config:
         findings.append(rollout_environment(arguments.config))
+        findings.extend(chat_format(arguments.config))
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(f"{finding.state.value:8} {finding.what:{width}}  {finding.found}")
@@ -111,6 +112,26 @@ def rollout_environment(path: Path) -> Finding:
         advice = f"{interpreter} -m pip install --editable '.[{extra}]', or set rollout.python"
         return Finding(what, reason, FindingState.MISSING, advice)
     return Finding(what, f"{interpreter} imports {module}")
+
+
+def chat_format(path: Path) -> Iterator[Finding]:
+    """What agents can expect of a run's model: which messages extend a branch, which open one."""
+    from atoll.config.load import load
+    from atoll.gateway.templates.chat_format import ChatFormat
+    from atoll.gateway.templates.proof import prove, report_lines
+    from atoll.runtime.errors import UserError
+
+    model_path = load(path).model.path
+    advice = "only agents need it"
+    try:
+        report = asyncio.run(prove(ChatFormat(model_path, thinking="template")))
+    except UserError as error:
+        yield Finding("chat format", str(error), FindingState.WARNING, advice)
+        return
+    for line in report_lines(report):
+        yield Finding("chat format", line)
+    for warning in report.warnings:
+        yield Finding("chat format", warning, FindingState.WARNING, advice)
 
 
 def cores(count: int) -> Finding:

@@ -41,7 +41,7 @@ def as_template_message(message: Message) -> dict[str, Any]:
 def _arguments(text: str) -> object:
     try:
         arguments = json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return text
     return arguments if isinstance(arguments, dict) else text
 
@@ -58,14 +58,15 @@ class Renderer:
             "the folder of a Hugging Face model has one; `atoll data` makes the examples' models",
         )
         settings = _read_json(model_path / "tokenizer_config.json", "copy it from the original model")
-        self._tokenizer = _load_tokenizer(model_path)
+        self.tokenizer = _load_tokenizer(model_path)
         self.digest = tokenizer_digest(model_path)
         special = dict(_special_tokens(settings))
         template = _chat_template(model_path, settings)
+        self.has_template = template is not None
         self._template = None if template is None else _environment(special).from_string(template)
 
         self.vocab_size = _vocab_size(model, model_path)
-        eos = self._tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
+        eos = self.tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
         declared = [
             *_declared_eos(model_path / "generation_config.json"),
             *_as_ids(model.get("eos_token_id")),
@@ -104,11 +105,11 @@ class Renderer:
         ]
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[Int32]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def _check_ids_fit(self, model_path: Path) -> None:
-        token, highest = max(self._tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+        token, highest = max(self.tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
         if highest >= self.vocab_size:
             raise UserError(
                 f"{model_path}: the tokenizer does not match the model: token {token!r} has id {highest}, "
