@@ -128,7 +128,7 @@ class CoordinatorSection(Section):
     greedy_baseline: bool = False  # one extra greedy sample per prompt, scored but not trained on (ReMax)
     max_staleness: NonNegativeInt = 0  # 0: strictly on-policy
     on_age: Literal["wait", "cut", "weigh"] = (
-        "wait"  # what is about to be too old: wait for it, end agents' sessions, or give older turns no weight
+        "wait"  # for what is about to be too old; or end agents' sessions, or give older turns no weight
     )
     partial_rollouts: bool = False  # interrupt sequences for a push, then continue them
     max_sample_attempts: PositiveInt = 3  # attempts before a sample and its group are dropped

@@ -78,7 +78,7 @@ def build_trajectory(
             ends[position, branch] = len(nodes) if len(node.token_ids) else above
             turns.append(
                 drawn.turns[0]._replace(
-                    node=len(nodes), number=record.number, branch=branch, side=record.head != main
+                    node=len(nodes), number=record.number, branch=branch, untrained=record.head != main
                 )
             )
             nodes.append(node._replace(parent=above))
