@@ -35,7 +35,7 @@ class HostedAgent:
     concurrency: int  # concurrent sessions
 
 
-class _HeldSession:
+class _AgentCall:
     """`call` belongs to the loop of the functions, all else to the service's."""
 
     def __init__(self, id: SessionId) -> None:
@@ -58,7 +58,7 @@ class AgentRunner:
     def __init__(self, agents: Mapping[str, HostedAgent]) -> None:
         """Call it in the service's loop."""
         self._agents = agents
-        self._sessions: dict[SessionId, _HeldSession] = {}
+        self._sessions: dict[SessionId, _AgentCall] = {}
         self._running: Counter[str] = Counter()  # sessions without an outcome, by agent
         self._home = asyncio.get_running_loop()
         self._loop = asyncio.new_event_loop()
@@ -124,7 +124,7 @@ class AgentRunner:
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _begin(self, task: AgentTask) -> _HeldSession:
+    def _begin(self, task: AgentTask) -> _AgentCall:
         agent = self._agents.get(task.agent)
         if agent is None:
             known = ", ".join(self._agents)
@@ -134,7 +134,7 @@ class AgentRunner:
                 f"agent {task.agent} holds {agent.concurrency} sessions, as many as its `concurrency` in "
                 "[[agents]]: ask another process, or later"
             )
-        session = self._sessions[task.session] = _HeldSession(task.session)
+        session = self._sessions[task.session] = _AgentCall(task.session)
         self._running[task.agent] += 1
         session.outcome.add_done_callback(lambda _: self._running.subtract([task.agent]))
 
@@ -160,7 +160,7 @@ class AgentRunner:
             _log.exception("session %s: agent %s failed", task.session, task.agent)
             return AgentOutcome(f"{type(error).__name__}: {error}"[:MAX_CAUSE])
 
-    def _forget(self, session: _HeldSession) -> None:
+    def _forget(self, session: _AgentCall) -> None:
         if session.num_listeners == 0 and self._sessions.get(session.id) is session:
             self.cancel(session.id)
             del self._sessions[session.id]
