@@ -4,7 +4,6 @@ import asyncio
 import faulthandler
 import logging
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -14,7 +13,7 @@ from threading import Thread
 from typing import Final
 
 from atoll.agents.session import AgentSession
-from atoll.runtime.errors import OverloadedError, UserError
+from atoll.runtime.errors import UserError
 from atoll.wire.types import AgentOutcome, AgentTask, SessionId
 
 _log = logging.getLogger(__name__)
@@ -25,6 +24,7 @@ BLOCKED_S: Final = 120.0  # that a function may block the loop of all
 JOIN_TIMEOUT_S: Final = 1.0  # for the loop to stop
 MAX_CAUSE: Final = 500  # characters
 CANCELLED: Final = AgentOutcome("cancelled")
+LOST: Final = AgentOutcome("the process that ran the agent is gone")
 
 AgentFunction = Callable[[AgentSession], Awaitable[object]]
 
@@ -32,7 +32,7 @@ AgentFunction = Callable[[AgentSession], Awaitable[object]]
 @dataclass(frozen=True, slots=True)
 class HostedAgent:
     function: AgentFunction
-    concurrency: int  # concurrent sessions
+    concurrency: int  # concurrent sessions that the coordinator may start
 
 
 class _AgentCall:
@@ -59,7 +59,6 @@ class AgentRunner:
         """Call it in the service's loop."""
         self._agents = agents
         self._sessions: dict[SessionId, _AgentCall] = {}
-        self._running: Counter[str] = Counter()  # sessions without an outcome, by agent
         self._home = asyncio.get_running_loop()
         self._loop = asyncio.new_event_loop()
         num_threads = sum(agent.concurrency for agent in agents.values())  # so that no to_thread has to wait
@@ -79,12 +78,12 @@ class AgentRunner:
 
     @property
     def num_running(self) -> int:
-        return self._running.total()
+        return sum(not session.outcome.done() for session in self._sessions.values())
 
     async def run(self, task: AgentTask) -> AgentOutcome:
         """How the task's function ended; a repeated call joins it, or gets the outcome that is remembered.
 
-        Raises UserError for an unknown agent, OverloadedError if it has as many sessions as it may have.
+        How many run at once is up to the coordinator. Raises UserError for an unknown agent.
         """
         session = self._sessions.get(task.session) or self._begin(task)
         session.num_listeners += 1
@@ -129,14 +128,10 @@ class AgentRunner:
         if agent is None:
             known = ", ".join(self._agents)
             raise UserError(f"got a session for agent {task.agent!r}, this process runs {known}")
-        if self._running[task.agent] >= agent.concurrency:
-            raise OverloadedError(
-                f"agent {task.agent} holds {agent.concurrency} sessions, as many as its `concurrency` in "
-                "[[agents]]: ask another process, or later"
-            )
         session = self._sessions[task.session] = _AgentCall(task.session)
-        self._running[task.agent] += 1
-        session.outcome.add_done_callback(lambda _: self._running.subtract([task.agent]))
+        if not task.agent_key:
+            session.settle(LOST)
+            return session
 
         def begin() -> None:
             session.call = self._loop.create_task(self._call(agent.function, task))
