@@ -13,6 +13,7 @@ import pytest
 
 from atoll.coordinator.fleet.agent_hosts import AgentHosts
 from atoll.coordinator.fleet.directory import ServiceDirectory
+from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.fleet.replicas import Replicas
 from atoll.coordinator.rewards.rewards import Rewards
@@ -131,7 +132,7 @@ async def test_a_file_that_cannot_be_imported_ends_the_process_with_its_reason(t
 async def test_the_coordinator_finds_processes_of_agents_and_loses_them(store: Store, tmp_path: Path) -> None:
     registry, hosts = Registry(store, lease_s=60), AgentHosts()
     membership = ServiceDirectory(
-        registry, Replicas(CALLER, 60), Rewards(0), hosts, CALLER, 60, NobodyGenerates(), "actor"
+        registry, Replicas(CALLER, 60), Rewards(0), hosts, Gateways(), CALLER, 60, NobodyGenerates(), "actor"
     )
     async with serving(tmp_path, "--agent", "hangs") as (_, address), asyncio.timeout(60):
         following = asyncio.create_task(membership.follow())
