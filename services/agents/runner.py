@@ -4,7 +4,6 @@ import asyncio
 import faulthandler
 import logging
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -14,7 +13,7 @@ from threading import Thread
 from typing import Final
 
 from atoll.agents.session import AgentSession
-from atoll.runtime.errors import OverloadedError, UserError
+from atoll.runtime.errors import UserError
 from atoll.wire.types import AgentOutcome, AgentTask, SessionId
 
 _log = logging.getLogger(__name__)
@@ -25,6 +24,7 @@ BLOCKED_S: Final = 120.0  # that a function may block the loop of all
 JOIN_TIMEOUT_S: Final = 1.0  # for the loop to stop
 MAX_CAUSE: Final = 500  # characters
 CANCELLED: Final = AgentOutcome("cancelled")
+LOST: Final = AgentOutcome("the process that ran the agent is gone")
 
 AgentFunction = Callable[[AgentSession], Awaitable[object]]
 
@@ -32,10 +32,10 @@ AgentFunction = Callable[[AgentSession], Awaitable[object]]
 @dataclass(frozen=True, slots=True)
 class HostedAgent:
     function: AgentFunction
-    concurrency: int  # concurrent sessions
+    concurrency: int  # concurrent sessions that the coordinator may start
 
 
-class _HeldSession:
+class _AgentCall:
     """`call` belongs to the loop of the functions, all else to the service's."""
 
     def __init__(self, id: SessionId) -> None:
@@ -58,8 +58,7 @@ class AgentRunner:
     def __init__(self, agents: Mapping[str, HostedAgent]) -> None:
         """Call it in the service's loop."""
         self._agents = agents
-        self._sessions: dict[SessionId, _HeldSession] = {}
-        self._running: Counter[str] = Counter()  # sessions without an outcome, by agent
+        self._sessions: dict[SessionId, _AgentCall] = {}
         self._home = asyncio.get_running_loop()
         self._loop = asyncio.new_event_loop()
         num_threads = sum(agent.concurrency for agent in agents.values())  # so that no to_thread has to wait
@@ -79,12 +78,12 @@ class AgentRunner:
 
     @property
     def num_running(self) -> int:
-        return self._running.total()
+        return sum(not session.outcome.done() for session in self._sessions.values())
 
     async def run(self, task: AgentTask) -> AgentOutcome:
         """How the task's function ended; a repeated call joins it, or gets the outcome that is remembered.
 
-        Raises UserError for an unknown agent, OverloadedError if it has as many sessions as it may have.
+        How many run at once is up to the coordinator. Raises UserError for an unknown agent.
         """
         session = self._sessions.get(task.session) or self._begin(task)
         session.num_listeners += 1
@@ -124,19 +123,15 @@ class AgentRunner:
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _begin(self, task: AgentTask) -> _HeldSession:
+    def _begin(self, task: AgentTask) -> _AgentCall:
         agent = self._agents.get(task.agent)
         if agent is None:
             known = ", ".join(self._agents)
             raise UserError(f"got a session for agent {task.agent!r}, this process runs {known}")
-        if self._running[task.agent] >= agent.concurrency:
-            raise OverloadedError(
-                f"agent {task.agent} holds {agent.concurrency} sessions, as many as its `concurrency` in "
-                "[[agents]]: ask another process, or later"
-            )
-        session = self._sessions[task.session] = _HeldSession(task.session)
-        self._running[task.agent] += 1
-        session.outcome.add_done_callback(lambda _: self._running.subtract([task.agent]))
+        session = self._sessions[task.session] = _AgentCall(task.session)
+        if not task.agent_key:
+            session.settle(LOST)
+            return session
 
         def begin() -> None:
             session.call = self._loop.create_task(self._call(agent.function, task))
@@ -160,7 +155,7 @@ class AgentRunner:
             _log.exception("session %s: agent %s failed", task.session, task.agent)
             return AgentOutcome(f"{type(error).__name__}: {error}"[:MAX_CAUSE])
 
-    def _forget(self, session: _HeldSession) -> None:
+    def _forget(self, session: _AgentCall) -> None:
         if session.num_listeners == 0 and self._sessions.get(session.id) is session:
             self.cancel(session.id)
             del self._sessions[session.id]

@@ -576,7 +576,7 @@ class AgentTask:
     session: SessionId
     agent: str  # name of one of [[agents]]
     url: str  # of the gateway: chat APIs below /v1
-    agent_key: str = field(repr=False)  # to ask for turns
+    agent_key: str = field(repr=False)  # to ask for turns; "": whoever holds the session already has it
     reward_key: str = field(repr=False)  # to set rewards
     model: str  # as the gateway calls it
     messages: tuple[Message, ...]  # of the dataset's row, as the next three

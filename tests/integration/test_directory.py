@@ -15,6 +15,7 @@ from atoll.coordinator.assembly import Assembly
 from atoll.coordinator.control import RunControl
 from atoll.coordinator.fleet.agent_hosts import AgentHosts
 from atoll.coordinator.fleet.directory import ServiceDirectory
+from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.fleet.replicas import Replica, Replicas, ReplicaState
 from atoll.coordinator.rewards.registration import RegistrationRules
@@ -91,7 +92,7 @@ async def test_a_replica_that_answers_after_it_was_replaced_stays_away(store: St
     registry, replicas = Registry(store, lease_s=60), Replicas(CALLER, 60)
 
     membership = ServiceDirectory(
-        registry, replicas, Rewards(0), AgentHosts(), CALLER, 60, NobodyGenerates(), "actor"
+        registry, replicas, Rewards(0), AgentHosts(), Gateways(), CALLER, 60, NobodyGenerates(), "actor"
     )
 
     async def logged(text: str) -> None:
@@ -126,7 +127,7 @@ async def test_a_replica_that_is_too_busy_to_answer_is_asked_again(
     registry, replicas = Registry(store, lease_s=60), Replicas(CALLER, 60)
 
     membership = ServiceDirectory(
-        registry, replicas, Rewards(0), AgentHosts(), CALLER, 60, NobodyGenerates(), "actor"
+        registry, replicas, Rewards(0), AgentHosts(), Gateways(), CALLER, 60, NobodyGenerates(), "actor"
     )
     busy = SlowToDescribe(too_late=2)
     busy.may_answer.set()
@@ -148,7 +149,15 @@ async def test_a_second_trainer_of_a_role_is_kept_out_until_the_first_leaves(
     monkeypatch.setattr("atoll.coordinator.fleet.directory.RETRY_S", 0.01)
     registry, rewards = Registry(store, lease_s=60), Rewards(0)
     membership = ServiceDirectory(
-        registry, Replicas(CALLER, 60), rewards, AgentHosts(), CALLER, 60, NobodyGenerates(), "actor"
+        registry,
+        Replicas(CALLER, 60),
+        rewards,
+        AgentHosts(),
+        Gateways(),
+        CALLER,
+        60,
+        NobodyGenerates(),
+        "actor",
     )
 
     async def logged() -> str:
@@ -187,7 +196,15 @@ async def test_a_service_that_does_not_fit_ends_the_run_only_before_it_has_begun
 
     registry = Registry(store, lease_s=60)
     membership = ServiceDirectory(
-        registry, Replicas(CALLER, 60), Rewards(0), AgentHosts(), CALLER, 60, NobodyGenerates(), "actor"
+        registry,
+        Replicas(CALLER, 60),
+        Rewards(0),
+        AgentHosts(),
+        Gateways(),
+        CALLER,
+        60,
+        NobodyGenerates(),
+        "actor",
     )
     async with serving(Misfit()) as bad_address, serving(OneOfEach()) as good_address:
         following = asyncio.create_task(membership.follow())

@@ -7,6 +7,7 @@ import pytest
 from atoll.config.errors import ConfigError
 from atoll.config.load import load
 from atoll.config.schema import RunConfig
+from atoll.wire.types import SessionEnd
 from tests.builders import run_config
 
 TOY = """
@@ -64,6 +65,8 @@ def test_an_agent_has_the_defaults_that_the_page_says(toy: Path) -> None:
         **dict.fromkeys(("turns", "tokens", "seconds", "versions", "context", "age"), "train"),
         **dict.fromkeys(("agent_failed", "environment_failed", "cancelled"), "replace"),
     }
+    ends = [end for end in SessionEnd if end is not SessionEnd.DONE]
+    assert [agent.on_end.of(end.value) for end in ends] == ["train"] * 6 + ["replace"] * 3
     assert not run_config().has_agents
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from atoll.coordinator.fleet.agent_hosts import AgentHosts
 from atoll.coordinator.fleet.directory import ServiceDirectory
+from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.runtime.errors import ServiceUnavailableError
@@ -33,6 +34,7 @@ def test_a_service_may_load_its_model_for_as_long_as_the_config_says() -> None:
             replicas,
             Rewards(retries=0),
             AgentHosts(),
+            Gateways(),
             CALLER,
             section.request_timeout_s,
             NobodyGenerates(),
