@@ -9,7 +9,8 @@ import asyncio
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -97,7 +98,8 @@ class ChatFormat:
             head_end += 1
         if not head_end and not tools:
             return await self._encode_root(self.render(self.trees(messages)))
-        key = _digest(messages[:head_end], tools)
+        with self._refusing():
+            key = _digest(messages[:head_end], tools)
         if key not in self._heads:
             async with self._learning:
                 if key not in self._heads:
@@ -157,17 +159,26 @@ class ChatFormat:
 
     def trees(self, messages: Sequence[Message]) -> list[Tree]:
         """Veiled, as the template reads them."""
-        return [self._tree(message) for message in messages]
+        with self._refusing():
+            return [self._tree(message) for message in messages]
 
     def tool_trees(self, tools: Sequence[Tool]) -> list[Tree]:
-        return [{**tool, "function": self.encoder.veil.cover_all(tool["function"])} for tool in tools]
+        with self._refusing():
+            return [{**tool, "function": self.encoder.veil.cover_all(tool["function"])} for tool in tools]
 
     def render(self, trees: Sequence[Tree], tools: Sequence[Tree] = ()) -> str:
         """Text up to the reply. Raises RequestError if the template refuses the messages."""
         if not self._renderer.has_template:  # plain text ends a reply, too
             trees = [{**tree, "content": tree["content"] + self._end_of(tree["role"])} for tree in trees]
-        try:
+        with self._refusing():
             return self._renderer.render(trees, tools)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """What a template cannot take, such as roles that it does not have or JSON that is too deep, is the
+        client's error."""
+        try:
+            yield
         except (jinja2.TemplateError, TypeError, RecursionError) as error:
             reason = self.encoder.veil.lift(str(error))
             raise RequestError(
