@@ -274,7 +274,7 @@ async def test_a_large_head_is_encoded_once(
 async def test_llama_writes_tools_into_the_first_user_message(model_folder: Folder) -> None:
     folder = model_folder("llama3.1")
     chat = ChatFormat(folder, thinking="keep")
-    for question in ("one", "two", "three"):
+    for question in ("one", "two", "one", "two", "three"):
         messages = [Message("system", "s"), Message("user", question)]
         assert (await chat.root(messages, [ADD])).tolist() == reference(folder, messages, [ADD])
 
