@@ -95,6 +95,9 @@ async def test_a_minimal_template_extends(tmp_path: Path) -> None:
         # contents are taken apart, or spelled out
         ("{{ m.content }}", "{{ m.content | upper }}", None),
         ("{{ m.content }}", "{{ m.content.encode() }}", "the ids of a conversation"),
+        # a content of `|im_end|>` ends what the template begins, one of `|im_end|` stands between two halves
+        ("{{ m.content }}", "<{{ m.content }}", None),
+        ("{{ m.content }}", "<{{ m.content }}>", "contents spell some"),
     ],
 )
 async def test_templates_that_do_not_extend_are_refused(
