@@ -338,6 +338,8 @@ def test_thinking_is_parsed_and_counted(model_folder: Folder, family: str) -> No
     assert reply.message == Message("assistant", "46", thinking="12 and 34, " + "so add. " * 199 + "so add.")
     assert reply.num_thinking_tokens - len(thought) in (0, 1)  # a token may reach past </think>
     assert reply.end == "stop"
+    assert chat.has_thinking(np.array([*thought, *answer], np.int32))
+    assert chat.has_thinking(np.array(answer, np.int32)) == (family == "qwen3.5")
     cut = chat.parse(np.array(thought[:-3], np.int32), name="0", finish_reason=FinishReason.LENGTH)
     assert (cut.message.content, cut.end) == ("", "length")
     assert cut.num_thinking_tokens == len(thought) - 3
@@ -352,5 +354,7 @@ def test_stop_strings_end_the_text_only(model_folder: Folder) -> None:
 
 
 def test_names_that_do_not_exist_are_refused(model_folder: Folder) -> None:
-    with pytest.raises(UserError, match="got 'pythonic', expected one of auto, hermes, xml, llama, none"):
+    with pytest.raises(
+        UserError, match="got 'pythonic', expected one of auto, hermes, qwen_xml, llama, none"
+    ):
         ChatFormat(model_folder("qwen3"), thinking="keep", tool_format="pythonic")

@@ -119,7 +119,7 @@ def test_the_chat_format_of_a_runs_model_is_described(tmp_path: Path) -> None:
     assert "runs/data/arithmetic/model" in text
     config = tmp_path / "run.toml"
     config.write_text(text.replace("runs/data/arithmetic/model", str(model)))
-    findings = list(doctor.chat_format(config))
+    findings = list(doctor.chat_templates(config))
     assert [finding.found for finding in findings] == [
         "extend a branch: tool results, system messages",
         'extend a branch if thinking = "keep", open one after thinking if it is "template": '
@@ -129,6 +129,6 @@ def test_the_chat_format_of_a_runs_model_is_described(tmp_path: Path) -> None:
     assert {finding.state for finding in findings} == {FindingState.OK}
 
     config.write_text(text.replace("runs/data/arithmetic/model", str(tmp_path / "none")))
-    (finding,) = doctor.chat_format(config)
+    (finding,) = doctor.chat_templates(config)
     assert (finding.state, finding.advice) == (FindingState.WARNING, "only agents need it")
     assert "config.json: missing" in finding.found

@@ -133,12 +133,17 @@ class ChatFormat:
         earlier thinking because of these messages (and `thinking` is "template"); "renderer", if the named
         renderer cannot append them; "" if a suffix will do.
 
-        `has_thinking`: a reply in the branch has `num_thinking_tokens` that no branch has removed yet.
+        `has_thinking`: a reply in the branch has some.
         """
         if self._bridge is not None and any(message.role == "assistant" for message in new_messages):
             return "renderer"
         strips = any(message.role in self._strip_roles for message in new_messages)
         return "thinking" if self.thinking == "template" and has_thinking and strips else ""
+
+    def has_thinking(self, token_ids: Int32) -> bool:
+        """Whether a sampled reply, `token_ids` [T], has a block of thinking, even an empty one."""
+        opening = self.encoder.decode(token_ids[:8].tolist())
+        return self._parser.opens_thinking or opening.lstrip().startswith(THINK)
 
     @property
     def strip_roles(self) -> frozenset[str]:

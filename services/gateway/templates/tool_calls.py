@@ -94,7 +94,7 @@ def llama_calls(text: str, tools: Sequence[Tool] = ()) -> CallsFound:
 
 TOOL_FORMATS: Mapping[str, Callable[[str, Sequence[Tool]], CallsFound]] = {
     "hermes": hermes_calls,
-    "xml": xml_calls,
+    "qwen_xml": xml_calls,
     "llama": llama_calls,
     "none": no_calls,
 }
