@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if arguments.config:
         findings.append(rollout_environment(arguments.config))
-        findings.extend(chat_format(arguments.config))
+        findings.extend(chat_templates(arguments.config))
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(f"{finding.state.value:8} {finding.what:{width}}  {finding.found}")
@@ -114,17 +114,24 @@ def rollout_environment(path: Path) -> Finding:
     return Finding(what, f"{interpreter} imports {module}")
 
 
-def chat_format(path: Path) -> Iterator[Finding]:
+def chat_templates(path: Path) -> Iterator[Finding]:
     """What agents can expect of a run's model: which messages extend a branch, which open one."""
     from atoll.config.load import load
     from atoll.gateway.templates.chat_format import ChatFormat
     from atoll.gateway.templates.proof import prove, report_lines
     from atoll.runtime.errors import UserError
 
-    model_path = load(path).model.path
+    config = load(path)
+    section = config.gateway
     advice = "only agents need it"
     try:
-        report = asyncio.run(prove(ChatFormat(model_path, thinking="template")))
+        chat_format = ChatFormat(
+            config.model.path,
+            thinking=section.thinking,
+            tool_format=section.tool_format,
+            renderer=section.renderer,
+        )
+        report = asyncio.run(prove(chat_format))
     except UserError as error:
         yield Finding("chat format", str(error), FindingState.WARNING, advice)
         return

@@ -79,7 +79,8 @@ _SPLIT = (
 
 
 def make_folder(path: Path, family: str, *, tiny: bool = False) -> Path:
-    """Writes tokenizer.json, tokenizer_config.json and config.json (of a two-layer Qwen2 model). A tiny
+    """Writes tokenizer.json, tokenizer_config.json and config.json (of a two-layer Qwen2
+    or Llama model). A tiny
     tokenizer has one token per byte, and the family's added tokens."""
     shape = FAMILIES[family]
     tokenizer = Tokenizer.from_str(_tokenizer("" if tiny else shape.ranks))
@@ -100,13 +101,15 @@ def make_folder(path: Path, family: str, *, tiny: bool = False) -> Path:
     stops = [tokenizer.token_to_id(text) for text in shape.stops]
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
     size = -(-tokenizer.get_vocab_size() // 64) * 64
-    (path / "config.json").write_text(json.dumps({"vocab_size": size, "eos_token_id": stops[0], **_MODEL}))
+    name = "Llama" if shape.ranks == "llama" else "Qwen2"
+    kind = {"model_type": name.lower(), "architectures": [f"{name}ForCausalLM"]}
+    (path / "config.json").write_text(
+        json.dumps({"vocab_size": size, "eos_token_id": stops[0], **kind, **_MODEL})
+    )
     return path
 
 
 _MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,

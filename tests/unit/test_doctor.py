@@ -14,6 +14,7 @@ from atoll.cli import doctor
 from atoll.cli.doctor import GIB, FindingState
 from atoll.reward.sandbox import host
 from atoll.runtime.errors import SandboxError
+from tests.gateway.model_folders import make_folder
 
 
 def test_one_core_is_a_warning() -> None:
@@ -110,3 +111,24 @@ async def test_the_sandbox_is_started(
     finding = await doctor.sandbox()
     assert (finding.found, finding.state) == (found, state)
     assert advice in finding.advice
+
+
+def test_the_chat_format_of_a_runs_model_is_described(tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model", "qwen3", tiny=True)
+    text = Path("examples/arithmetic.toml").read_text()
+    assert "runs/data/arithmetic/model" in text
+    config = tmp_path / "run.toml"
+    config.write_text(text.replace("runs/data/arithmetic/model", str(model)))
+    findings = list(doctor.chat_templates(config))
+    assert [finding.found for finding in findings] == [
+        "extend a branch: tool results, system messages",
+        'extend a branch if thinking = "keep", open one after thinking if it is "template": '
+        "user messages, tool results before a user message, fabricated exchanges",
+        "format of tool calls: hermes",
+    ]
+    assert {finding.state for finding in findings} == {FindingState.OK}
+
+    config.write_text(text.replace("runs/data/arithmetic/model", str(tmp_path / "none")))
+    (finding,) = doctor.chat_templates(config)
+    assert (finding.state, finding.advice) == (FindingState.WARNING, "only agents need it")
+    assert "config.json: missing" in finding.found

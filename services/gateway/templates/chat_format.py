@@ -9,7 +9,8 @@ import asyncio
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +33,8 @@ from atoll.wire.types import FinishReason, Int32, Message, ToolCall
 Thinking = Literal["keep", "template"]
 Tree = dict[str, Any]  # a message as templates read it
 
-HEAD_BYTES = 64 << 20  # of token ids kept for system prompts and tools
+HEAD_BYTES = 64 << 20  # of token ids kept: of heads, and of conversations whose heads do not stand apart
+_OVERHEAD = 512  # bytes of an entry beside its ids
 _NO_DEMANDS = Demands()
 _USER: Tree = {"role": "user", "content": "x"}
 _SYSTEM: Tree = {"role": "system", "content": "x"}
@@ -43,8 +45,8 @@ class _Head:
     """System prompt and tools of a conversation, rendered and encoded apart from what follows."""
 
     ids: Int32
-    stand_in: Sequence[Tree]  # what is rendered in its place
-    stand_in_length: int  # of the stand-in's text, in characters
+    stand_in: Sequence[Tree] | None  # what is rendered in its place; None: what follows does not stand apart
+    stand_in_length: int = 0  # of the stand-in's text, in characters
 
 
 class ChatFormat:
@@ -69,7 +71,7 @@ class ChatFormat:
         self._cover = self.encoder.veil.cover
         self._stop_texts = [text for text, id in self.encoder.specials.items() if id in self.stop_ids]
         self._opening = np.empty(0, np.int32) if self._renderer.has_template else self.encoder.opening()
-        self._heads: OrderedDict[bytes, _Head | None] = OrderedDict()
+        self._heads: OrderedDict[bytes, _Head] = OrderedDict()  # the one used last at the end
         self._head_bytes = 0
         self._learning = asyncio.Lock()
         self._bridge = RenderersBridge(renderer, self.encoder) if renderer else None
@@ -97,15 +99,16 @@ class ChatFormat:
             head_end += 1
         if not head_end and not tools:
             return await self._encode_root(self.render(self.trees(messages)))
-        key = _digest(messages[:head_end], tools)
+        with self._refusing():
+            key = _digest(messages[:head_end], tools)
         if key not in self._heads:
             async with self._learning:
                 if key not in self._heads:
-                    return await self._learn_head(key, messages, head_end, tools)
-        self._heads.move_to_end(key)
+                    self._keep(key, await self._learn_head(messages, head_end, tools))
         head = self._heads[key]
-        if head is None:
-            return await self._encode_root(self.render(self.trees(messages), self.tool_trees(tools)))
+        self._heads.move_to_end(key)
+        if head.stand_in is None:
+            return await self._whole(messages, tools)
         text = self.render([*head.stand_in, *self.trees(messages[head_end:])])
         rest = await self.encoder.encode(text[head.stand_in_length :])
         return np.concatenate([head.ids, rest])
@@ -130,12 +133,17 @@ class ChatFormat:
         earlier thinking because of these messages (and `thinking` is "template"); "renderer", if the named
         renderer cannot append them; "" if a suffix will do.
 
-        `has_thinking`: a reply in the branch has `num_thinking_tokens` that no branch has removed yet.
+        `has_thinking`: a reply in the branch has some.
         """
         if self._bridge is not None and any(message.role == "assistant" for message in new_messages):
             return "renderer"
         strips = any(message.role in self._strip_roles for message in new_messages)
         return "thinking" if self.thinking == "template" and has_thinking and strips else ""
+
+    def has_thinking(self, token_ids: Int32) -> bool:
+        """Whether a sampled reply, `token_ids` [T], has a block of thinking, even an empty one."""
+        opening = self.encoder.decode(token_ids[:8].tolist())
+        return self._parser.opens_thinking or opening.lstrip().startswith(THINK)
 
     @property
     def strip_roles(self) -> frozenset[str]:
@@ -157,17 +165,26 @@ class ChatFormat:
 
     def trees(self, messages: Sequence[Message]) -> list[Tree]:
         """Veiled, as the template reads them."""
-        return [self._tree(message) for message in messages]
+        with self._refusing():
+            return [self._tree(message) for message in messages]
 
     def tool_trees(self, tools: Sequence[Tool]) -> list[Tree]:
-        return [{**tool, "function": self.encoder.veil.cover_all(tool["function"])} for tool in tools]
+        with self._refusing():
+            return [{**tool, "function": self.encoder.veil.cover_all(tool["function"])} for tool in tools]
 
     def render(self, trees: Sequence[Tree], tools: Sequence[Tree] = ()) -> str:
         """Text up to the reply. Raises RequestError if the template refuses the messages."""
         if not self._renderer.has_template:  # plain text ends a reply, too
             trees = [{**tree, "content": tree["content"] + self._end_of(tree["role"])} for tree in trees]
-        try:
+        with self._refusing():
             return self._renderer.render(trees, tools)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """What a template cannot take, such as roles that it does not have or JSON that is too deep, is the
+        client's error."""
+        try:
+            yield
         except (jinja2.TemplateError, TypeError, RecursionError) as error:
             reason = self.encoder.veil.lift(str(error))
             raise RequestError(
@@ -194,27 +211,38 @@ class ChatFormat:
         ids = await self.encoder.encode(text)
         return np.concatenate([self._opening, ids]) if self._opening.size else ids
 
-    async def _learn_head(
-        self, key: bytes, messages: Sequence[Message], head_end: int, tools: Sequence[Tool]
-    ) -> Int32:
-        """Renders the whole conversation, and keeps its head if that gives the same ids."""
+    async def _whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Int32:
+        """A conversation whose head does not stand apart. The sessions of a group begin with the same one."""
+        key = _digest(messages, tools)
+        if key not in self._heads:
+            text = self.render(self.trees(messages), self.tool_trees(tools))
+            self._keep(key, _Head(await self._encode_root(text), None))
+        self._heads.move_to_end(key)
+        return self._heads[key].ids
+
+    async def _learn_head(self, messages: Sequence[Message], head_end: int, tools: Sequence[Tool]) -> _Head:
+        """Renders the whole conversation, and its head apart from it if that gives the same ids."""
         trees, tool_trees = self.trees(messages), self.tool_trees(tools)
         text = self.render(trees, tool_trees)
-        ids = await self._encode_root(text)
         stand_in = [_SYSTEM] if head_end else []
-        head_length = self._head_length(trees[:head_end], tool_trees)
+        length = self._head_length(trees[:head_end], tool_trees)
         stand_in_length = self._head_length(stand_in, ())
-        rest = text[head_length:]
-        head = None
-        if head_length and self.render([*stand_in, *trees[head_end:]])[stand_in_length:] == rest:
-            head_ids = await self._encode_root(text[:head_length])
-            if np.array_equal(ids, np.concatenate([head_ids, await self.encoder.encode(rest)])):
-                head = _Head(head_ids, stand_in, stand_in_length)
+        rest = text[length:]
+        if length and self.render([*stand_in, *trees[head_end:]])[stand_in_length:] == rest:
+            ids = await self._encode_root(text[:length])
+            together = np.concatenate([ids, await self.encoder.encode(rest)])
+            if np.array_equal(together, await self._encode_root(text)):
+                return _Head(ids, stand_in, stand_in_length)
+        return _Head(np.empty(0, np.int32), None)
+
+    def _keep(self, key: bytes, head: _Head) -> None:
+        if key in self._heads:  # learnt twice at the same time
+            return
+        head.ids.flags.writeable = False
         self._heads[key] = head
-        self._head_bytes += _size(head)
-        while self._head_bytes > HEAD_BYTES or len(self._heads) > 4096:
-            self._head_bytes -= _size(self._heads.popitem(last=False)[1])
-        return ids
+        self._head_bytes += head.ids.nbytes + _OVERHEAD
+        while self._head_bytes > HEAD_BYTES and len(self._heads) > 1:
+            self._head_bytes -= self._heads.popitem(last=False)[1].ids.nbytes + _OVERHEAD
 
     def _head_length(self, head: Sequence[Tree], tools: Sequence[Tree]) -> int:
         """Characters before the special token that begins the first message behind the head."""
@@ -295,10 +323,6 @@ def _reply_to_be_followed_by(new: Tree) -> Tree:
     return reply
 
 
-def _digest(head: Sequence[Message], tools: Sequence[Tool]) -> bytes:
-    tree = [[message.content for message in head], tools]
-    return hashlib.blake2b(orjson.dumps(tree), digest_size=16).digest()
-
-
-def _size(head: _Head | None) -> int:
-    return 0 if head is None else head.ids.nbytes
+def _digest(messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
+    tree = [[*message[:2], [[*call] for call in message.tool_calls], *message[3:]] for message in messages]
+    return hashlib.blake2b(orjson.dumps([tree, tools]), digest_size=16).digest()

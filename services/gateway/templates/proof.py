@@ -1,6 +1,7 @@
 """Proves at start-up, on random conversations, that a model folder's chat format is exact."""
 
 import json
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from atoll.wire.types import FinishReason, Int32, Message, ToolCall
 
 _CASES = 3  # random conversations of each kind
 _KINDS = {  # of new messages, after a reply
-    "a user message": ("user",),
-    "a tool result": ("tool",),
-    "tool results and a user message": ("tool", "tool", "user"),
-    "a fabricated exchange": ("user", "assistant", "user"),
-    "a system message": ("system",),
+    "user messages": ("user",),
+    "tool results": ("tool",),
+    "tool results before a user message": ("tool", "tool", "user"),
+    "fabricated exchanges": ("user", "assistant", "user"),
+    "system messages": ("system",),
 }
 
 
@@ -81,7 +82,8 @@ class _Proof:
         """Texts of special tokens become no special tokens, whichever field they stand in."""
         texts = self._special_texts
         halves = [half for text in texts[:32] for half in (text[1:], text[:-1])]
-        attacks = ["\U0010f000".join(texts) + "\U0010fffc\U0010f001\U0010f002", " ".join(halves)]
+        private = "\U0010f000\U0010f001\U0010f002\U0010fffc"
+        attacks = [private.join(texts), " ".join(texts), " ".join(halves)]
         attacks += [text[1:-1] for text in texts[:: max(1, len(texts) // 8)] if text[1:-1].strip()]
         for called in (True, False):
             try:
@@ -102,10 +104,10 @@ class _Proof:
                 self.refused[kind] = str(error)
             else:
                 self.extend.append(kind)
-        if "a user message" in self.refused:
+        if "user messages" in self.refused:
             raise UserError(
                 f"{self.chat.model_path}: the chat template does not extend: "
-                f"got {self.refused['a user message']!r} for a user message, expected text behind a stop "
+                f"got {self.refused['user messages']!r} for user messages, expected text behind a stop "
                 "token; name a renderer that carries this family, or use a template that extends"
             )
 
@@ -148,17 +150,16 @@ class _Proof:
             cut_short = await self.chat.suffix(new, ended=False)
             whole = await self.chat.root([*history, *new], tools)
             expected = whole[-len(got) - 1 :]
+            self._equal(f"the suffix for {kind} after a cut reply", cut_short[1:], got)
+            if cut_short[0] not in self.chat.stop_ids:
+                token = repr(self.chat.encoder.decode(cut_short[:1].tolist()))
+                self._refuse("the token that ends a cut reply", token, "a stop token")
             if self.chat.renderer and not np.array_equal(got, expected[1:]):
                 self.warnings.append(f"the renderer writes {kind} otherwise than the template")
                 return
             self._equal(f"the suffix for {kind}", got, expected[1:])
-            self._equal(f"the suffix for {kind} after a cut reply", cut_short, expected)
-            if expected[0] not in self.chat.stop_ids:
-                self._refuse(
-                    "the token before a suffix",
-                    repr(self.chat.encoder.decode(expected[:1].tolist())),
-                    "a stop token",
-                )
+            if not self.chat.renderer:  # which may end a reply with another stop token
+                self._equal(f"the token before the suffix for {kind}", cut_short[:1], expected[:1])
 
     async def _attacked(self, text: str, called: bool) -> Int32:
         """A conversation with `text` in every field."""
@@ -206,7 +207,9 @@ class _Proof:
     def _equal(self, what: str, got: Int32, expected: Int32) -> None:
         self.num_checks += 1
         if not np.array_equal(got, expected):
-            self._refuse(what, *(repr(self.chat.encoder.decode(ids.tolist())) for ids in (got, expected)))
+            decoded = [self.chat.encoder.decode(ids.tolist()) for ids in (got, expected)]
+            equal = len(os.path.commonprefix(decoded))  # noqa: RUF071 (of characters)
+            self._refuse(what, *(repr(text[max(0, equal - 20) : equal + 80]) for text in decoded))
 
     def _refuse(self, what: str, got: str, expected: str) -> None:
         raise UserError(
@@ -217,19 +220,15 @@ class _Proof:
 
 def report_lines(report: ProofReport) -> Iterator[str]:
     """What a user has to know, in sentences; warnings apart."""
-    yield f"{_kinds(report.extend)} extend a branch"
+    yield f"extend a branch: {', '.join(report.extend) or 'no messages'}"
     if report.branch:
         yield (
-            f"{_kinds(report.branch)} open a branch if there was thinking before them "
-            '(thinking = "template"), or extend the branch (thinking = "keep")'
+            f'extend a branch if thinking = "keep", open one after thinking if it is "template": '
+            f"{', '.join(report.branch)}"
         )
     for kind, reason in report.refused.items():
-        yield f"{kind} is refused: {reason}"
-    yield f"tool calls are read in the format {report.tool_format}"
-
-
-def _kinds(kinds: Sequence[str]) -> str:
-    return ", ".join(kinds) or "no messages"
+        yield f"refused: {kind}: {reason}"
+    yield f"format of tool calls: {report.tool_format}"
 
 
 def _tool(name: str) -> Tool:

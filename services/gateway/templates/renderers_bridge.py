@@ -40,7 +40,8 @@ class RenderersBridge:
             ) from None
         prompt = self._renderer.render_ids([{"role": "user", "content": "x"}], add_generation_prompt=True)
         self._prompt = list(prompt)[-_PROMPT_TAIL:]
-        self._reply = encoder.encode_now("x").tolist()
+        # a reply must not end within thinking, which the prompt may have opened
+        self._reply = encoder.encode_now("</think>x" if "</think>" in encoder.specials else "x").tolist()
         self._stop = self._renderer.get_stop_token_ids()[0]
 
     def suffix(self, new: Sequence[dict[str, Any]], *, ended: bool) -> Int32:

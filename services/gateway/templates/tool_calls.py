@@ -69,11 +69,13 @@ def llama_calls(text: str, tools: Sequence[Tool] = ()) -> CallsFound:
     while True:
         start = _blank(body, at)
         try:
-            end = _JSON.raw_decode(body, start)[1]
+            value, end = _JSON.raw_decode(body, start)
         except (ValueError, RecursionError):
             break
-        call = _json_call(body[start:end], ("parameters", "arguments"))
+        call = _json_call(body[start:end], _LLAMA_KEYS)
         if call is None:
+            if not (tag or found.calls or value.keys() & _LLAMA_KEYS):
+                return CallsFound(text.strip())  # JSON about something that has a name
             break
         found.calls.append(call)
         at = _blank(body, end)
@@ -92,7 +94,7 @@ def llama_calls(text: str, tools: Sequence[Tool] = ()) -> CallsFound:
 
 TOOL_FORMATS: Mapping[str, Callable[[str, Sequence[Tool]], CallsFound]] = {
     "hermes": hermes_calls,
-    "xml": xml_calls,
+    "qwen_xml": xml_calls,
     "llama": llama_calls,
     "none": no_calls,
 }
@@ -100,6 +102,7 @@ TOOL_FORMATS: Mapping[str, Callable[[str, Sequence[Tool]], CallsFound]] = {
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _XML_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_LLAMA_KEYS = ("parameters", "arguments")
 _LLAMA_START = re.compile(r'\s*\{\s*"name"')
 
 

@@ -1,6 +1,6 @@
 """Hides what special tokens are spelled with from templates and tokenizers. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import TypeVar
 
 Tree = TypeVar("Tree")
@@ -48,8 +48,8 @@ class Veil:
     def _cover_all(self, tree: object) -> object:
         if isinstance(tree, str):
             return self.cover(tree)
-        if isinstance(tree, Mapping):
+        if isinstance(tree, dict):
             return {self._cover_all(key): self._cover_all(value) for key, value in tree.items()}
-        if isinstance(tree, Sequence):
+        if isinstance(tree, list | tuple):
             return [self._cover_all(item) for item in tree]
         return tree
