@@ -1,8 +1,8 @@
 """What every chat API offers the gateway's HTTP side. Pure: JSON in, JSON out.
 
-    request = api.parse({"model": "policy", "messages": [{"role": "user", "content": "12+34?"}]})
-    request.chat         ChatRequest(messages=(Message("user", "12+34?"),))
-    api.answer(...)      {"id": "chatcmpl-0_3", "object": "chat.completion", "choices": [...], ...}
+request = api.parse({"model": "policy", "messages": [{"role": "user", "content": "12+34?"}]})
+request.chat         ChatRequest(messages=(Message("user", "12+34?"),))
+api.answer(...)      {"id": "chatcmpl-0_3", "object": "chat.completion", "choices": [...], ...}
 """
 
 from abc import ABC, abstractmethod
