@@ -57,7 +57,7 @@ def data_event(data: Json) -> bytes:
 
 def named_event(data: Json) -> bytes:
     """An event whose name is its data's type."""
-    return b"event: " + data["type"].encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+    return f"event: {data['type']}\ndata: ".encode() + orjson.dumps(data) + b"\n\n"
 
 
 _OPENAI_ERRORS: Final = {  # type and code by kind

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions of OpenAI. Thinking travels as `reasoning_content`, as vLLM and SGLang have it."""
+"""POST /v1/chat/completions. Thinking travels as `reasoning_content`, as vLLM and SGLang have it."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -15,7 +15,7 @@ from atoll.gateway.apis.fields import (
     messages_of,
     optional_text,
     positive,
-    refuse,
+    refused,
     stop_strings,
     text,
     tool_call,
@@ -111,7 +111,7 @@ def _parse_message(message: Any, at: int) -> Message:
         return Message("tool", content, tool_call_id=call_id)
     if role == "developer":
         return Message("system", content)
-    refuse(f"messages[{at}].role", role, "system, developer, user, assistant or tool")
+    raise refused(f"messages[{at}].role", role, "system, developer, user, assistant or tool")
 
 
 def _parse_calls(calls: Any, field: str) -> tuple[ToolCall, ...]:
@@ -140,7 +140,9 @@ def _parse_tool_choice(choice: Any) -> tuple[Any, str]:
     if isinstance(choice, dict) and choice.get("type") == "function":
         function = mapping(choice.get("function"), "tool_choice.function")
         return "required", text(function.get("name"), "tool_choice.function.name")
-    refuse("tool_choice", choice, '"auto", "none", "required" or {"type": "function", "function": {"name"}}')
+    raise refused(
+        "tool_choice", choice, '"auto", "none", "required" or {"type": "function", "function": {"name"}}'
+    )
 
 
 def _parse_format(value: Any) -> str | None:
@@ -155,7 +157,7 @@ def _parse_format(value: Any) -> str | None:
     if kind == "json_schema":
         given = mapping(value.get("json_schema"), "response_format.json_schema")
         return json_schema(given, "schema", "response_format.json_schema")
-    refuse("response_format.type", kind, "text, json_object or json_schema")
+    raise refused("response_format.type", kind, "text, json_object or json_schema")
 
 
 def _head(answer: ChatAnswer, kind: str) -> Json:

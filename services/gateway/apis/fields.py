@@ -1,7 +1,7 @@
 """Fields of requests, checked by hand: a history may have thousands of messages."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import orjson
 
@@ -9,30 +9,24 @@ from atoll.gateway.conversation import RequestError, Tool
 from atoll.wire.types import ToolCall
 
 _SHOWN: Final = 60  # characters of a refused value that its error shows
-_NAMES: Final = {
-    dict: "an object",
-    list: "a list",
-    str: "a string",
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-    type(None): "null",
-}
+_NAMES: Final = {dict: "an object", list: "a list", type(None): "null"}
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
 
 
-def refuse(field: str, value: Any, expected: str) -> NoReturn:
-    """Raises the RequestError that says which field, what it got and what it expected."""
-    got = _NAMES[type(value)]
-    if isinstance(value, str | int | float):
-        shown = repr(value)
-        got += f" {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '...'}"
-    raise RequestError(400, "invalid_request", f"{field}: got {got}, expected {expected}")
+def refused(field: str, value: Any, expected: str) -> RequestError:
+    """Says which field, what it got and what it expected."""
+    if isinstance(value, str):
+        got = repr(value if len(value) <= _SHOWN else value[:_SHOWN] + "...")
+    elif isinstance(value, bool | int | float):
+        got = orjson.dumps(value).decode()
+    else:
+        got = _NAMES[type(value)]
+    return RequestError(400, "invalid_request", f"{field}: got {got}, expected {expected}")
 
 
 def text(value: Any, field: str) -> str:
     if not isinstance(value, str):
-        refuse(field, value, "a string")
+        raise refused(field, value, "a string")
     return value
 
 
@@ -44,7 +38,7 @@ def optional_text(values: Mapping[str, Any], key: str, field: str) -> str:
 
 def mapping(value: Any, field: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        refuse(field, value, "an object")
+        raise refused(field, value, "an object")
     return value
 
 
@@ -53,7 +47,7 @@ def flag(body: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        refuse(key, value, "a boolean")
+        raise refused(key, value, "a boolean")
     return value
 
 
@@ -62,7 +56,9 @@ def positive(body: Mapping[str, Any], key: str, most: int | None = None) -> int 
     if value is None:
         return None
     if type(value) is not int or value < 1 or (most is not None and value > most):
-        refuse(key, value, "an integer of at least 1" if most is None else f"an integer from 1 to {most}")
+        raise refused(
+            key, value, "an integer of at least 1" if most is None else f"an integer from 1 to {most}"
+        )
     return value
 
 
@@ -70,7 +66,7 @@ def items(value: Any, field: str, *, may_be_missing: bool = False) -> list[Any]:
     if value is None and may_be_missing:
         return []
     if not isinstance(value, list):
-        refuse(field, value, "a list")
+        raise refused(field, value, "a list")
     return value
 
 
@@ -89,7 +85,7 @@ def stop_strings(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else items(value, key)
     for index, string in enumerate(strings):
         if not isinstance(string, str) or not string:
-            refuse(f"{key}[{index}]", string, "a string that is not empty")
+            raise refused(f"{key}[{index}]", string, "a string that is not empty")
     return tuple(strings)
 
 
@@ -100,19 +96,21 @@ def joined_text(content: Any, field: str) -> str:
     if content is None:
         return ""
     if not isinstance(content, list):
-        refuse(field, content, "a string or a list of text parts")
+        raise refused(field, content, "a string or a list of text parts")
     return "\n".join([part_text(part, field, index) for index, part in enumerate(content)])
 
 
 def part_text(part: Any, field: str, index: int) -> str:
     kind = mapping(part, f"{field}[{index}]").get("type")
     if kind not in _TEXT_PARTS:
-        refuse_part(kind, field, index)
+        raise refused_part(kind, field, index)
     return text(part.get("text"), f"{field}[{index}].text")
 
 
-def refuse_part(kind: Any, field: str, index: int) -> NoReturn:
-    refuse(f"{field}[{index}].type", kind, "text: this gateway takes text only, no images, audio or files")
+def refused_part(kind: Any, field: str, index: int) -> RequestError:
+    return refused(
+        f"{field}[{index}].type", kind, "text: this gateway takes text only, no images, audio or files"
+    )
 
 
 def dump(value: Any, field: str) -> str:
@@ -134,7 +132,7 @@ def tool_call(call: Mapping[str, Any], id_key: str, function: Mapping[str, Any],
 def function_tool(function: Any, field: str, parameters_key: str) -> Tool:
     """With only the keys that the client gave."""
     given = mapping(function, field)
-    tool = {"name": text(given.get("name"), f"{field}.name")}
+    tool: dict[str, Any] = {"name": text(given.get("name"), f"{field}.name")}
     if given.get("description") is not None:
         tool["description"] = text(given["description"], f"{field}.description")
     if given.get(parameters_key) is not None:
@@ -150,7 +148,9 @@ def check_tools(tools: Sequence[Tool], choice: str, tool_name: str) -> None:
         return
     names = [tool["function"]["name"] for tool in tools]
     if not names or (tool_name and tool_name not in names):
-        refuse("tool_choice", tool_name or "required", f"one of the request's tools ({', '.join(names)})")
+        raise refused(
+            "tool_choice", tool_name or "required", f"one of the request's tools ({', '.join(names)})"
+        )
 
 
 def json_schema(value: Mapping[str, Any], key: str, field: str) -> str:
