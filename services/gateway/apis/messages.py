@@ -204,11 +204,10 @@ def _blocks(request: ApiRequest, answer: ChatAnswer, reply: Reply) -> list[Json]
 def _input(arguments: str) -> orjson.Fragment:
     """Arguments go out as the policy wrote them, long integers too; what is no object, inside of one."""
     try:
-        if isinstance(orjson.loads(arguments), dict):
-            return orjson.Fragment(arguments)
+        is_object = isinstance(orjson.loads(arguments), dict)
     except orjson.JSONDecodeError:
-        pass
-    return orjson.Fragment(orjson.dumps({"arguments": arguments}))
+        is_object = False
+    return orjson.Fragment(arguments if is_object else orjson.dumps({"arguments": arguments}))
 
 
 def _begin(block: Json) -> tuple[Json, list[Json]]:
