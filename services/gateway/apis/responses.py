@@ -262,11 +262,12 @@ def _item_events(index: int, item: Json) -> list[Json]:
         arguments = item["arguments"]
         inner = [
             {"type": f"{what}.delta", **where, "delta": arguments},
-            {"type": f"{what}.done", **where, "name": item["name"], "arguments": arguments},
+            {"type": f"{what}.done", **where, "arguments": arguments},
         ]
     else:
         part, where = item["content"][0], {**where, "content_index": 0}
-        begun, what, more = {**item, "content": []}, "response.reasoning_text", {}
+        begun, what = {**item, "content": []}, "response.reasoning_text"
+        more: Json = {}
         if item["type"] == "message":
             begun, what, more = {**begun, "status": "in_progress"}, "response.output_text", {"logprobs": []}
         inner = [
