@@ -79,25 +79,25 @@ class Served:
     async def answer_async(self, request: httpx2.Request) -> httpx2.Response:
         return self(request)
 
-    def openai(self) -> openai.OpenAI:
+    def openai_client(self) -> openai.OpenAI:
         http_client = httpx2.Client(transport=httpx2.MockTransport(self))
         return openai.OpenAI(
             base_url="http://gateway/v1", api_key="key", http_client=http_client, max_retries=0
         )
 
-    def async_openai(self) -> openai.AsyncOpenAI:
+    def async_openai_client(self) -> openai.AsyncOpenAI:
         http_client = httpx2.AsyncClient(transport=httpx2.MockTransport(self.answer_async))
         return openai.AsyncOpenAI(
             base_url="http://gateway/v1", api_key="key", http_client=http_client, max_retries=0
         )
 
-    def anthropic(self) -> anthropic.Anthropic:
+    def anthropic_client(self) -> anthropic.Anthropic:
         http_client = httpx2.Client(transport=httpx2.MockTransport(self))
         return anthropic.Anthropic(
             base_url="http://gateway", api_key="key", http_client=http_client, max_retries=0
         )
 
-    def async_anthropic(self) -> anthropic.AsyncAnthropic:
+    def async_anthropic_client(self) -> anthropic.AsyncAnthropic:
         http_client = httpx2.AsyncClient(transport=httpx2.MockTransport(self.answer_async))
         return anthropic.AsyncAnthropic(
             base_url="http://gateway", api_key="key", http_client=http_client, max_retries=0
