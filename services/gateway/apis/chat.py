@@ -140,9 +140,7 @@ def _parse_tool_choice(choice: Any) -> tuple[Any, str]:
     if isinstance(choice, dict) and choice.get("type") == "function":
         function = mapping(choice.get("function"), "tool_choice.function")
         return "required", text(function.get("name"), "tool_choice.function.name")
-    raise refused(
-        "tool_choice", choice, '"auto", "none", "required" or {"type": "function", "function": {"name"}}'
-    )
+    raise refused("tool_choice", choice, 'auto, none, required or {"type": "function", "function": {"name"}}')
 
 
 def _parse_format(value: Any) -> str | None:

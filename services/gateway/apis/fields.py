@@ -56,9 +56,7 @@ def positive(body: Mapping[str, Any], key: str, most: int | None = None) -> int 
     if value is None:
         return None
     if type(value) is not int or value < 1 or (most is not None and value > most):
-        raise refused(
-            key, value, "an integer of at least 1" if most is None else f"an integer from 1 to {most}"
-        )
+        raise refused(key, value, f"an integer from 1{'' if most is None else f' to {most}'}")
     return value
 
 
@@ -108,9 +106,7 @@ def part_text(part: Any, field: str, index: int) -> str:
 
 
 def refused_part(kind: Any, field: str, index: int) -> RequestError:
-    return refused(
-        f"{field}[{index}].type", kind, "text: this gateway takes text only, no images, audio or files"
-    )
+    return refused(f"{field}[{index}].type", kind, "text: the gateway takes no images, audio or files")
 
 
 def dump(value: Any, field: str) -> str:
@@ -148,9 +144,7 @@ def check_tools(tools: Sequence[Tool], choice: str, tool_name: str) -> None:
         return
     names = [tool["function"]["name"] for tool in tools]
     if not names or (tool_name and tool_name not in names):
-        raise refused(
-            "tool_choice", tool_name or "required", f"one of the request's tools ({', '.join(names)})"
-        )
+        raise refused("tool_choice", tool_name or choice, f"one of the tools ({', '.join(names)})")
 
 
 def json_schema(value: Mapping[str, Any], key: str, field: str) -> str:
