@@ -21,7 +21,7 @@ def make_reply(
     num_calls: int = 0, *, content: str = "", thinking: str = "", end: str = "", name: str = "0_3"
 ):
     calls = tuple(
-        ToolCall(f"call_{name}_{index}", "add", f'{{"a": {index}, "b": [{index}, "\\n é"]}}')
+        ToolCall(f"call_{name}_{index}", "add", f'{{"a": {index},\n "b": [{index}, "\\n é"]}}')
         for index in range(num_calls)
     )
     message = Message("assistant", content, calls, thinking=thinking)

@@ -94,57 +94,56 @@ class ResponsesApi(Api):
 
 
 @dataclass(slots=True)
-class _AssistantItems:
-    """Items that one turn gave: reasoning, then a message, then calls."""
+class _TurnItems:
+    """Items that one turn produced: reasoning, then a message, then calls."""
 
     thinking: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
 
+    def takes(self, kind: str) -> bool:
+        """False: an item of this kind begins the next turn."""
+        return kind == "function_call" or not (self.texts or self.calls)
+
+    def add(self, kind: str, item: Mapping[str, Any], where: str) -> None:
+        if kind == "function_call":
+            self.calls.append(tool_call(item, "call_id", item, where))
+        elif kind == "message":
+            self.texts.append(joined_text(item.get("content"), f"{where}.content"))
+        else:
+            key = "content" if item.get("content") else "summary"
+            for index, part in enumerate(items(item.get(key), f"{where}.{key}", may_be_missing=True)):
+                place = f"{where}.{key}[{index}]"
+                self.thinking.append(text(mapping(part, place).get("text"), f"{place}.text"))
+
     def message(self) -> Message:
-        return Message(
-            "assistant", "\n".join(self.texts), tuple(self.calls), thinking="\n".join(self.thinking)
-        )
+        texts, thinking = "\n".join(self.texts), "\n".join(self.thinking)
+        return Message("assistant", texts, tuple(self.calls), thinking=thinking)
 
 
 def _parse_input(given: Any) -> list[Message]:
     if isinstance(given, str):
         return [Message("user", given)]
     messages: list[Message] = []
-    turn: _AssistantItems | None = None
+    turn: _TurnItems | None = None
     for index, item in enumerate(items(given, "input")):
         where = f"input[{index}]"
         kind = mapping(item, where).get("type") or "message"
-        is_reply = kind == "message" and item.get("role") == "assistant"
-        # What a turn does not give after what it gave already begins the next one.
-        ends = (turn is not None) and (
-            not (is_reply or kind in ("reasoning", "function_call"))
-            or (kind != "function_call" and bool(turn.calls or turn.texts))
-        )
-        if turn is not None and ends:
+        is_message = kind == "message" and item.get("role") == "assistant"
+        is_produced = is_message or kind in ("reasoning", "function_call")
+        if turn and not (is_produced and turn.takes(kind)):
             messages.append(turn.message())
             turn = None
-        if is_reply or kind in ("reasoning", "function_call"):
-            turn = turn or _AssistantItems()
-            _add_item(turn, kind, item, where)
+        if is_produced:
+            turn = turn or _TurnItems()
+            turn.add(kind, item, where)
         else:
             messages.append(_parse_item(kind, item, where))
-    if turn is not None:
+    if turn:
         messages.append(turn.message())
     if not messages:
         raise RequestError(400, "invalid_request", "input: got an empty list, expected a message")
     return messages
-
-
-def _add_item(turn: _AssistantItems, kind: str, item: Mapping[str, Any], where: str) -> None:
-    if kind == "function_call":
-        turn.calls.append(tool_call(item, "call_id", item, where))
-    elif kind == "message":
-        turn.texts.append(joined_text(item.get("content"), f"{where}.content"))
-    else:
-        parts = item.get("content") or item.get("summary")
-        for part in items(parts, f"{where}.content", may_be_missing=True):
-            turn.thinking.append(text(mapping(part, where).get("text"), f"{where}.content.text"))
 
 
 def _parse_item(kind: Any, item: Mapping[str, Any], where: str) -> Message:
