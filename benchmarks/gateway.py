@@ -18,16 +18,15 @@ from typing import Any, Final
 import numpy as np
 import orjson
 import psutil
-from atoll.gateway.apis.chat import ChatApi
-from atoll.gateway.apis.json_body import parse_json
-from atoll.gateway.history.canonical import digest_request
-from tests.gateway.model_folders import make_folder
 
 from atoll.cli.processes import Fleet as Processes
 from atoll.cli.processes import ServiceCommand, ServiceGroup
 from atoll.config.load import validate, write_resolved
 from atoll.coordinator.algorithm.experience import lay_out
 from atoll.coordinator.fleet.gateways import GatewayLink
+from atoll.gateway.apis.chat import ChatApi
+from atoll.gateway.apis.json_body import parse_json
+from atoll.gateway.history.canonical import digest_request
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.gateway import GatewayClient
 from atoll.runtime.store import Store, run_embedded_server
@@ -55,6 +54,7 @@ from atoll.wire.types import (
     VersionSpan,
 )
 from benchmarks.gateway_load import REPLY, Plan
+from tests.gateway.model_folders import make_folder
 
 DRAW_S: Final = 0.2
 TURNS: Final = 4  # of a session
@@ -212,7 +212,8 @@ class Bench:
 
 async def pid_listening(port: int) -> int:
     for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+        listens = connection.status == psutil.CONN_LISTEN and connection.laddr
+        if listens and connection.laddr.port == port and connection.pid:
             return connection.pid
     raise RuntimeError(f"nobody listens on port {port}")
 
@@ -243,7 +244,7 @@ async def measure(folder: Path, store_url: str, sessions: int, tokens: int) -> d
     tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
     stop = json.loads((folder / "model" / "config.json").read_text())["eos_token_id"]
     reply_ids = np.array([*tokenizer.encode(REPLY).ids, stop], np.int32)
-    small, tools = prompt(1 << 10), []
+    small, tools = prompt(1 << 10), list[dict[str, Any]]()
     large, large_tools = prompt(25 << 10), some_tools(25 << 10)
     result: dict[str, Any] = {}
     async with Bench(folder, store_url, 1).running(reply_ids) as bench:

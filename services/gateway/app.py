@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Final
 
 import orjson
+from fastapi import FastAPI
+
 from atoll.gateway.apis.base import Api, ApiRequest
 from atoll.gateway.apis.client_rules import apply_rules
 from atoll.gateway.apis.json_body import parse_json
-from fastapi import FastAPI
-
 from atoll.gateway.conversation import ChatAnswer, RequestError
 from atoll.gateway.http_server import BoundedConnection, Receive, Scope, Send, bearer_key, header
 from atoll.gateway.sessions import AskedTurn, Session, Sessions
@@ -70,8 +70,8 @@ class GatewayApp:
             await _respond(send, error.status, orjson.dumps(api.error(error)))
         except Exception:
             log.exception("POST %s", path)
-            error = RequestError(500, "internal", "the gateway failed; its log has the traceback")
-            await _respond(send, error.status, orjson.dumps(api.error(error)))
+            failure = RequestError(500, "internal", "the gateway failed; its log has the traceback")
+            await _respond(send, failure.status, orjson.dumps(api.error(failure)))
 
     async def _serve(self, api: Api, scope: Scope, receive: Receive, send: Send) -> None:
         session = await self._sessions.of_agent(bearer_key(scope))

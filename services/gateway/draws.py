@@ -28,7 +28,8 @@ class Draws:
     async def draw(self, request: TurnRequest) -> list[Trajectory]:
         """One turn for each id, in their order; waits for a coordinator as long as there is none. Raises
         UndrawnError."""
-        futures = [asyncio.get_running_loop().create_future() for _ in request.ids]
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Trajectory]] = [loop.create_future() for _ in request.ids]
         self._waiting.update(zip(request.ids, futures, strict=True))
         self._wanted[request.ids[0]] = request
         self._unsent.append(request)

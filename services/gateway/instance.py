@@ -6,13 +6,11 @@ import time
 from typing import Self
 
 import grpc.aio
+
+from atoll.config.load import OPERATOR_TOKEN, access_token, optional_token
 from atoll.gateway.apis.chat import ChatApi
 from atoll.gateway.apis.messages import CountTokensApi, MessagesApi
 from atoll.gateway.apis.responses import ResponsesApi
-from atoll.gateway.templates.chat_format import ChatFormat
-from atoll.gateway.templates.proof import prove
-
-from atoll.config.load import OPERATOR_TOKEN, access_token, optional_token
 from atoll.gateway.app import GatewayApp
 from atoll.gateway.control import control_app
 from atoll.gateway.draws import Draws
@@ -20,12 +18,13 @@ from atoll.gateway.http_server import HttpServer
 from atoll.gateway.service import GatewayService
 from atoll.gateway.session_store import SessionStore
 from atoll.gateway.sessions import Sessions
+from atoll.gateway.templates.chat_format import ChatFormat
+from atoll.gateway.templates.proof import prove
 from atoll.gateway.turns import Turns
-from atoll.runtime.model_spec import read_model_spec
+from atoll.runtime.model_spec import read_spec
 from atoll.runtime.process import ServiceContext
 from atoll.runtime.server import advertised_host
 from atoll.runtime.store import Store
-from atoll.wire.v1 import gateway_pb2_grpc
 
 BACKLOG = 4096
 
@@ -51,7 +50,7 @@ class GatewayInstance:
         kept = SessionStore(store)
         sessions, draws = Sessions(kept), Draws()
         limit = config.sequence_limit
-        max_length = limit.tokens if limit else read_model_spec(config.model.path).max_length
+        max_length = limit.tokens if limit else read_spec(config.model.path).max_length
         turns = Turns(sessions, kept, draws, chat_format, max_length)
         apis = {
             "/v1/chat/completions": ChatApi(),
@@ -79,7 +78,7 @@ class GatewayInstance:
         return cls(GatewayService(sessions, kept, draws, url), http, store)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        gateway_pb2_grpc.add_GatewayServicer_to_server(self._servicer, server)
+        self._servicer.add_to(server)
 
     async def wait_for_failure(self) -> None:
         await asyncio.Event().wait()

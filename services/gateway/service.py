@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
-from atoll.gateway.history.trajectory import build_trajectory
 
 from atoll.gateway.draws import Draws
+from atoll.gateway.history.trajectory import build_trajectory
 from atoll.gateway.session_store import SessionEndedError, SessionStore
 from atoll.gateway.sessions import Sessions
 from atoll.runtime.errors import UserError
@@ -35,6 +35,9 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         self._draws = draws
         self._url = url
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        gateway_pb2_grpc.add_GatewayServicer_to_server(self, server)
+
     async def Open(self, request: pb.OpenSessionsRequest, context: Context) -> pb.OpenSessionsReply:
         specs = [decode_session_spec(session) for session in request.sessions]
         new = await self._sessions.open(specs)
@@ -57,6 +60,10 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             await self._store.reward(id, request.call, decode_session_reward(request.reward))
         except SessionEndedError:
             raise _unknown(id) from None
+        except KeyError as error:
+            raise UserError(
+                f"session {id} has no turn {error}: a reward names one that is finished"
+            ) from None
         return pb.RewardSessionReply()
 
     async def Draw(

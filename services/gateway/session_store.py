@@ -197,7 +197,12 @@ class SessionStore:
         await self._write(_DELIVERED, [_session(id)], number)
 
     async def reward(self, id: SessionId, call: str, reward: SessionReward) -> None:
-        """A repeated `call` adds nothing. Raises SessionEndedError if the session has ended."""
+        """A repeated `call` adds nothing. Raises SessionEndedError if the session has ended, KeyError if it
+        has no such turn."""
+        if reward.turn is not None:
+            records, _ = await self.show(id)
+            if not any(reward.turn == (r.number, branch) for r in records for branch in range(len(r.drawn))):
+                raise KeyError(reward.turn)
         words = call, dump_session_reward(reward)
         if not await self._write(_REWARD, [_session(id), _rewards(id)], *words):
             raise SessionEndedError

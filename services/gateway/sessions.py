@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
-from atoll.gateway.history.tree import SessionTree
-
 from atoll.gateway.conversation import RequestError
+from atoll.gateway.history.tree import SessionTree
 from atoll.gateway.session_store import (
     EndedSession,
     HeldSession,
@@ -113,13 +112,11 @@ class Sessions:
         id = await self._look_up(key, KeyUse.REWARD)
         turn = None if answer_id is None else _turn_of(answer_id, id)
         try:
-            if turn is not None:
-                records, _ = await self._store.show(id)
-                if not any(turn == (r.number, branch) for r in records for branch in range(len(r.drawn))):
-                    raise _no_turn(answer_id)
             await self._store.reward(id, call, SessionReward(component, value, turn))
         except SessionEndedError:
             raise _no_session() from None
+        except KeyError:
+            raise _no_turn(str(answer_id)) from None
 
     def summaries(self) -> list[SessionSummary]:
         """Of those that this instance holds."""

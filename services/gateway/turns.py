@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-from atoll.gateway.history.canonical import digest_request, link
-from atoll.gateway.history.tree import ROOT, Cause, Match
-from atoll.gateway.templates.chat_format import ChatFormat
-from atoll.gateway.templates.demands import unmet
-from atoll.gateway.templates.replies import ParsedReply
 
 from atoll.gateway.conversation import ChatAnswer, ChatRequest, Reply, RequestError, TokenLogprob
 from atoll.gateway.draws import Draws, UndrawnError
+from atoll.gateway.history.canonical import digest_request, link
+from atoll.gateway.history.tree import ROOT, Cause, Match
 from atoll.gateway.session_store import SessionEndedError, SessionStore, SessionTakenError
 from atoll.gateway.sessions import AskedTurn, Session, Sessions
+from atoll.gateway.templates.chat_format import ChatFormat
+from atoll.gateway.templates.demands import unmet
+from atoll.gateway.templates.replies import ParsedReply
 from atoll.wire.types import (
     Int32,
     Message,
@@ -104,10 +104,10 @@ class Turns:
         parsed, node = self._parse(session, drawn, chat), drawn.nodes[drawn.turns[0].node]
         logprobs: Sequence[TokenLogprob] = ()
         if chat.logprobs:
-            pieces = self._format.pieces(node.token_ids)
+            texts = [self._format.encoder.decode([id]) for id in node.token_ids.tolist()]
             logprobs = [
-                TokenLogprob(piece.decode(errors="replace"), piece, float(logprob))
-                for piece, logprob in zip(pieces, node.logprobs, strict=True)
+                TokenLogprob(text, text.encode(), logprob)
+                for text, logprob in zip(texts, node.logprobs.tolist(), strict=True)
             ]
         return Reply(
             parsed.message,
