@@ -213,7 +213,7 @@ class Bench:
 async def pid_listening(port: int) -> int:
     for connection in psutil.net_connections("tcp"):
         listens = connection.status == psutil.CONN_LISTEN and connection.laddr
-        if listens and connection.laddr.port == port and connection.pid:
+        if listens and listens.port == port and connection.pid:
             return connection.pid
     raise RuntimeError(f"nobody listens on port {port}")
 

@@ -50,7 +50,7 @@ class GatewayInstance:
         kept = SessionStore(store)
         sessions, draws = Sessions(kept), Draws()
         limit = config.sequence_limit
-        max_length = limit.tokens if limit else read_spec(config.model.path).max_length
+        max_length = limit.tokens if limit else read_spec(config.model.path).max_positions
         turns = Turns(sessions, kept, draws, chat_format, max_length)
         apis = {
             "/v1/chat/completions": ChatApi(),
