@@ -109,7 +109,7 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["coordinator.on_age=weigh"],
-            "all turns are of the version that trains: set coordinator.max_staleness to 1 or more, or remove",
+            "with max_staleness = 0 there are none: set coordinator.max_staleness to 1 or more, or remove",
         ),
         (
             ["algorithm.kl.horizon=5"],
