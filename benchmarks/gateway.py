@@ -120,6 +120,7 @@ class Bench:
             {
                 "run": {"name": "bench", "dir": self._folder, "steps": 1},
                 "model": {"path": self._folder / "model"},
+                "data": {"train": [{"path": self._folder / "none.jsonl"}]},
                 "rollout": {"local": {"max_length": MAX_LENGTH}},
             },
             "bench",
@@ -198,7 +199,7 @@ class Bench:
 
     def _spec(self) -> SessionSpec:
         self._num_opened += 1
-        id = SessionId(SampleId(GroupId("bench", 0, 0), self._num_opened), 0)
+        id = SessionId(SampleId(GroupId("bench", self._num_gateways, 0), self._num_opened), 0)
         sampling = Sampling(max_new_tokens=64)
         return SessionSpec(id, secrets.token_hex(8), secrets.token_hex(8), sampling, SessionLimits())
 

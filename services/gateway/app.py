@@ -89,25 +89,25 @@ class GatewayApp:
         if request.stream:
             await self._stream(api, request, session, asked, send)
         else:
-            record = await asyncio.shield(asked.record)
+            record = await self._turns.result(asked)
             answer = self._answer(session, record, request)
             await _respond(send, 200, orjson.dumps(api.answer(request, answer)))
         connection: BoundedConnection = scope["connection"]
         if connection.is_open:
-            await self._turns.note_delivered(session, body, asked)
+            self._turns.note_delivered(session, body, asked)
 
     async def _stream(
         self, api: Api, request: ApiRequest, session: Session, asked: AskedTurn, send: Send
     ) -> None:
         """The turn is generated whole and streamed afterwards, with signs of life meanwhile."""
         if asked.record.done():
-            asked.record.result()  # an error still has a status of its own
+            await self._turns.result(asked)  # an error still has a status of its own
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         while not asked.record.done():
             await _send_part(send, api.keep_alive)
             await asyncio.wait([asked.record], timeout=KEEP_ALIVE_S)
         try:
-            record = asked.record.result()
+            record = await self._turns.result(asked)
         except RequestError as error:
             await _send_part(send, api.error_event(error), more=False)
             return

@@ -11,14 +11,16 @@ The instance that was asked last holds a session: it has raised the session's fe
 holder writes is refused until it takes the session back.
 """
 
+import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
 
-from atoll.runtime.errors import StaleFenceError
+from atoll.runtime.errors import StaleFenceError, StoreError
 from atoll.runtime.store import Script, Store
 from atoll.runtime.write_batcher import WriteBatcher
 from atoll.wire.codec.gateway import (
@@ -31,6 +33,9 @@ from atoll.wire.codec.gateway import (
 )
 from atoll.wire.types import SessionEnd, SessionId, SessionReward, SessionSpec, TurnRecord
 
+log = logging.getLogger(__name__)
+
+NOTE_AFTER_S: Final = 0.05  # that delivered answers gather
 REMEMBERED_S: Final = 3600  # that an ended session can be looked at, and its end be asked for again
 
 # KEYS: keys, open, and session of each; ARGV of each: id, spec, digests of its keys, time
@@ -72,7 +77,9 @@ return answers
 
 # KEYS: session; ARGV: number of the turn
 _DELIVERED: Final = Script("""
-if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'read ' .. ARGV[1], 1) end
+for i, session in ipairs(KEYS) do
+  if redis.call('EXISTS', session) == 1 then redis.call('HSET', session, 'read ' .. ARGV[i], 1) end
+end
 """)
 
 # KEYS: session, rewards, ARGV: reward
@@ -139,6 +146,8 @@ class SessionStore:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._turns = WriteBatcher(self._write_turns)
+        self._delivered: list[tuple[SessionId, int]] = []  # not noted yet
+        self._noting: asyncio.Task[None] | None = None
 
     async def open(self, specs: Sequence[SessionSpec]) -> list[HeldSession]:
         """Those that are new, which the caller holds now; those that are open already stay as they are."""
@@ -193,8 +202,11 @@ class SessionStore:
             raise SessionEndedError
         return int(answer)
 
-    async def note_delivered(self, id: SessionId, number: int) -> None:
-        await self._write(_DELIVERED, [_session(id)], number)
+    def note_delivered(self, id: SessionId, number: int) -> None:
+        """Soon: if it is lost with this instance, a repeated request is answered alike once more."""
+        if not self._delivered:
+            self._noting = asyncio.get_running_loop().create_task(self._note_delivered())
+        self._delivered.append((id, number))
 
     async def reward(self, id: SessionId, call: str, reward: SessionReward) -> None:
         """A repeated `call` adds nothing. Raises SessionEndedError if the session has ended, KeyError if it
@@ -225,6 +237,16 @@ class SessionStore:
         records = await self._store.read("LRANGE", _turns(id), 0, -1)
         rewards = await self._store.read("HVALS", _rewards(id))
         return list(map(parse_turn_record, records)), list(map(parse_session_reward, rewards))
+
+    async def _note_delivered(self) -> None:
+        await asyncio.sleep(NOTE_AFTER_S)
+        delivered, self._delivered = self._delivered, []
+        try:
+            await self._write(
+                _DELIVERED, [_session(id) for id, _ in delivered], *(number for _, number in delivered)
+            )
+        except StoreError as error:
+            log.warning("answers that were delivered are not noted: %s", error)
 
     async def _write_turns(self, messages: Sequence[str | bytes]) -> list[str]:
         names: list[str] = []

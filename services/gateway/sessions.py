@@ -178,11 +178,11 @@ class Sessions:
 
     def _forget_idle(self) -> None:
         oldest = time.monotonic() - IDLE_S
-        for session in list(self._held.values()):
-            if session.used > oldest:
-                break
-            if not session.asked:
-                self.forget(session.id)
+        while self._held:
+            session = next(iter(self._held.values()))
+            if session.used > oldest or session.asked:
+                return
+            self.forget(session.id)
 
 
 def _session(held: HeldSession) -> Session:

@@ -75,12 +75,21 @@ class Turns:
         session.asked[body] = asked
         return asked
 
-    async def note_delivered(self, session: Session, body: bytes, asked: AskedTurn) -> None:
+    def note_delivered(self, session: Session, body: bytes, asked: AskedTurn) -> None:
         """The answer's last byte has gone to a client that was there."""
         if session.asked.get(body) is asked:
             del session.asked[body]
             session.undelivered.pop(body, None)
-            await self._store.note_delivered(session.id, asked.record.result().number)
+            self._store.note_delivered(session.id, asked.record.result().number)
+
+    async def result(self, asked: AskedTurn) -> TurnRecord:
+        """Raises RequestError if it was not drawn, or its session has ended."""
+        try:
+            return await asyncio.shield(asked.record)
+        except asyncio.CancelledError:
+            if asked.record.cancelled():
+                raise _ended(None) from None
+            raise
 
     async def count(self, session: Session, chat: ChatRequest) -> int:
         """Tokens of the request's context."""
