@@ -72,6 +72,7 @@ class HttpServer(uvicorn.Server):
             app,
             http=BoundedConnection,
             ws="none",
+            proxy_headers=False,
             lifespan="off",
             access_log=False,
             log_config=None,
