@@ -4,6 +4,8 @@ from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from atoll.coordinator.fleet.agent_hosts import AgentHosts
+from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.rollouts.generation import Generation
 from atoll.runtime.clients.base import Caller
@@ -41,6 +43,9 @@ class Fleet:
         self.generation = Generation(
             self.replicas,
             rewards,
+            {},
+            AgentHosts(),
+            Gateways(),
             model="actor",
             max_attempts=3,
             sample_timeout_s=SAMPLE_TIMEOUT_S,

@@ -25,6 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from atoll.config.load import write_resolved
 from atoll.config.schema import ParallelConfig, WeightsSection
+from atoll.coordinator.fleet.agent_hosts import AgentHosts
+from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.groups import PendingGroup
@@ -325,6 +327,9 @@ async def check_kill(run: Run, services: Rollouts, exported: Path, number: int) 
     generation = Generation(
         run.replicas,
         rewards_of(FakeService()),
+        {},
+        AgentHosts(),
+        Gateways(),
         model="actor",
         max_attempts=3,
         sample_timeout_s=60,

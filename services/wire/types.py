@@ -23,7 +23,7 @@ create and hash, and there are a dozen per sample. All others are frozen datacla
 long because it defines every type that crosses a service boundary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
@@ -276,12 +276,18 @@ class Trajectory(NamedTuple):
     def turn_numbers(self) -> list[int]:
         """Of each turn that has tokens and may be trained on: the number of the version that produced its
         oldest one."""
-        untrained = {turn.node for turn in self.turns if turn.untrained} if len(self.turns) > 1 else ()
+        untrained = self.untrained_nodes()
         return [
             number
             for index, node in enumerate(self.nodes)
             if (number := node.oldest_number) is not None and index not in untrained
         ]
+
+    def untrained_nodes(self) -> Collection[int]:
+        """Those whose tokens have no weight in the loss, however fresh they are."""
+        if self.status is TrajectoryStatus.ABORTED:
+            return range(len(self.nodes))
+        return [turn.node for turn in self.turns if turn.untrained]
 
     def staleness(self, current: Version, oldest: int = 0) -> int:
         """The version being trained minus the version of the oldest loss-masked token, apart from turns with

@@ -19,6 +19,8 @@ from atoll.config.schema import FilterConfig
 from atoll.coordinator.algorithm.filters import DynamicSampling
 from atoll.coordinator.control import RunControl
 from atoll.coordinator.data.datasets import Cursor
+from atoll.coordinator.fleet.agent_hosts import AgentHosts
+from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.replicas import Replica, Replicas, ReplicaState
 from atoll.coordinator.journal import scripts
 from atoll.coordinator.journal.journal import Checkpoint, InFlight, Journal
@@ -181,7 +183,15 @@ class Dataflow:
         self.prompts = Prompts()
         rewards = rewards_of(graders or Graders(), retries=1)
         self.generation = Generation(
-            self.replicas, rewards, model="", max_attempts=50, sample_timeout_s=60.0, timeout_s=5.0
+            self.replicas,
+            rewards,
+            {},
+            AgentHosts(),
+            Gateways(),
+            model="",
+            max_attempts=50,
+            sample_timeout_s=60.0,
+            timeout_s=5.0,
         )
 
     async def start(self, checkpoint: Checkpoint | None = None) -> tuple[InFlight, ...]:
@@ -326,6 +336,9 @@ async def test_without_a_replica_the_run_ends_with_the_reason(store: Store, tmp_
     flow.generation = Generation(
         flow.replicas,
         rewards_of(Graders(), retries=1),
+        {},
+        AgentHosts(),
+        Gateways(),
         model="",
         max_attempts=2,
         sample_timeout_s=60.0,

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from atoll.coordinator.fleet.agent_hosts import AgentHosts
+from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.health import HealthWatch
 from atoll.coordinator.fleet.replicas import Replica, Replicas, ReplicaState
 from atoll.coordinator.fleet.routing import AHEAD_S
@@ -153,6 +155,9 @@ class Run:
         self.generation = Generation(
             self.replicas,
             rewards_of(Graders()),
+            {},
+            AgentHosts(),
+            Gateways(),
             model="actor",
             max_attempts=1000,
             sample_timeout_s=10_000.0,

@@ -23,7 +23,9 @@ from atoll.config.schema import RunConfig
 from atoll.coordinator.assembly import Assembly
 from atoll.coordinator.background import first_cause
 from atoll.coordinator.control import RunControl
+from atoll.coordinator.fleet.agent_hosts import AgentHosts
 from atoll.coordinator.fleet.directory import TrainerLostError
+from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.health import WeightProvider
 from atoll.coordinator.fleet.replicas import Replica, Replicas, ReplicaState, now
 from atoll.coordinator.journal.ledger import LEDGER
@@ -201,6 +203,8 @@ class FakeMembership:
         registry: None,
         replicas: Replicas,
         rewards: Rewards,
+        agent_hosts: AgentHosts,
+        gateways: Gateways,
         caller: Caller,
         timeout_s: float,
         weights: WeightProvider,

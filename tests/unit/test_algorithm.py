@@ -15,12 +15,14 @@ from atoll.coordinator.algorithm.experience import lay_out
 from atoll.runtime.errors import AtollError
 from atoll.runtime.telemetry import StepTimer
 from atoll.wire.types import (
+    NEW_CONVERSATION,
     Float32,
     Group,
     Node,
     PolicyBatch,
     Segments,
     Trajectory,
+    TrajectoryStatus,
     TurnReward,
     ValueBatch,
     Version,
@@ -174,6 +176,62 @@ def test_of_alternatives_each_is_as_old_as_it_is(
     np.testing.assert_allclose(batch.loss_weights[trained], 1 / len(trained))
     np.testing.assert_allclose(batch.advantages[1:], [1.5, 1.5, 1.5, -1.5])  # the old one's reward counts
     assert prepared.metrics["critic/score/mean"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        ("token_mean", [1 / 4] * 4),
+        ("seq_mean_token_mean", [1 / 3 / 3] * 3 + [1 / 1 / 3]),
+        ("seq_mean_token_sum", [1 / 3] * 4),
+        ("seq_mean_token_sum_norm", [1 / (3 * 8)] * 4),
+    ],
+)
+def test_side_and_aborted_turns_have_no_weight_and_their_rewards_count(
+    aggregation: str, weights: list[float]
+) -> None:
+    # flat tokens: the prompt; [3, 4, 5] of the main conversation; a title's [6, 7]; [8]; the aborted [9, 10]
+    first = builders.sample(
+        sample_id(0, 0), node([3, 4, 5]), node([6, 7], parent=NEW_CONVERSATION), score=1.0
+    )
+    main, title = first.turns
+    first = first._replace(turns=(main, title._replace(untrained=True)))
+    second = builders.sample(sample_id(0, 1), node([8]), score=0.5)
+    third = builders.sample(sample_id(0, 2), node([9, 10]), score=0.0)
+    aborted = third._replace(status=TrajectoryStatus.ABORTED)
+    prepared, _ = prepare(
+        {"actor": Model([])},
+        [group(first, second, aborted)],
+        coordinator={"prompts_per_step": 1, "samples_per_prompt": 3},
+        rollout={"sampling": {"max_new_tokens": 8}},
+        algorithm={"advantage": "rloo", "aggregation": aggregation},
+    )
+    batch = policy(prepared)
+    ids = batch.segments.token_ids
+    trained = np.flatnonzero(batch.loss_weights)
+    np.testing.assert_array_equal(ids[trained], [3, 4, 5, 8])
+    np.testing.assert_allclose(batch.loss_weights[trained], weights, rtol=1e-6)
+    # less the mean of the two others' rewards: 1 - 0.25, and 0.5 - 0.5, with the aborted one's 0
+    np.testing.assert_allclose(batch.advantages[trained], [0.75, 0.75, 0.75, 0.0], atol=1e-7)
+    assert prepared.metrics["critic/score/mean"] == 0.5
+
+
+def test_a_turn_has_weight_if_it_is_both_chosen_and_fresh_enough() -> None:
+    # [3] is old and main, [4] fresh and main, [5] fresh and a title: of three turns one is trained
+    nodes = aged([3], 1), aged([4], 2, parent=0), aged([5], 2, parent=NEW_CONVERSATION)
+    sampled = builders.sample(sample_id(0, 0), *nodes, score=1.0)
+    turns = (*sampled.turns[:2], sampled.turns[2]._replace(untrained=True))
+    prepared, _ = prepare(
+        {"actor": Model([])},
+        [group(sampled._replace(turns=turns), builders.sample(sample_id(0, 1), aged([6], 2), score=0.0))],
+        oldest=2,
+        coordinator={"prompts_per_step": 1, "samples_per_prompt": 2},
+        algorithm={"advantage": "rloo"},
+    )
+    batch = policy(prepared)
+    trained = np.flatnonzero(batch.loss_weights)
+    np.testing.assert_array_equal(batch.segments.token_ids[trained], [4, 6])
+    np.testing.assert_allclose(batch.loss_weights[trained], 1 / 2)
 
 
 def test_what_does_not_learn_rests_after_its_answer() -> None:

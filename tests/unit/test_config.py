@@ -109,8 +109,9 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["coordinator.on_age=weigh"],
-            "with max_staleness = 0 there are none: set coordinator.max_staleness to 1 or more, or remove",
+            'on_age = "weigh" is about turns older than the version that trains, but with max_staleness = 0 ',
         ),
+        (["coordinator.on_age=cut"], "there are none: set coordinator.max_staleness to 1 or more, or remove"),
         (
             ["algorithm.kl.horizon=5"],
             "algorithm.kl.horizon applies to an adaptive coef: set algorithm.kl.targ",
@@ -544,3 +545,7 @@ def test_the_resolved_config_is_the_same_config(toy: Path, tmp_path: Path) -> No
     assert read_resolved(tmp_path / "config.json") == config
     resolved = json.loads((tmp_path / "config.json").read_text())
     assert resolved["algorithm"]["loss"] == {"name": "ppo_clip", "clip_high": 0.28}
+
+
+def test_an_age_that_earlier_versions_replaced_is_waited_for(toy: Path) -> None:
+    assert load(toy, ["coordinator.on_age=replace"]).coordinator.on_age == "wait"

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from atoll.config.schema import FilterConfig
 from atoll.coordinator.algorithm.filters import Counters, DynamicSampling
+from atoll.coordinator.journal.journal import OpenSession
 from atoll.coordinator.rollouts.group_sources import GenerateSource
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.errors import AtollError
@@ -47,8 +49,18 @@ class Journal:
 
     async def retry(self, samples: Sequence[SampleId], reason: str) -> None: ...
 
+    async def open(self, sessions: Sequence[OpenSession]) -> list[OpenSession]:
+        return list(sessions)
+
     async def drop(self, samples: Sequence[SampleId], reason: str, step: int | None = None) -> None:
         self.dropped += [(sample, reason, step) for sample in samples]
+
+
+class Agents(Prompts):
+    """Rows that an agent gets."""
+
+    def draw(self, n: int) -> list[Prompt]:
+        return [replace(drawn, agent="toy") for drawn in super().draw(n)]
 
 
 class Generation:
@@ -56,12 +68,16 @@ class Generation:
 
     def __init__(self) -> None:
         self.groups: list[PendingGroup] = []
+        self.cuts: list[list[int]] = []  # prompts, by call
+
+    def cut(self, groups: Sequence[PendingGroup]) -> None:
+        self.cuts.append([group.prompt.id.prompt for group in groups])
 
     def submit(self, groups: Sequence[PendingGroup], sink: GenerateSource) -> None:
         self.groups += groups
 
 
-def source(**changes: Any) -> tuple[GenerateSource, Generation, Journal]:
+def source(prompts: Prompts | None = None, **changes: Any) -> tuple[GenerateSource, Generation, Journal]:
     """Four groups of two in a step, all of which are issued at once."""
     generation, journal = Generation(), Journal()
     settings: dict[str, Any] = {
@@ -76,7 +92,11 @@ def source(**changes: Any) -> tuple[GenerateSource, Generation, Journal]:
         "max_dropped_share": 0.5,
         "dynamic_sampling": None,
     }
-    return GenerateSource(Prompts(), generation, journal, **(settings | changes)), generation, journal
+    return (
+        GenerateSource(prompts or Prompts(), generation, journal, **(settings | changes)),
+        generation,
+        journal,
+    )
 
 
 def graded(group: PendingGroup, *scores: float) -> PendingGroup:
@@ -151,6 +171,48 @@ async def test_a_turn_that_is_too_old_replaces_its_sample_or_has_no_weight() -> 
         taken = await taking
         assert [s.turn_numbers() for s in taken[0].samples] == ([[1, 2], [3]] if weighs_turns else [[3], [3]])
         assert flow.oldest_trained(current) == (2 if weighs_turns else 0)
+
+
+@pytest.mark.parametrize(
+    ("on_age", "waits", "cuts"),
+    [("wait", True, []), ("cut", True, [[0], [0], [0]]), ("weigh", False, [])],
+)
+async def test_a_session_about_to_be_too_old_is_waited_for_or_cut_or_weighed(
+    on_age: str, waits: bool, cuts: list[list[int]]
+) -> None:
+    """Row 0's session has a turn of version 1, row 1's none before version 2; at 2 a turn may be of 1."""
+    flow, generation, _ = source(
+        Agents(),
+        prompts_per_step=1,
+        samples_per_prompt=1,
+        max_staleness=1,
+        steps=2,
+        weighs_turns=on_age == "weigh",
+        cuts_sessions=on_age == "cut",
+    )
+    await flow.on_published(Version("l", 1))
+    old, fresh = generation.groups
+    for group, number in ((old, 1), (fresh, 2)):
+        assert group.note_session(0, 0, Version("l", number))
+        await flow.on_session(OpenSession(group.ids()[0], 0, Version("l", number)))
+    taking = asyncio.create_task(flow.take(1, 1, Version("l", 2)))
+    await asyncio.sleep(0)
+    await flow.on_session(OpenSession(old.ids()[0], 0, Version("l", 2)))  # its second turn
+    await asyncio.sleep(0)
+    fresh.accept(sample(fresh.ids()[0], node([3], versions=Version("l", 2))))
+    fresh.grade(Graded(fresh.ids()[0], 1.0, {}))
+    await flow.on_completed(fresh)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert taking.done() is not waits
+    assert generation.cuts == cuts
+    if waits:
+        turns = [node([3], parent=i - 1, versions=Version("l", 1 + i)) for i in range(2)]
+        old.accept(sample(old.ids()[0], *turns))
+        old.grade(Graded(old.ids()[0], 1.0, {}))
+        await flow.on_completed(old)
+    taken = await taking
+    assert [group.prompt.id.prompt for group in taken] == [0 if waits else 1]
 
 
 async def test_what_a_trainer_refused_counts_as_dropped() -> None:

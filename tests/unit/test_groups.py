@@ -1,5 +1,6 @@
 """Groups on their way, the filters, and what a filter may leave out, by hand."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,16 @@ from atoll.coordinator.algorithm.filters import DynamicSampling, scores_differ
 from atoll.coordinator.journal.dump import read_dump, write_dump
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.errors import AtollError
-from atoll.wire.types import Graded, Group, Sampling, Trajectory, TurnRequest, TurnReward, Version
+from atoll.wire.types import (
+    Graded,
+    Group,
+    Sampling,
+    Trajectory,
+    TrajectoryStatus,
+    TurnRequest,
+    TurnReward,
+    Version,
+)
 from tests import builders
 from tests.builders import group_id, node, prompt, sample_id
 
@@ -85,6 +95,48 @@ def test_a_sample_of_several_turns_is_as_old_as_its_oldest_or_its_freshest_one()
     assert freshest.stale_indices(Version("l", 5), max_staleness=1) == []
     assert freshest.stale_indices(Version("l", 6), max_staleness=1) == [0]
     assert (turns.staleness(Version("l", 6)), turns.staleness(Version("l", 6), oldest=3)) == (4, 3)
+
+
+@pytest.mark.parametrize("weighs_turns", [False, True])
+def test_turns_that_are_not_trained_on_do_not_age_a_sample(weighs_turns: bool) -> None:
+    nodes = [node([5], parent=i - 1, versions=Version("l", number)) for i, number in enumerate((2, 4, 5))]
+    made = builders.sample(sample_id(7, 0), *nodes)
+
+    def age(*untrained: int, status: TrajectoryStatus = TrajectoryStatus.COMPLETED) -> int:
+        turns = [turn._replace(untrained=turn.node in untrained) for turn in made.turns]
+        pending = PendingGroup(PROMPT, 0, SAMPLING, [None], issued=1, weighs_turns=weighs_turns)
+        pending.accept(made._replace(turns=tuple(turns), status=status))
+        assert pending.stale_indices(Version("l", pending.oldest[0] + 1), max_staleness=0) == [0]
+        assert pending.stale_indices(Version("l", pending.oldest[0]), max_staleness=0) == []
+        return pending.oldest[0]
+
+    assert age() == (5 if weighs_turns else 2)
+    assert age(0) == (5 if weighs_turns else 4)
+    assert age(2) == (4 if weighs_turns else 2)
+    assert age(0, 2) == 4
+    assert age(0, 1, 2) == age(status=TrajectoryStatus.ABORTED) == sys.maxsize  # never too old
+    title = made._replace(nodes=made.nodes[:1], turns=(made.turns[0]._replace(untrained=True),))
+    assert (title.turn_numbers(), title.staleness(Version("l", 6))) == ([], 0)
+
+
+def test_an_open_session_is_at_least_as_old_as_its_first_turn() -> None:
+    agents = replace(PROMPT, agent="toy")
+    waits, weighs = (
+        PendingGroup(agents, 0, SAMPLING, [None, None], issued=1, weighs_turns=weighs)
+        for weighs in (False, True)
+    )
+    for group in (waits, weighs):
+        assert group.note_session(0, 0, Version("l", 3))
+        assert group.note_session(0, 0, Version("l", 4))  # a later turn makes it no younger
+        assert not group.note_session(1, 1, Version("l", 4))  # of an attempt that is not there
+        assert group.oldest == [3, 1]
+    assert (waits.oldest_number, weighs.oldest_number) == (1, sys.maxsize)
+    assert waits.note_session(1, 0, Version("l", 2))
+    assert waits.oldest_number == 2
+    waits.begin_next_attempt([1])
+    assert not waits.note_session(1, 0, Version("l", 5))
+    assert waits.note_session(1, 1, Version("l", 5))
+    assert waits.oldest_number == 3
 
 
 def test_a_baseline_is_asked_for_greedily_and_kept_apart() -> None:

@@ -262,13 +262,9 @@ def fresh_tokens(groups: Sequence[Group], oldest: int) -> Bool:
 
 def weighing_tokens(groups: Sequence[Group], oldest: int) -> Bool | None:
     """[R] whether a token has weight in the loss: its turn is neither `untrained` nor, if `oldest` is not 0,
-    of a version before that number. None: all have."""
+    of a version before that number, and its trajectory is not aborted. None: all have."""
     samples = [sample for group in groups for sample in group.samples]
-    untrained = [
-        {turn.node for turn in sample.turns if turn.untrained} if group.prompt.agent else frozenset[int]()
-        for group in groups
-        for sample in group.samples
-    ]
+    untrained = [sample.untrained_nodes() for sample in samples]
     if not any(untrained):
         return fresh_tokens(groups, oldest) if oldest else None
     nodes = [node for sample in samples for node in sample.nodes]

@@ -114,6 +114,7 @@ class Replicas:
         self._all: dict[str, Replica] = {}  # by name
         self._router = Router()
         self._changed = asyncio.Event()  # a state, or a replica has room again
+        self._room = asyncio.Lock()  # of who waits for room first: the others queue
         self._tokens: dict[str, int] = {}  # finished since `take_metrics`, by name
         self._counted_from: float | None = None
         self._violations = 0  # since `take_metrics`
@@ -193,14 +194,15 @@ class Replicas:
             ) from None
 
     async def wait_for_room(self, timeout_s: float) -> None:
-        """Waits until a routed replica has room. Raises ServiceUnavailableError if none is routed for
-        `timeout_s`.
+        """Waits until a routed replica has room: the caller's, until it waits again. Callers take turns.
+        Raises ServiceUnavailableError if none is routed for `timeout_s`.
         """
-        while not any(replica.load.has_room for replica in self):
-            if len(self) == 0:
-                await self.wait_for(1, timeout_s)
-            else:
-                await self._next_change()
+        async with self._room:
+            while not any(replica.load.has_room for replica in self):
+                if len(self) == 0:
+                    await self.wait_for(1, timeout_s)
+                else:
+                    await self._next_change()
 
     def share(self, waiting: Iterable[ContextWork]) -> dict[Replica, list[ContextWork]]:
         """Assigns waiting work to replicas with room, in order."""

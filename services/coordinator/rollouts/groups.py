@@ -116,8 +116,12 @@ class PendingGroup:
             self.samples[sample.id.index] = None
 
     def _date(self, sample: Trajectory | None) -> None:
-        if sample is not None and (numbers := sample.turn_numbers()):
+        if sample is None:
+            return
+        if numbers := sample.turn_numbers():
             self.oldest[sample.id.index] = max(numbers) if self.weighs_turns else min(numbers)
+        elif sample.num_produced:
+            self.oldest[sample.id.index] = sys.maxsize  # nothing of it is trained on: it is never too old
 
     def grade(self, verdict: Graded) -> None:
         """Adds the verdict to what turns were rewarded with."""

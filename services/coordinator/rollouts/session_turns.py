@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.fleet.gateways import GatewayLink
 from atoll.coordinator.fleet.replicas import Replicas
@@ -44,19 +44,19 @@ class SessionTurn:
 
     @property
     def session(self) -> SessionId:
-        return SessionId(self.key.sample, self.key.attempt)
+        return SessionId(self.ids[0].sample, self.ids[0].attempt)
 
     @property
     def ids(self) -> tuple[TurnId, ...]:
         return self._request.ids
 
     @property
-    def key(self) -> TurnId:
-        return self.ids[0]
+    def key(self) -> tuple[TurnId, ...]:
+        return self.ids
 
     @property
     def id_prefix(self) -> str:
-        sample, attempt, turn, _ = self.key
+        sample, attempt, turn, _ = self.ids[0]
         return f"{sample}/{attempt}/{turn}/"
 
     def requests(self) -> list[TurnRequest]:
@@ -78,16 +78,22 @@ class SessionTurn:
     def still_missing(self, ids: Iterable[TurnId]) -> list[TurnId]:
         return [id for id in ids if id in self._missing]
 
-    def accept(self, id: TurnId) -> bool:
-        """False: it came before."""
-        if id not in self._missing:
-            return False
+    def accept(self, id: TurnId) -> None:
         self._missing.remove(id)
-        return True
 
     @property
     def is_drawn(self) -> bool:
         return not self._missing
+
+
+@dataclass(slots=True)
+class _SessionState:
+    """What is known of a session from its first wanted turn, or its limit, to its end."""
+
+    wanted: set[SessionTurn] = field(default_factory=set)
+    newest: Version | None = None  # that made a turn
+    max_versions: int = 0  # 0: no limit
+    last_number: int | None = None  # of versions: a later one ends it
 
 
 class SessionTurns:
@@ -110,49 +116,50 @@ class SessionTurns:
             replicas,
             self._deliver,
             self._lose,
-            lambda turn: turn.key in self._wanted,
+            self._is_wanted,
             model=model,
             sample_timeout_s=sample_timeout_s,
             timeout_s=timeout_s,
         )
-        self._wanted: dict[TurnId, SessionTurn] = {}  # by first id
-        self._turns: dict[TurnId, SessionTurn] = {}  # by every id
-        self._newest: dict[SessionId, Version] = {}  # that made a turn
-        self._last_number: dict[SessionId, int] = {}  # of versions: a later one ends the session
-        self._max_versions: dict[SessionId, int] = {}
+        self._turns: dict[TurnId, SessionTurn] = {}  # by every id that is to be drawn
+        self._sessions: dict[SessionId, _SessionState] = {}
 
     def want(self, link: GatewayLink, requests: Sequence[TurnRequest]) -> None:
-        """Has them drawn. What is being drawn already is answered to whoever asked last."""
+        """Has them drawn. What is being drawn already is answered to whoever asked last; what was answered
+        before is drawn again."""
         new = []
         for request in requests:
-            turn = self._wanted.get(request.ids[0])
-            if turn is not None:
-                turn.link = link
+            for id in request.ids:
+                if id in self._turns:
+                    self._turns[id].link = link
+            rest = tuple(id for id in request.ids if id not in self._turns)
+            if not rest:
                 continue
-            turn = SessionTurn(request, link)
-            if self._has_outlived(turn.session):
+            turn = SessionTurn(replace(request, ids=rest), link)
+            session = self._session(turn.session)
+            if self._has_outlived(session):
                 self._give_up(turn, "its session outlived too many versions", SessionEnd.VERSIONS)
                 continue
-            self._wanted[turn.key] = turn
-            self._turns |= dict.fromkeys(request.ids, turn)
+            session.wanted.add(turn)
+            self._turns |= dict.fromkeys(turn.ids, turn)
             new.append(turn)
         self._dispatch.submit(new)
 
     def limit(self, session: SessionId, max_versions: int) -> None:
         """It ends before its first turn that could be of one version more; 0: it does not."""
         if max_versions:
-            self._max_versions[session] = max_versions
+            self._session(session).max_versions = max_versions
 
     def has_turn(self, session: SessionId) -> bool:
-        return session in self._newest
+        return session in self._sessions and self._sessions[session].newest is not None
 
     def end(self, session: SessionId) -> None:
         """It asks for no further turn; what is being drawn for it is aborted."""
-        for turn in [turn for turn in self._wanted.values() if turn.session == session]:
+        if (ended := self._sessions.pop(session, None)) is None:
+            return
+        for turn in ended.wanted:
             self._give_up(turn, "its session has ended", None)
             self._dispatch.cancel(turn.key, "its session has ended")
-        for table in (self._newest, self._last_number, self._max_versions):
-            table.pop(session, None)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._dispatch.start(tasks)
@@ -160,36 +167,52 @@ class SessionTurns:
     def stop(self) -> None:
         self._dispatch.stop()
 
-    def _has_outlived(self, session: SessionId) -> bool:
-        last = self._last_number.get(session)
+    def _session(self, id: SessionId) -> _SessionState:
+        return self._sessions.setdefault(id, _SessionState())
+
+    def _is_wanted(self, turn: SessionTurn) -> bool:
+        """And neither drawn nor given up."""
+        return any(self._turns.get(id) is turn for id in turn.ids)
+
+    def _has_outlived(self, session: _SessionState) -> bool:
+        last = session.last_number
         return last is not None and any(replica.version.number > last for replica in self._replicas)
 
     async def _deliver(self, arrival: Arrival) -> None:
         for drawn in arrival.samples:
             id = turn_id(drawn)
             turn = self._turns.get(id)
-            if turn is None or drawn.finish_reason is FinishReason.ABORT or not turn.accept(id):
+            if turn is None or drawn.finish_reason is FinishReason.ABORT:
                 continue
-            if not await self._record_version(turn.session, drawn):
+            goes_on = await self._record_version(turn.session, drawn)
+            if self._turns.get(id) is not turn:
+                continue  # its session has ended meanwhile
+            if not goes_on:
                 self._give_up(turn, "another attempt at the sample has begun", SessionEnd.CANCELLED)
+                self._dispatch.cancel(turn.key, "another attempt at the sample has begun")
                 continue
+            turn.accept(id)
+            del self._turns[id]
             turn.link.answer([drawn], [])
             if turn.is_drawn:
                 self._forget(turn)
 
-    async def _record_version(self, session: SessionId, drawn: Trajectory) -> bool:
+    async def _record_version(self, id: SessionId, drawn: Trajectory) -> bool:
+        session = self._session(id)
         version = max(drawn.versions(), key=lambda version: version.number)
-        newest = self._newest.get(session)
+        newest = session.newest
         if newest is not None and newest.number >= version.number:
             return True
-        if not await self._record(OpenSession(session.sample, session.attempt, version)):
+        if not await self._record(OpenSession(id.sample, id.attempt, version)):
             return False
-        self._newest[session] = version
-        if newest is None and session in self._max_versions:
-            self._last_number[session] = version.number + self._max_versions[session] - 1
+        session.newest = version
+        if newest is None and session.max_versions:
+            session.last_number = version.number + session.max_versions - 1
         return True
 
     async def _lose(self, turn: SessionTurn, ids: Sequence[TurnId], reason: str) -> None:
+        if not self._is_wanted(turn):
+            return
         turn.failures += 1
         if turn.failures >= self._max_attempts:
             self._give_up(turn, f"{turn.failures} attempts failed, the last: {reason}", None)
@@ -197,11 +220,14 @@ class SessionTurns:
             self._dispatch.put_back([turn])
 
     def _give_up(self, turn: SessionTurn, reason: str, end: SessionEnd | None) -> None:
-        self._forget(turn)
         missing = turn.still_missing(turn.ids)
+        self._forget(turn)
         turn.link.answer([], [UndrawnTurn(id, reason, end) for id in missing])
 
     def _forget(self, turn: SessionTurn) -> None:
-        self._wanted.pop(turn.key, None)
-        for id in turn.ids:
+        for id in turn.still_missing(turn.ids):
             self._turns.pop(id, None)
+        if (session := self._sessions.get(turn.session)) is not None:
+            session.wanted.discard(turn)
+            if session == _SessionState():  # it came after its end
+                del self._sessions[turn.session]
