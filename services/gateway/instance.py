@@ -75,7 +75,7 @@ class GatewayInstance:
         host, port = listener.getsockname()[:2]
         url = f"http://{advertised_host(host)}:{port}"
         http = await HttpServer.start(app, listener)
-        return cls(GatewayService(sessions, kept, draws, url), http, store)
+        return cls(GatewayService(sessions, kept, draws, chat_format, url), http, store)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         self._servicer.add_to(server)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -9,7 +10,8 @@ import grpc.aio
 from atoll.gateway.draws import Draws
 from atoll.gateway.history.trajectory import build_trajectory
 from atoll.gateway.session_store import SessionEndedError, SessionStore
-from atoll.gateway.sessions import Sessions
+from atoll.gateway.sessions import Sessions, turn_name
+from atoll.gateway.templates.chat_format import ChatFormat
 from atoll.runtime.errors import UserError
 from atoll.wire.codec.gateway import (
     decode_session_id,
@@ -21,7 +23,7 @@ from atoll.wire.codec.gateway import (
 )
 from atoll.wire.codec.rollout import encode_turn_request
 from atoll.wire.codec.trajectories import decode_payload, encode_payload
-from atoll.wire.types import SessionEnd, SessionId, TurnId
+from atoll.wire.types import Message, SessionEnd, SessionId, Trajectory, TurnId
 from atoll.wire.v1 import gateway_pb2 as pb
 from atoll.wire.v1 import gateway_pb2_grpc
 
@@ -29,10 +31,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GatewayService(gateway_pb2_grpc.GatewayServicer):
-    def __init__(self, sessions: Sessions, store: SessionStore, draws: Draws, url: str) -> None:
+    def __init__(
+        self, sessions: Sessions, store: SessionStore, draws: Draws, chat_format: ChatFormat, url: str
+    ) -> None:
         self._sessions = sessions
         self._store = store
         self._draws = draws
+        self._format = chat_format
         self._url = url
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -49,10 +54,21 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             ended = await self._sessions.end(id, SessionEnd(request.reason))
         except SessionEndedError:
             raise _unknown(id) from None
-        trajectory = build_trajectory(ended.records, id, ended.end, ended.rewards)
+        trajectory = build_trajectory(
+            ended.records, id, ended.end, ended.rewards, read_reply=partial(self._read_reply, id)
+        )
         return pb.EndSessionReply(
             trajectory=encode_payload([trajectory]) if trajectory else b"", reason=ended.end.value
         )
+
+    def _read_reply(self, id: SessionId, drawn: Trajectory) -> Message:
+        """As its client got it, whatever stop strings it asked for."""
+        turn = drawn.turns[0]
+        return self._format.parse(
+            drawn.nodes[turn.node].token_ids,
+            name=f"{turn_name(id, turn.number)}_{turn.branch}",
+            finish_reason=turn.finish_reason,
+        ).message
 
     async def Reward(self, request: pb.RewardSessionRequest, context: Context) -> pb.RewardSessionReply:
         id = decode_session_id(request.id)

@@ -61,8 +61,7 @@ class Session:
         return self.spec.id
 
     def turn_name(self, number: int) -> str:
-        """Unique in the run: part of all ids that clients get."""
-        return f"{_prefix(self.id)}{number:x}"
+        return turn_name(self.id, number)
 
     def next_number(self) -> int:
         """For a turn's id. An earlier holder's unfinished turns keep theirs to themselves."""
@@ -189,6 +188,11 @@ def _session(held: HeldSession) -> Session:
     undelivered = {r.request: r for r in held.records if r.number not in held.delivered}
     spec = replace(held.spec, agent_key="", reward_key="")
     return Session(spec, held.fence, held.opened, SessionTree(held.records), undelivered=undelivered)
+
+
+def turn_name(id: SessionId, number: int) -> str:
+    """Unique in the run: part of all ids that clients get."""
+    return f"{_prefix(id)}{number:x}"
 
 
 def _prefix(id: SessionId) -> str:

@@ -424,7 +424,7 @@ class ScoreItem(NamedTuple):
 
     id: SampleId = SampleId(GroupId("", 0, 0), 0)
     prompt: str = ""
-    response: str = ""  # of the last turn
+    response: str = ""  # of the last turn; of an agent's session, of its main conversation's
     ground_truth: str = ""
     data_source: str = ""
     finish_reason: FinishReason = FinishReason.STOP  # of the last turn

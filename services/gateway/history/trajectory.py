@@ -31,9 +31,9 @@ from atoll.wire.types import (
 )
 
 
-def text_message(turn: Turn) -> Message:
+def text_message(drawn: Trajectory) -> Message:
     """A turn as a message, its calls as the text that they were written in."""
-    return Message("assistant", turn.text)
+    return Message("assistant", drawn.text)
 
 
 def build_trajectory(
@@ -43,13 +43,13 @@ def build_trajectory(
     rewards: Sequence[SessionReward] = (),
     *,
     environment: Mapping[str, str] = NO_TEXTS,
-    read_turn: Callable[[Turn], Message] = text_message,
+    read_reply: Callable[[Trajectory], Message] = text_message,
 ) -> Trajectory | None:
     """A session's trajectory; None if it has no turn.
 
     Nodes and turns are in the order in which the turns began. Equal insertions after one node are one node. A
     conversation is a main or a side one by its head alone: `main_head`. Messages are those of the last path
-    of the main ones, replies as `read_turn` has them. A reward for a turn of no token, which no token could
+    of the main ones, replies as `read_reply` has them. A reward for a turn of no token, which no token could
     carry, is for the whole trajectory.
 
     Raises ValueError for a root without tokens, and for a reward that names no turn of the session.
@@ -91,7 +91,7 @@ def build_trajectory(
         TrajectoryStatus.COMPLETED if is_done else TrajectoryStatus.TRUNCATED,
         tuple(_place_reward(reward, nodes, turns) for reward in rewards),
         "" if is_done else end.value,
-        _read_path(records, [p for p in order if records[p].head == main][-1], read_turn),
+        _read_path(records, [p for p in order if records[p].head == main][-1], read_reply),
         environment,
     )
 
@@ -116,13 +116,13 @@ def _place_reward(reward: SessionReward, nodes: Sequence[Node], turns: Sequence[
 
 
 def _read_path(
-    records: Sequence[TurnRecord], position: int, read_turn: Callable[[Turn], Message]
+    records: Sequence[TurnRecord], position: int, read_reply: Callable[[Trajectory], Message]
 ) -> tuple[Message, ...]:
     """All messages down to a record's last reply."""
     branch = len(records[position].drawn) - 1
     parts: list[tuple[Message, ...]] = []
     while position >= 0:
         record = records[position]
-        parts.append((*record.messages, read_turn(record.drawn[branch].turns[0])))
+        parts.append((*record.messages, read_reply(record.drawn[branch])))
         position, branch = record.parent, record.parent_branch
     return tuple(message for part in reversed(parts) for message in part)
