@@ -5,6 +5,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import orjson
@@ -93,7 +94,7 @@ class GatewayApp:
             answer = self._answer(session, record, request)
             await _respond(send, 200, orjson.dumps(api.answer(request, answer)))
         connection: BoundedConnection = scope["connection"]
-        if connection.is_open:
+        if await connection.has_delivered(partial(self._turns.note_undelivered, session, body, asked)):
             self._turns.note_delivered(session, body, asked)
 
     async def _stream(

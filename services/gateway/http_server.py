@@ -28,14 +28,24 @@ TOO_LARGE: Final = (
 
 class BoundedConnection(HttpToolsProtocol):
     """Closes a connection whose headers are too long or take too long. In an app's scope as "connection",
-    where it says whether the client is still there."""
+    where it says what became of an answer."""
 
     _header_bytes = 0
     _headers_due: asyncio.TimerHandle | None = None
+    _on_reset: Callable[[], None] | None = None
 
-    @property
-    def is_open(self) -> bool:
-        return not self.transport.is_closing()
+    async def has_delivered(self, on_reset: Callable[[], None]) -> bool:
+        """Once all that was sent is with the kernel: whether the client was still there. `on_reset` is called
+        if the client then closes the connection with some of it unread, before its next request."""
+        await self.flow.drain()
+        if self.transport.is_closing():
+            return False
+        self._on_reset = on_reset
+        return True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so that `drain` waits for the last byte
 
     def data_received(self, data: bytes) -> None:
         if self.cycle is None or self.cycle.response_complete:  # between requests, or in headers
@@ -49,12 +59,15 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_headers()
+        self._on_reset = None
         self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_headers()
         super().connection_lost(exc)
+        if exc is not None and self._on_reset is not None:
+            self._on_reset()
 
     def _end_headers(self) -> None:
         self._header_bytes = 0

@@ -204,7 +204,7 @@ class SessionStore:
 
     def note_delivered(self, id: SessionId, number: int) -> None:
         """Soon: if it is lost with this instance, a repeated request is answered alike once more."""
-        if not self._delivered:
+        if self._noting is None or self._noting.done():
             self._noting = asyncio.get_running_loop().create_task(self._note_delivered())
         self._delivered.append((id, number))
 
@@ -238,9 +238,16 @@ class SessionStore:
         rewards = await self._store.read("HVALS", _rewards(id))
         return list(map(parse_turn_record, records)), list(map(parse_session_reward, rewards))
 
+    def note_undelivered(self, id: SessionId, number: int) -> None:
+        """Unless it is noted already."""
+        if (id, number) in self._delivered:
+            self._delivered.remove((id, number))
+
     async def _note_delivered(self) -> None:
         await asyncio.sleep(NOTE_AFTER_S)
         delivered, self._delivered = self._delivered, []
+        if not delivered:
+            return
         try:
             await self._write(
                 _DELIVERED, [_session(id) for id, _ in delivered], *(number for _, number in delivered)

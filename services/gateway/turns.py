@@ -82,6 +82,11 @@ class Turns:
             session.undelivered.pop(body, None)
             self._store.note_delivered(session.id, asked.record.result().number)
 
+    def note_undelivered(self, session: Session, body: bytes, asked: AskedTurn) -> None:
+        """Its client left with the answer unread after all."""
+        if session.asked.setdefault(body, asked) is asked:
+            self._store.note_undelivered(session.id, asked.record.result().number)
+
     async def result(self, asked: AskedTurn) -> TurnRecord:
         """Raises RequestError if it was not drawn, or its session has ended."""
         try:
