@@ -85,6 +85,20 @@ def test_response_items() -> None:
     assert RESPONSES.parse(body).chat.messages == HISTORY
 
 
+def test_response_items_of_one_turn_may_have_outputs_between_them() -> None:
+    def items_of(*ids: str) -> list[dict[str, Any]]:
+        call = {"type": "function_call", "name": "add", "arguments": "{}"}
+        output = {"type": "function_call_output", "output": "1"}
+        return [each for id in ids for each in ({**call, "call_id": id}, {**output, "call_id": id})]
+
+    body = {"input": [*items_of("call_7f_0_0", "call_7f_0_1"), *items_of("call_80_0_0")]}
+    messages = RESPONSES.parse(body).chat.messages
+    assert [m.role for m in messages] == ["assistant", "tool", "tool", "assistant", "tool"]
+    assert [call.id for call in messages[0].tool_calls] == ["call_7f_0_0", "call_7f_0_1"]
+    foreign = RESPONSES.parse({"input": items_of("call_a", "call_b")}).chat.messages
+    assert [m.role for m in foreign] == ["assistant", "tool", "assistant", "tool"]
+
+
 def test_response_items_of_two_turns_in_a_row_stay_apart() -> None:
     reasoning = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
     said = {"role": "assistant", "content": "One."}

@@ -217,7 +217,7 @@ def test_a_trajectory_by_hand() -> None:
         (NEW_CONVERSATION, [400, 401]),
         (9, [450]),
     ]
-    assert [(t.node, t.number, t.branch, t.side) for t in trajectory.turns] == [
+    assert [(t.node, t.number, t.branch, t.untrained) for t in trajectory.turns] == [
         (1, 0, 0, True),
         (3, 1, 0, False),
         (4, 1, 1, False),
@@ -249,7 +249,7 @@ def test_the_first_conversation_is_the_main_one_if_none_offers_tools() -> None:
     play.ask(SYSTEM, ASK, tools=0)
     trajectory = build_trajectory(play.records, ID, SessionEnd.DONE)
     assert trajectory is not None
-    assert [turn.side for turn in trajectory.turns] == [False, True]
+    assert [turn.untrained for turn in trajectory.turns] == [False, True]
     assert (trajectory.status, trajectory.reason) == (TrajectoryStatus.COMPLETED, "")
 
 

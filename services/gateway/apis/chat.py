@@ -29,6 +29,10 @@ _DONE: Final = b"data: [DONE]\n\n"
 
 class ChatApi(Api):
     def parse(self, body: Mapping[str, Any]) -> ApiRequest:
+        if body.get("functions"):
+            raise RequestError(
+                400, "invalid_request", "functions: got the form of old clients, expected the same as `tools`"
+            )
         tools = _parse_tools(body.get("tools"))
         choice, tool_name = _parse_tool_choice(body.get("tool_choice"))
         check_tools(tools, choice, tool_name)

@@ -68,7 +68,7 @@ class MessagesApi(Api):
             chat,
             model=optional_text(body, "model", ""),
             stream=flag(body, "stream"),
-            show_thinking=thinking.get("type") in ("enabled", "adaptive"),
+            show_thinking=thinking.get("type") not in (None, "disabled"),
         )
 
     def answer(self, request: ApiRequest, answer: ChatAnswer) -> Json:

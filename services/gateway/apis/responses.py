@@ -1,6 +1,6 @@
 """POST /v1/responses of OpenAI, without state: the input holds the whole history."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -134,7 +134,12 @@ def _parse_input(given: Any) -> list[Message]:
         if turn and not (is_produced and turn.takes(kind)):
             messages.append(turn.message())
             turn = None
-        if is_produced:
+        if kind == "function_call" and turn is None and (place := _turn_of_call(messages, item)) is not None:
+            calls = messages[place].tool_calls
+            messages[place] = messages[place]._replace(
+                tool_calls=(*calls, tool_call(item, "call_id", item, where))
+            )
+        elif is_produced:
             turn = turn or _TurnItems()
             turn.add(kind, item, where)
         else:
@@ -144,6 +149,18 @@ def _parse_input(given: Any) -> list[Message]:
     if not messages:
         raise RequestError(400, "invalid_request", "input: got an empty list, expected a message")
     return messages
+
+
+def _turn_of_call(messages: Sequence[Message], item: Mapping[str, Any]) -> int | None:
+    """Position of the assistant's message that a call belongs to, although outputs of other calls came in
+    between; None: there is none. Ids tell: "call_NAME_BRANCH_NUMBER", of one turn and branch."""
+    prefix = str(item.get("call_id")).rpartition("_")[0]
+    position = len(messages) - 1
+    while position >= 0 and messages[position].role == "tool":
+        position -= 1
+    calls = messages[position].tool_calls if position >= 0 else ()
+    is_ours = prefix.count("_") == 2 and calls and calls[-1].id.rpartition("_")[0] == prefix
+    return position if is_ours and position < len(messages) - 1 else None
 
 
 def _parse_item(kind: Any, item: Mapping[str, Any], where: str) -> Message:
