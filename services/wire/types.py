@@ -23,7 +23,7 @@ create and hash, and there are a dozen per sample. All others are frozen datacla
 long because it defines every type that crosses a service boundary.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
@@ -210,6 +210,8 @@ class TrajectoryStatus(Enum):
     ABORTED = "aborted"  # aborted; not trained on
 
 
+_ABORTED: Final = TrajectoryStatus.ABORTED  # looking it up takes as long as the rest of a look at a sample
+
 STATUS_AFTER: Final = {
     FinishReason.STOP: TrajectoryStatus.COMPLETED,
     FinishReason.LENGTH: TrajectoryStatus.TRUNCATED,
@@ -276,17 +278,17 @@ class Trajectory(NamedTuple):
     def turn_numbers(self) -> list[int]:
         """Of each turn that has tokens and may be trained on: the number of the version that produced its
         oldest one."""
-        untrained = self.untrained_nodes()
-        return [
-            number
-            for index, node in enumerate(self.nodes)
-            if (number := node.oldest_number) is not None and index not in untrained
-        ]
+        nodes: Iterable[Node] = self.nodes
+        if untrained := self.untrained_nodes():
+            nodes = [node for index, node in enumerate(nodes) if index not in untrained]
+        return [number for node in nodes if (number := node.oldest_number) is not None]
 
     def untrained_nodes(self) -> Collection[int]:
         """Those whose tokens have no weight in the loss, however fresh they are."""
-        if self.status is TrajectoryStatus.ABORTED:
+        if self.status is _ABORTED:
             return range(len(self.nodes))
+        if len(self.turns) == 1 and not self.turns[0].untrained:
+            return ()  # as most do
         return [turn.node for turn in self.turns if turn.untrained]
 
     def staleness(self, current: Version, oldest: int = 0) -> int:

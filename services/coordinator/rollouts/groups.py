@@ -64,8 +64,9 @@ class PendingGroup:
     def oldest_number(self) -> int:
         """Lower bound of the version that its age is judged by. An agent's open session, whose next turn is
         as fresh as can be, has none where turns are weighed."""
-        is_open = [self.weighs_turns and self.prompt.agent and sample is None for sample in self.samples]
-        numbers = [number for number, is_fresh in zip(self.oldest, is_open, strict=True) if not is_fresh]
+        if not (self.weighs_turns and self.prompt.agent):
+            return min(self.oldest)
+        numbers = [n for n, sample in zip(self.oldest, self.samples, strict=True) if sample is not None]
         return min(numbers, default=sys.maxsize)
 
     @property
