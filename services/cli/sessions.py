@@ -83,7 +83,8 @@ def describe(sessions: Sequence[SessionSummary], counters: Counter[str]) -> str:
         branches = ", ".join(f"{count} {cause}" for cause, count in session.branches.items())
         lines.append(
             f"  {session.id}  {now - session.opened:6.0f} s  {session.turns:4} turns  "
-            f"{session.tokens:7} tokens{'  branches: ' if branches else ''}{branches}"
+            f"{session.tokens:7} tokens  {session.recomputed:7} recomputed"
+            f"{'  branches: ' if branches else ''}{branches}"
         )
     lines += [f"  {name:40} {count}" for name, count in sorted(counters.items())]
     return "\n".join(lines)

@@ -120,8 +120,15 @@ class Sessions:
     def summaries(self) -> list[SessionSummary]:
         """Of those that this instance holds."""
         return [
-            SessionSummary(s.id, s.tree.num_turns, s.tree.num_produced, s.opened, s.tree.branches)
-            for s in self._held.values()
+            SessionSummary(
+                session.id,
+                session.tree.num_turns,
+                session.tree.num_produced,
+                session.opened,
+                session.tree.branches,
+                session.tree.num_recomputed,
+            )
+            for session in self._held.values()
         ]
 
     async def take(self, id: SessionId) -> Session:

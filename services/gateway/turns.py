@@ -243,9 +243,16 @@ class Turns:
                 raise _ended(None) from None
             else:
                 if position == len(session.tree):  # if not, it was there when the session was taken back
-                    session.tree.add(record)
-                self._sessions.counters["turns"] += len(record.drawn)
+                    self._add(session, record)
                 return record
+
+    def _add(self, session: Session, record: TurnRecord) -> None:
+        counters, recomputed = self._sessions.counters, session.tree.num_recomputed
+        session.tree.add(record)
+        counters["turns"] += len(record.drawn)
+        counters["recomputed_prefill_tokens"] += session.tree.num_recomputed - recomputed
+        if record.cause:
+            counters[f"branches: {record.cause}"] += 1
 
 
 def _has_failed(asked: AskedTurn) -> bool:

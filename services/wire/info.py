@@ -74,6 +74,7 @@ class SessionSummary:
     tokens: int  # that the policy produced
     opened: float  # Unix seconds
     branches: Mapping[str, int]  # by cause
+    recomputed: int  # tokens of contexts that were computed before, elsewhere or by other weights
 
 
 @dataclass(frozen=True, slots=True)

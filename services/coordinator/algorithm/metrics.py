@@ -7,7 +7,7 @@ import numpy as np
 
 from atoll.coordinator.algorithm.advantage import Float64
 from atoll.coordinator.algorithm.experience import fresh_tokens
-from atoll.wire.types import FinishReason, Group, Int64, Version
+from atoll.wire.types import FinishReason, Group, Int64, Trajectory, Version
 
 MAX_KINDS = 16  # of reasons of one grader that are metrics of their own
 MAX_KIND_CHARACTERS = 40
@@ -35,12 +35,22 @@ def step_metrics(groups: Sequence[Group], version: Version, oldest: int = 0) -> 
     if oldest > 0:
         is_stale_R = ~fresh_tokens(groups, oldest)
         metrics["staleness/masked_fraction"] = float(is_stale_R.sum()) / max(len(is_stale_R), 1)
+    if sessions := [sample for group in groups if group.prompt.agent for sample in group.samples]:
+        metrics |= _session_metrics(sessions)
     totals: dict[str, float] = {}
     for sample in samples:
         for reward in sample.rewards:
             for name, value in reward.components.items():
                 totals[name] = totals.get(name, 0.0) + value
     return metrics | {f"reward/{name}/mean": totals[name] / len(samples) for name in sorted(totals)}
+
+
+def _session_metrics(sessions: Sequence[Trajectory]) -> dict[str, float]:
+    """Of the samples that agents made: how many turns they took, and the shares that ended by a limit."""
+    turns = np.array([len(sample.turns) for sample in sessions])
+    ends = Counter(sample.reason for sample in sessions if sample.reason)
+    shares = {f"agents/ended/{end.replace(' ', '_')}": n / len(sessions) for end, n in sorted(ends.items())}
+    return {"agents/turns/mean": float(turns.mean()), "agents/turns/max": float(turns.max()), **shares}
 
 
 class ReasonShares:

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from atoll.gateway.history.canonical import Digests, count_leading, link
-from atoll.wire.types import Int32, TurnRecord
+from atoll.wire.types import Int32, Trajectory, TurnRecord, Version
 
 ROOT: Final = -1  # parent of a turn that begins a conversation
 
@@ -57,12 +57,16 @@ class Match(NamedTuple):
     cause: Cause
 
 
+Cache = tuple[str, Version | None]  # incarnation of a replica, and version of its weights
+
+
 class _HeldTurn(NamedTuple):
     parent: int
     branch: int  # of the parent
     inserted_ids: Int32
     replies: tuple[Int32, ...]  # token ids, by branch
     chains: tuple[bytes, ...]  # by branch
+    caches: tuple[Cache, ...]  # by branch: where its keys and values are
 
 
 class SessionTree:
@@ -78,6 +82,7 @@ class SessionTree:
         self._num_replies: dict[int, int] = {}  # by number of the turn
         self.num_turns = 0  # each reply is one
         self.num_produced = 0  # tokens
+        self.num_recomputed = 0  # tokens of contexts that were computed before, elsewhere or by other weights
         self.branches: Counter[str] = Counter()  # turns by cause; those that go on from the last have none
         for record in records:
             self.add(record)
@@ -93,8 +98,12 @@ class SessionTree:
         position = len(self._turns)
         self._replies |= {chain: (position, branch) for branch, chain in enumerate(record.chains)}
         self._requests[record.request] = (*self.find(record.request), position)
+        parent, branch = record.parent, record.parent_branch
+        if parent != ROOT and _begins_at(record.drawn[0]) != self._turns[parent].caches[branch]:
+            self.num_recomputed += len(self.context_ids(parent, branch))
+        caches = tuple(map(_ends_at, record.drawn))
         self._turns.append(
-            _HeldTurn(record.parent, record.parent_branch, _copy(record.inserted_ids), replies, record.chains)
+            _HeldTurn(parent, branch, _copy(record.inserted_ids), replies, record.chains, caches)
         )
         self._num_replies[record.number] = len(replies)
         self.num_turns += len(replies)
@@ -168,6 +177,16 @@ class SessionTree:
         if request.last_assistant > next(held, -1):
             return Cause.EDITED_HISTORY
         return Cause.PARALLEL if last >= 0 else Cause.RESTARTED
+
+
+def _begins_at(drawn: Trajectory) -> Cache:
+    spans = drawn.nodes[0].spans
+    return drawn.turns[0].origin.incarnation, spans[0].version if spans else None
+
+
+def _ends_at(drawn: Trajectory) -> Cache:
+    spans = drawn.nodes[0].spans
+    return drawn.turns[0].origin.incarnation, spans[-1].version if spans else None
 
 
 def _copy(ids: Int32) -> Int32:

@@ -141,10 +141,16 @@ def encode_session_summary(summary: SessionSummary) -> gateway_pb2.SessionSummar
         tokens=summary.tokens,
         opened=summary.opened,
         branches=summary.branches,
+        recomputed=summary.recomputed,
     )
 
 
 def decode_session_summary(message: gateway_pb2.SessionSummary) -> SessionSummary:
     return SessionSummary(
-        decode_session_id(message.id), message.turns, message.tokens, message.opened, dict(message.branches)
+        decode_session_id(message.id),
+        message.turns,
+        message.tokens,
+        message.opened,
+        dict(message.branches),
+        message.recomputed,
     )

@@ -457,11 +457,14 @@ class SessionSummary(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     OPENED_FIELD_NUMBER: _builtins.int
     BRANCHES_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_FIELD_NUMBER: _builtins.int
     turns: _builtins.int
     tokens: _builtins.int
     """that the policy produced"""
     opened: _builtins.float
     """Unix seconds"""
+    recomputed: _builtins.int
+    """tokens of contexts that were computed before, elsewhere or by other weights"""
     @_builtins.property
     def id(self) -> Global___SessionId: ...
     @_builtins.property
@@ -476,10 +479,11 @@ class SessionSummary(_message.Message):
         tokens: _builtins.int = ...,
         opened: _builtins.float = ...,
         branches: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        recomputed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "id", b"id", "opened", b"opened", "tokens", b"tokens", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "id", b"id", "opened", b"opened", "recomputed", b"recomputed", "tokens", b"tokens", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
