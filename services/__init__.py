@@ -6,16 +6,17 @@ Each is imported when it is first asked for, so `import atoll` alone loads neith
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["AgentSession", "Grade", "ScoreItem", "Trajectory", "load_config", "run"]
+__all__ = ["AgentSession", "EnvironmentFailedError", "Grade", "ScoreItem", "Trajectory", "load_config", "run"]
 
 if TYPE_CHECKING:
-    from atoll.agents.session import AgentSession
+    from atoll.agents.session import AgentSession, EnvironmentFailedError
     from atoll.cli.run import follow_to_end as run
     from atoll.config.load import load as load_config
     from atoll.wire.types import Grade, ScoreItem, Trajectory
 else:
     _PLACES = {
         "AgentSession": ("atoll.agents.session", "AgentSession"),
+        "EnvironmentFailedError": ("atoll.agents.session", "EnvironmentFailedError"),
         "Grade": ("atoll.wire.types", "Grade"),
         "Trajectory": ("atoll.wire.types", "Trajectory"),
         "ScoreItem": ("atoll.wire.types", "ScoreItem"),

@@ -12,7 +12,7 @@ from numbers import Real
 from threading import Thread
 from typing import Final
 
-from atoll.agents.session import AgentSession
+from atoll.agents.session import AgentSession, EnvironmentFailedError
 from atoll.runtime.errors import UserError
 from atoll.wire.types import AgentOutcome, AgentTask, SessionId
 
@@ -153,7 +153,8 @@ class AgentRunner:
             raise
         except BaseException as error:  # users' code may raise anything, SystemExit would end the loop
             _log.exception("session %s: agent %s failed", task.session, task.agent)
-            return AgentOutcome(f"{type(error).__name__}: {error}"[:MAX_CAUSE])
+            cause = f"{type(error).__name__}: {error}"[:MAX_CAUSE]
+            return AgentOutcome(cause, environment_failed=isinstance(error, EnvironmentFailedError))
 
     def _forget(self, session: _AgentCall) -> None:
         if session.num_listeners == 0 and self._sessions.get(session.id) is session:

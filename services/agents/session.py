@@ -19,6 +19,11 @@ TIMEOUT_S: Final = 3600.0  # of a turn, which may wait for a replica and for a p
 CONNECT_TIMEOUT_S: Final = 10.0
 
 
+class EnvironmentFailedError(Exception):
+    """Raise it if a tool or an environment broke down: its session ends as "environment failed", and
+    `on_end.environment_failed` says what becomes of it."""
+
+
 class AgentSession:
     """One session: every answer that the policy gives in it is part of one sample."""
 

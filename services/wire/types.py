@@ -599,6 +599,7 @@ class AgentOutcome:
 
     cause: str = ""  # why it failed, such as "ValueError: no such tool"; "": it returned
     reward: float | None = None  # that it returned, if any; finite
+    environment_failed: bool = False  # it was not the agent's fault
 
 
 @dataclass(frozen=True, slots=True, eq=False)

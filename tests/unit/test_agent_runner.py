@@ -15,7 +15,7 @@ import pytest
 
 from atoll.agents import runner as runners
 from atoll.agents.runner import AgentRunner, HostedAgent
-from atoll.agents.session import AgentSession
+from atoll.agents.session import AgentSession, EnvironmentFailedError
 from atoll.runtime.errors import UserError
 from atoll.wire.types import AgentOutcome, AgentTask, GroupId, Message, SampleId, SessionId, ToolCall
 from tests.http_servers import Request, raw_http
@@ -80,6 +80,14 @@ async def test_a_value_that_is_no_finite_number_is_a_failure(value: object) -> N
     assert await outcome(agent) == AgentOutcome(
         f"ValueError: the agent function returned {value!r}, expected a finite number or None"
     )
+
+
+async def test_a_function_says_that_its_environment_failed() -> None:
+    async def agent(session: AgentSession) -> None:
+        raise EnvironmentFailedError("the shop is closed")
+
+    expected = AgentOutcome("EnvironmentFailedError: the shop is closed", environment_failed=True)
+    assert await outcome(agent) == expected
 
 
 @pytest.mark.parametrize("error", [LookupError("no such tool"), SystemExit(3), KeyboardInterrupt("stop")])

@@ -187,7 +187,7 @@ class AgentSessions:
             await asyncio.wait({running, cut}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 outcome = await running
-                return SessionEnd.AGENT_FAILED if outcome.cause else SessionEnd.DONE, outcome
+                return _end_of(outcome), outcome
             await host.cancel(session.id)
             return SessionEnd.AGE if cut.done() else SessionEnd.SECONDS, AgentOutcome()
         finally:
@@ -217,6 +217,12 @@ class AgentSessions:
             await self._end(id, SessionEnd.CANCELLED)
         except AtollError as error:
             log.warning("session %s was given up, and did not end: %s", id, error)
+
+
+def _end_of(outcome: AgentOutcome) -> SessionEnd:
+    if outcome.environment_failed:
+        return SessionEnd.ENVIRONMENT_FAILED
+    return SessionEnd.AGENT_FAILED if outcome.cause else SessionEnd.DONE
 
 
 def _with_weights(sample: Trajectory, train: Literal["main", "side", "all", "none"]) -> Trajectory:

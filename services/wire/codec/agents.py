@@ -38,11 +38,14 @@ def decode_agent_task(message: agents_pb2.RunAgentRequest) -> AgentTask:
 
 
 def encode_agent_outcome(outcome: AgentOutcome) -> agents_pb2.RunAgentReply:
-    return agents_pb2.RunAgentReply(cause=outcome.cause, reward=outcome.reward)
+    return agents_pb2.RunAgentReply(
+        cause=outcome.cause, reward=outcome.reward, environment_failed=outcome.environment_failed
+    )
 
 
 def decode_agent_outcome(message: agents_pb2.RunAgentReply) -> AgentOutcome:
-    return AgentOutcome(message.cause, message.reward if message.HasField("reward") else None)
+    reward = message.reward if message.HasField("reward") else None
+    return AgentOutcome(message.cause, reward, message.environment_failed)
 
 
 def encode_agents_info(info: AgentsInfo) -> agents_pb2.AgentsInfoReply:

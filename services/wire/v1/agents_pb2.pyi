@@ -98,19 +98,23 @@ class RunAgentReply(_message.Message):
 
     CAUSE_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FAILED_FIELD_NUMBER: _builtins.int
     cause: _builtins.str
     """why it failed; empty: it returned"""
     reward: _builtins.float
     """that it returned"""
+    environment_failed: _builtins.bool
+    """not the agent itself"""
     def __init__(
         self,
         *,
         cause: _builtins.str = ...,
         reward: _builtins.float | None = ...,
+        environment_failed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "cause", b"cause", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "cause", b"cause", "environment_failed", b"environment_failed", "reward", b"reward"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
