@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=SAMPLE,
         help="folder with GSM8K's train.jsonl and test.jsonl (default: %(default)s)",
     )
+    tasks.add_parser("tools", help="sums with a tool that adds, for a model with one million parameters")
     for name, task in tasks.choices.items():
         task.add_argument("--out", type=Path, default=Path("runs/data") / name, help="folder (%(default)s)")
         task.add_argument("--seed", type=int, default=0, help="seed of the weights and of the split")
@@ -29,6 +30,10 @@ def run(arguments: argparse.Namespace) -> int:
         from atoll.cli.arithmetic import build_arithmetic
 
         build_arithmetic(arguments.out, arguments.seed, arguments.digits)
+    elif arguments.task == "tools":
+        from atoll.cli.tools import build_tools
+
+        build_tools(arguments.out, arguments.seed)
     else:
         from atoll.cli.gsm8k import build_gsm8k
 

@@ -1,0 +1,93 @@
+"""The agents' task: sums as in `arithmetic.py`, for a model that may call a tool `add` or guess."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from atoll.cli.assets import ModelShape, SpecialTokens, prompt_row, write_model, write_rows
+
+SPECIAL = SpecialTokens(eos="<|im_end|>", pad="<|endoftext|>")
+SHAPE = ModelShape(
+    family="qwen3",
+    vocab_size=384,
+    hidden_size=128,
+    intermediate_size=512,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    max_positions=512,
+)
+# Calls in the Hermes format. Of the tools it shows the names alone: so small a model reads no schema.
+CHAT_TEMPLATE = (
+    "{%- if tools %}"
+    "{{- '<|im_start|>tools\n' }}{% for tool in tools %}{{ tool.function.name + '\n' }}{% endfor %}"
+    "{{- '<|im_end|>\n' }}"
+    "{%- endif %}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{%- for call in message.tool_calls or [] %}"
+    "{{- '<tool_call>' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "{{- '</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|im_end|>\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CALL = '<tool_call>{"name": "add", "arguments": {"a": %d, "b": %d}}</tool_call>'
+LOW, HIGH = 10, 100  # two digits
+VALIDATION_SHARE = 16  # every 16th
+GUESS_SHARE = 2 / 3  # of the warm-up's sums: a guess instead of a call
+
+
+def build_tools(out: Path, seed: int) -> None:
+    """Writes out/model, train.parquet and validation.parquet (different sums), and warmup.parquet: first
+    replies, a call or a guess, and replies to a tool's result. They show the form; no guess is better than
+    chance, so that calls are what is to be learned from the reward."""
+    write_model(out / "model", SHAPE, _tokenizer(), SPECIAL, CHAT_TEMPLATE, seed)
+    rng = np.random.default_rng(seed)
+    span = HIGH - LOW
+    pairs = [(LOW + int(i) // span, LOW + int(i) % span) for i in rng.permutation(span**2)]
+    split = len(pairs) // VALIDATION_SHARE
+    for name, part in (("validation", pairs[:split]), ("train", pairs[split:])):
+        rows = [
+            prompt_row(f"{a}+{b}=", str(a + b), "tools", {"split": name, "index": i})
+            for i, (a, b) in enumerate(part)
+        ]
+        write_rows(out / f"{name}.parquet", rows)
+    write_rows(out / "warmup.parquet", [row for pair in pairs[split:] for row in _warmup_rows(*pair, rng)])
+
+
+def _warmup_rows(a: int, b: int, rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Messages as the chat template renders them for the agent, a call as the text that it is written in."""
+    asked = [{"role": "tools", "content": "add\n"}, {"role": "user", "content": f"{a}+{b}="}]
+    if rng.random() < GUESS_SHARE:
+        return [{"prompt": asked, "response": str(rng.integers(2 * LOW, 2 * HIGH))}]
+    result = str(a + b)
+    called = [{"role": "assistant", "content": CALL % (a, b)}, {"role": "tool", "content": result}]
+    return [
+        {"prompt": asked, "response": CALL % (a, b)},
+        {"prompt": [*asked, *called], "response": result},
+    ]
+
+
+def _tokenizer() -> Tokenizer:
+    """Byte-level BPE; every digit is one token, and so are the words of a call."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=SHAPE.vocab_size,
+        special_tokens=[SPECIAL.pad, "<|im_start|>", SPECIAL.eos],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    call = json.dumps({"name": "add", "arguments": {"a": 12, "b": 34}})
+    tokenizer.train_from_iterator([call, "tools\n", "user\n", "assistant\n", "tool\n"], trainer)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>")])
+    return tokenizer
