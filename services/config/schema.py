@@ -632,10 +632,14 @@ class RunConfig(Section):
         return any(dataset.agent for dataset in self.datasets)
 
     @property
+    def ungraded_agents(self) -> frozenset[str]:
+        """Whose sessions bring their rewards."""
+        return frozenset(agent.name for agent in self.agents if agent.reward == "session")
+
+    @property
     def asks_graders(self) -> bool:
-        """Whether reward.graders score the samples of a dataset; an agent's session may bring its reward."""
-        own = {agent.name for agent in self.agents if agent.reward == "session"}
-        return any(dataset.agent not in own for dataset in self.datasets)
+        """Whether reward.graders score the samples of a dataset."""
+        return any(dataset.agent not in self.ungraded_agents for dataset in self.datasets)
 
     @property
     def has_reward_service(self) -> bool:

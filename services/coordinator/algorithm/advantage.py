@@ -29,7 +29,7 @@ class Trajectories:
     lengths_N: Int64  # tokens of each sample; 0 for an empty response
     scores_N: Float64  # sum of a sample's rewards, including a KL penalty in the reward
     rewards_T: Float64  # at the token that earned it; an empty response has a score but no token
-    components_NK: Float64  # each grader's value, unweighted
+    components_NK: Float64  # each grader's value, unweighted; NaN if the sample's session brought its reward
     weights_K: Float64  # of the graders
     values_T: Float64 | None = None  # the critic's value of the state before each token
     baselines_N: Float64 | None = None  # score of the greedy sample of the same prompt

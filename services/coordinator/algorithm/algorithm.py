@@ -21,7 +21,7 @@ from atoll.coordinator.algorithm.advantage import ADVANTAGES, Estimate, Estimato
 from atoll.coordinator.algorithm.constraint import combine_advantages, update_multiplier
 from atoll.coordinator.algorithm.correction import correct
 from atoll.coordinator.algorithm.experience import BatchLayout, lay_out, loss_weights, split, weighing_tokens
-from atoll.coordinator.algorithm.filters import component_of
+from atoll.coordinator.algorithm.filters import components_of
 from atoll.coordinator.algorithm.kl import adapt_kl_coef, kl_penalty
 from atoll.coordinator.algorithm.metrics import critic_metrics, summarize
 from atoll.coordinator.algorithm.models import BatchRefusedError, ModelClient, Models
@@ -78,6 +78,7 @@ class Algorithm:
         # models that it does not train are called once per step
         self._rests = {r for r, s in config.roles.items() if s.offload and r not in config.trained}
         self._graders = config.reward.graders
+        self._ungraded_agents = config.ungraded_agents
         self._reward_weight = config.reward_model.weight if config.reward_model else 0.0
         self._max_length = config.rollout.sampling.max_new_tokens
         self._advantage: Estimator = load(algorithm.advantage, ADVANTAGES)
@@ -217,7 +218,7 @@ class Algorithm:
             lengths_N=layout.lengths,
             scores_N=scores_N,
             rewards_T=rewards_R,
-            components_NK=np.array([_component_of(groups, name) for name in names]).T,
+            components_NK=np.array([components_of(groups, name, self._ungraded_agents) for name in names]).T,
             weights_K=np.array([grader.weight for grader in self._graders]),
             values_T=_values_before(layout, answers.values),
             baselines_N=_baselines(groups),
@@ -248,7 +249,7 @@ class Algorithm:
         constraint = self._config.constraint
         assert constraint is not None
         if constraint.cost is not None:
-            costs_N = _component_of(groups, constraint.cost)
+            costs_N = components_of(groups, constraint.cost, self._ungraded_agents)
         else:
             assert answers.costs is not None
             costs_N = _scores_at_last_token(layout, answers.costs, "cost_model")
@@ -382,11 +383,6 @@ def _scores_at_last_token(layout: BatchLayout, values_T: Float32, role: str) -> 
             f"number; look at the model in {role}.path"
         )
     return verdicts_N
-
-
-def _component_of(groups: Sequence[Group], grader: str) -> Float64:
-    """[N] a grader's value, unweighted."""
-    return np.array([component_of(sample, grader) for group in groups for sample in group.samples])
 
 
 def _baselines(groups: Sequence[Group]) -> Float64 | None:

@@ -1,12 +1,14 @@
 """Decides which finished groups are trained on; filtered groups are replaced by new prompts."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from atoll.config.functions import load
 from atoll.config.schema import FilterConfig
+from atoll.coordinator.algorithm.advantage import Float64
 from atoll.runtime.errors import AtollError, UserError
 from atoll.wire.types import Group, Trajectory
 
@@ -32,6 +34,18 @@ def component_of(sample: Trajectory, grader: str) -> float:
             "name one of reward.graders; a dump must be replayed with the graders that produced it"
         )
     return sum(reward.components.get(grader, 0.0) for reward in sample.rewards)
+
+
+def components_of(groups: Sequence[Group], grader: str, ungraded_agents: frozenset[str]) -> Float64:
+    """[N] a grader's value for each sample, as `component_of`; NaN for those of agents that no grader
+    scores."""
+    return np.array(
+        [
+            math.nan if group.prompt.agent in ungraded_agents else component_of(sample, grader)
+            for group in groups
+            for sample in group.samples
+        ]
+    )
 
 
 FILTERS: Mapping[str, Callable[..., bool]] = {
