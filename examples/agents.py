@@ -5,6 +5,7 @@ from typing import Any
 
 from atoll import AgentSession
 
+MAX_TURNS = 4
 ADD: Any = {
     "type": "function",
     "function": {
@@ -22,7 +23,7 @@ ADD: Any = {
 async def calculator(session: AgentSession) -> float:
     """1 for the right sum, whether the policy called the tool or not."""
     messages: list[Any] = list(session.messages)
-    while True:
+    for _ in range(MAX_TURNS):
         answer = await session.client.chat.completions.create(
             model=session.model, messages=messages, tools=[ADD]
         )
@@ -33,6 +34,7 @@ async def calculator(session: AgentSession) -> float:
         for call in message.tool_calls:
             result = add(call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return 0.0
 
 
 def add(name: str, arguments: str) -> str:

@@ -13,7 +13,7 @@ from atoll.coordinator.fleet.gateways import GatewayLink, Gateways
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.session_turns import SessionTurns
 from atoll.runtime.clients.agents import AgentsClient
-from atoll.runtime.errors import AtollError, ServiceUnavailableError
+from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from atoll.wire.codec.trajectories import decode_payload, encode_payload
 from atoll.wire.types import (
     WHOLE,
@@ -149,6 +149,7 @@ class AgentSessions:
             return None, why
         [sample] = decode_payload(payload)
         if outcome.reward is not None:
+            _check_reward(agent, outcome.reward)
             sample = sample.add_reward(TurnReward(WHOLE, outcome.reward, {"agent": outcome.reward}))
         if agent.reward == "session" and not sample.rewards:
             return None, f"no reward: its session ended ({end.value}) before one was set"
@@ -223,6 +224,15 @@ def _end_of(outcome: AgentOutcome) -> SessionEnd:
     if outcome.environment_failed:
         return SessionEnd.ENVIRONMENT_FAILED
     return SessionEnd.AGENT_FAILED if outcome.cause else SessionEnd.DONE
+
+
+def _check_reward(agent: AgentConfig, returned: float) -> None:
+    """Graders that nobody named would score beside the function. Raises UserError."""
+    if agent.reward == "graders":
+        raise UserError(
+            f"agent {agent.name}: its function returned {returned:g}, and reward.graders score its sessions: "
+            'set reward = "session" in its [[agents]] table, or return None (session.reward adds to their score)'
+        )
 
 
 def _with_weights(sample: Trajectory, train: Literal["main", "side", "all", "none"]) -> Trajectory:

@@ -48,6 +48,8 @@ class Cause(StrEnum):
     RESTARTED = "restarted"
     # The template strips thinking from earlier turns, so the prompt is rendered anew. The caller says so.
     THINKING = "thinking"
+    # The named renderer cannot append what the request adds. The caller says so.
+    RENDERER = "renderer"
 
 
 class Match(NamedTuple):
