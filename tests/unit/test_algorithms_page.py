@@ -76,6 +76,6 @@ def test_every_guard_has_a_row() -> None:
 
 
 def test_every_recipe_has_a_row() -> None:
-    others = {"arithmetic.toml", "arithmetic_sglang.toml", "gsm8k.toml"}
+    others = {"agents.toml", "arithmetic.toml", "arithmetic_sglang.toml", "gsm8k.toml"}
     recipes = {path.name for path in (ROOT / "examples").glob("*.toml")} - others
     assert set(re.findall(r"^\| `(\w+\.toml)` \|", PAGE, re.MULTILINE)) == recipes

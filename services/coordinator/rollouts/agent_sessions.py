@@ -231,7 +231,7 @@ def _check_reward(agent: AgentConfig, returned: float) -> None:
     if agent.reward == "graders":
         raise UserError(
             f"agent {agent.name}: its function returned {returned:g}, and reward.graders score its sessions: "
-            'set reward = "session" in its [[agents]] table, or return None (session.reward adds to their score)'
+            'set reward = "session" in its [[agents]] table, or return None; session.reward adds to theirs'
         )
 
 
