@@ -171,8 +171,8 @@ class EditingAgent:
         digests = digest_request(messages, TOOLS[tools])
         match = self.tree.match(digests)
         assert match == self.plain.match(tools, messages)
-        if match.parent != ROOT and self.random.random() < 0.05:
-            match = Match(ROOT, 0, 0, Cause.THINKING)
+        if match.parent != ROOT and self.random.random() < 0.1:
+            match = Match(ROOT, 0, 0, self.random.choice((Cause.THINKING, Cause.RENDERER)))
         above = self.tree.context_ids(match.parent, match.branch).tolist()
         if match.parent != ROOT:
             turn = self.plain.turns[match.parent]
