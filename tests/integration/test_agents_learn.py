@@ -9,7 +9,7 @@ from tests.gateway.learning_run import train
 
 
 def test_an_agent_with_a_tool_trains(tmp_path: Path) -> None:
-    run = train(tmp_path, "run.steps=3", "warmup.steps=20", "coordinator.prompts_per_step=4")
+    run = train(tmp_path, "run.steps=3", "warmup.steps=5", "coordinator.prompts_per_step=2")
     summary, (_, *steps) = results(run)
     assert summary["steps"] == 3
     for row in steps:
