@@ -3,16 +3,17 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import orjson
 from fastapi import FastAPI
 
 from atoll.gateway.apis.base import Api, ApiRequest
 from atoll.gateway.apis.client_rules import apply_rules
+from atoll.gateway.apis.fields import check_size
 from atoll.gateway.apis.json_body import parse_json
 from atoll.gateway.conversation import ChatAnswer, RequestError
 from atoll.gateway.http_server import BoundedConnection, Receive, Scope, Send, bearer_key, header
@@ -26,6 +27,7 @@ BODY_TIMEOUT_S: Final = 60.0  # for a request's body to arrive
 KEEP_ALIVE_S: Final = 3.0  # silence in a stream before a sign of life; errors before it have their own status
 UNREAD: Final = (401, 403, 408, 413, 503)  # may be answered before the body is there
 MAX_BUFFERED_BODIES: Final = 8  # of the largest size, read at the same time
+MAX_CONTROL_BYTES: Final = 64 << 10  # of a body that is no request for a turn
 
 JSON_HEADERS: Final = [(b"content-type", b"application/json")]
 STREAM_HEADERS: Final = [
@@ -57,34 +59,41 @@ class GatewayApp:
         self._turns = turns
         self._rules = rules
         self._max_body_bytes = max_body_bytes
-        self._buffered = 0  # bytes of bodies that are being read, or may be
+        self._buffered = 0  # bytes of bodies that are being read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         api = self._apis.get(path) or self._counting.get(path)
-        if api is None or scope["method"] != "POST":
-            await self._control(scope, receive, send)
-            return
+        is_hot = api is not None and scope["method"] == "POST"
+        if api is None:
+            api = self._apis["/v1/messages" if path.startswith("/v1/messages") else "/v1/chat/completions"]
         try:
-            await self._serve(api, scope, receive, send)
+            if is_hot:
+                await self._serve(api, scope, receive, send)
+            else:
+                await self._serve_control(scope, receive, send)
         except RequestError as error:
+            error.with_traceback(None)  # whose frames hold the request, and the turn that holds the error
             await _respond(send, error.status, orjson.dumps(api.error(error)))
         except Exception:
-            log.exception("POST %s", path)
-            failure = RequestError(500, "internal", "the gateway failed; its log has the traceback")
-            await _respond(send, failure.status, orjson.dumps(api.error(failure)))
+            log.exception("%s %s", scope["method"], path)
+            if is_hot:  # else FastAPI has answered
+                failure = RequestError(500, "internal", "the gateway failed; its log has the traceback")
+                await _respond(send, failure.status, orjson.dumps(api.error(failure)))
 
     async def _serve(self, api: Api, scope: Scope, receive: Receive, send: Send) -> None:
         session = await self._sessions.of_agent(bearer_key(scope))
-        content = await self._read_body(scope, receive)
+        content = await self._read_body(scope, receive, self._max_body_bytes)
         if content is None:
             return  # the client left
         request = self._apply_rules(api.parse(parse_json(content)))
+        check_size(request.chat)
+        body = hashlib.blake2b(scope["path"].encode() + content, digest_size=16).digest()
+        del content  # a turn may take minutes
         if scope["path"] in self._counting:
             num_tokens = await self._turns.count(session, request.chat)
             await _respond(send, 200, orjson.dumps({"input_tokens": num_tokens}))
             return
-        body = hashlib.blake2b(scope["path"].encode() + content, digest_size=16).digest()
         asked = self._turns.ask(session, body, request.chat)
         await asyncio.wait([asked.record], timeout=KEEP_ALIVE_S)
         if request.stream:
@@ -96,6 +105,17 @@ class GatewayApp:
         connection: BoundedConnection = scope["connection"]
         if await connection.has_delivered(partial(self._turns.note_undelivered, session, body, asked)):
             self._turns.note_delivered(session, body, asked)
+
+    async def _serve_control(self, scope: Scope, receive: Receive, send: Send) -> None:
+        content = await self._read_body(scope, receive, MAX_CONTROL_BYTES)
+        if content is None:
+            return
+        messages = iter([{"type": "http.request", "body": content, "more_body": False}])
+
+        async def replay() -> MutableMapping[str, Any]:
+            return next(messages, {"type": "http.disconnect"})
+
+        await self._control(scope, replay, send)
 
     async def _stream(
         self, api: Api, request: ApiRequest, session: Session, asked: AskedTurn, send: Send
@@ -110,6 +130,7 @@ class GatewayApp:
         try:
             record = await self._turns.result(asked)
         except RequestError as error:
+            error.with_traceback(None)
             await _send_part(send, api.error_event(error), more=False)
             return
         *events, last = api.events(request, self._answer(session, record, request))
@@ -125,41 +146,33 @@ class GatewayApp:
             self._sessions.counters[f"rule: {rule}"] += 1
         return replace(request, chat=replace(request.chat, messages=messages)) if applied else request
 
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _read_body(self, scope: Scope, receive: Receive, limit: int) -> bytes | None:
         """None: the client left before its end. Raises RequestError for one that is too large or too slow,
-        and while too many large ones are being read."""
-        limit = self._max_body_bytes
-        length = int(header(scope, b"content-length") or limit)
+        and while too many large ones are being read: what has arrived counts, not what is announced."""
+        length = int(header(scope, b"content-length") or 0)
         if length > limit:
             raise RequestError(413, "too_large", f"a body of {length:,} bytes, expected at most {limit:,}")
-        if self._buffered + length > MAX_BUFFERED_BODIES * limit:
-            raise RequestError(503, "unavailable", "too many large requests at once; try again")
-        self._buffered += length
+        content = bytearray()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await _receive_all(receive, limit)
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    content += message["body"]
+                    self._buffered += len(message["body"])
+                    if len(content) > limit:
+                        raise RequestError(413, "too_large", f"a body of more than {limit:,} bytes")
+                    if self._buffered > MAX_BUFFERED_BODIES * self._max_body_bytes:
+                        raise RequestError(503, "unavailable", "too many large requests at once; try again")
+                    if not message["more_body"]:
+                        return bytes(content)
         except TimeoutError:
             raise RequestError(
                 408, "invalid_request", f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
             ) from None
         finally:
-            self._buffered -= length
-
-
-async def _receive_all(receive: Receive, limit: int) -> bytes | None:
-    parts, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message["body"])
-        size += len(message["body"])
-        if size > limit:
-            raise RequestError(
-                413, "too_large", f"a body of more than {limit:,} bytes, expected at most that"
-            )
-        if not message["more_body"]:
-            return b"".join(parts)
+            self._buffered -= len(content)
 
 
 async def _respond(send: Send, status: int, content: bytes) -> None:

@@ -17,7 +17,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_HEADER_BYTES: Final = 64 << 10
-HEADERS_TIMEOUT_S: Final = 30.0  # from a request's first byte to the end of its headers
+HEADERS_TIMEOUT_S: Final = 30.0  # from a connection's beginning, or a later request's, to its headers' end
 IDLE_TIMEOUT_S: Final = 600.0  # between two requests of a connection: an agent's tools take their time
 STOP_GRACE_S: Final = 2.0
 
@@ -27,9 +27,11 @@ TOO_LARGE: Final = (
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Closes a connection whose headers are too long or take too long. In an app's scope as "connection",
-    where it says what became of an answer."""
+    """Closes a connection whose headers are too long or take too long, behind a request that is being
+    answered too. In an app's scope as "connection", where it says what became of an answer."""
 
+    _is_lost = False  # the client left before it had all
+    _in_body = False
     _header_bytes = 0
     _headers_due: asyncio.TimerHandle | None = None
     _on_reset: Callable[[], None] | None = None
@@ -38,7 +40,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Once all that was sent is with the kernel: whether the client was still there. `on_reset` is called
         if the client then closes the connection with some of it unread, before its next request."""
         await self.flow.drain()
-        if self.transport.is_closing():
+        if self._is_lost:
             return False
         self._on_reset = on_reset
         return True
@@ -46,28 +48,42 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # so that `drain` waits for the last byte
+        self._begin_headers()
 
     def data_received(self, data: bytes) -> None:
-        if self.cycle is None or self.cycle.response_complete:  # between requests, or in headers
-            if self._headers_due is None:
-                self._headers_due = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.close)
+        if not self._in_body:
+            self._begin_headers()
             self._header_bytes += len(data)
         super().data_received(data)
         if self._header_bytes > MAX_HEADER_BYTES and self._headers_due is not None:
             self.transport.write(TOO_LARGE)
             self.transport.close()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # trailers of a chunked body are ignored
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._end_headers()
         self._on_reset = None
+        self._in_body = True
         self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = exc is not None or (self.cycle is not None and not self.cycle.response_complete)
         self._end_headers()
         super().connection_lost(exc)
         if exc is not None and self._on_reset is not None:
             self._on_reset()
+
+    def _begin_headers(self) -> None:
+        if self._headers_due is None:
+            self._headers_due = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.close)
 
     def _end_headers(self) -> None:
         self._header_bytes = 0
@@ -85,8 +101,8 @@ class HttpServer(uvicorn.Server):
             app,
             http=BoundedConnection,
             ws="none",
-            proxy_headers=False,
             lifespan="off",
+            proxy_headers=False,
             access_log=False,
             log_config=None,
             server_header=False,

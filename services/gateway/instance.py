@@ -38,19 +38,20 @@ class GatewayInstance:
     @classmethod
     async def build(cls, context: ServiceContext) -> Self:
         config, section = context.config, context.config.gateway
+        limit = config.sequence_limit
+        max_length = limit.tokens if limit else read_spec(config.model.path).max_positions
         chat_format = ChatFormat(
             config.model.path,
             thinking=section.thinking,
             tool_format=section.tool_format,
             renderer=section.renderer,
+            max_length=max_length,
         )
         await prove(chat_format)
         store = Store(context.store, config.run.name)
         await store.follow_epoch()
         kept = SessionStore(store)
         sessions, draws = Sessions(kept), Draws()
-        limit = config.sequence_limit
-        max_length = limit.tokens if limit else read_spec(config.model.path).max_positions
         turns = Turns(sessions, kept, draws, chat_format, max_length)
         apis = {
             "/v1/chat/completions": ChatApi(),

@@ -30,7 +30,7 @@ from atoll.wire.types import (
     TurnRequest,
 )
 
-MAX_REPLIES: Final = 64  # of one request
+MAX_OPEN_TURNS: Final = 256  # of a session, being drawn at the same time
 RETRY: Final = "try again: the same request is the same turn"
 
 
@@ -71,7 +71,12 @@ class Turns:
             self._sessions.counters["turns_replayed"] += 1
             asked = AskedTurn.of_finished(finished)
         else:
+            if sum(not other.record.done() for other in session.asked.values()) >= MAX_OPEN_TURNS:
+                raise RequestError(
+                    429, "rate_limit", f"{MAX_OPEN_TURNS} turns of this session are being drawn; try again"
+                )
             asked = AskedTurn(asyncio.create_task(self._draw(session, body, chat)))
+            asked.record.add_done_callback(lambda _: _drop_failed(session, body, asked))
         session.asked[body] = asked
         return asked
 
@@ -143,6 +148,12 @@ class Turns:
         )
 
     async def _draw(self, session: Session, body: bytes, chat: ChatRequest) -> TurnRecord:
+        try:
+            return await self._draw_turn(session, body, chat)
+        except asyncio.CancelledError:  # Sessions.forget does so
+            raise _ended(None) from None
+
+    async def _draw_turn(self, session: Session, body: bytes, chat: ChatRequest) -> TurnRecord:
         await self._check_limits(session)
         context = await self._context(session, chat)
         room = self._max_length - len(context)
@@ -253,6 +264,12 @@ class Turns:
         counters["recomputed_prefill_tokens"] += session.tree.num_recomputed - recomputed
         if record.cause:
             counters[f"branches: {record.cause}"] += 1
+
+
+def _drop_failed(session: Session, body: bytes, asked: AskedTurn) -> None:
+    """Its exception would hold the whole request for as long as the session is open."""
+    if _has_failed(asked) and session.asked.get(body) is asked:
+        del session.asked[body]
 
 
 def _has_failed(asked: AskedTurn) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+import orjson
 from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -41,7 +42,9 @@ def as_template_message(message: Message) -> dict[str, Any]:
 def _arguments(text: str) -> object:
     try:
         arguments = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+        if "\\u" in text:
+            orjson.loads(text)  # refuses lone surrogates, which no tokenizer takes
+    except (ValueError, RecursionError):  # integers of thousands of digits too
         return text
     return arguments if isinstance(arguments, dict) else text
 

@@ -5,9 +5,14 @@ from typing import Any, Final
 
 import orjson
 
-from atoll.gateway.conversation import RequestError, Tool
+from atoll.gateway.conversation import ChatRequest, RequestError, Tool
 from atoll.wire.types import ToolCall
 
+MAX_MESSAGES: Final = 20_000  # and tool calls in them
+MAX_TOOLS: Final = 2_000
+MAX_TOOLS_LENGTH: Final = 1 << 20  # as JSON
+MAX_STOPS: Final = 64
+MAX_STOP_LENGTH: Final = 1_000
 _SHOWN: Final = 60  # characters of a refused value that its error shows
 _NAMES: Final = {dict: "an object", list: "a list", type(None): "null"}
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
@@ -22,6 +27,19 @@ def refused(field: str, value: Any, expected: str) -> RequestError:
     else:
         got = _NAMES[type(value)]
     return RequestError(400, "invalid_request", f"{field}: got {got}, expected {expected}")
+
+
+def check_size(chat: ChatRequest) -> None:
+    """Raises RequestError for so many messages, calls, tools or stop strings that each step from here to the
+    tokens would take long."""
+    for field, number, most in (
+        ("messages", sum(1 + len(message.tool_calls) for message in chat.messages), MAX_MESSAGES),
+        ("tools", len(chat.tools), MAX_TOOLS),
+        ("stop strings", len(chat.stop), MAX_STOPS),
+        ("characters of a stop string", max(map(len, chat.stop), default=0), MAX_STOP_LENGTH),
+    ):
+        if number > most:
+            raise RequestError(400, "invalid_request", f"got {number:,} {field}, expected at most {most:,}")
 
 
 def text(value: Any, field: str) -> str:
@@ -65,6 +83,8 @@ def items(value: Any, field: str, *, may_be_missing: bool = False) -> list[Any]:
         return []
     if not isinstance(value, list):
         raise refused(field, value, "a list")
+    if len(value) > MAX_MESSAGES:
+        raise refused(field, value, f"one of at most {MAX_MESSAGES:,}")
     return value
 
 
@@ -138,8 +158,8 @@ def function_tool(function: Any, field: str, parameters_key: str) -> Tool:
 
 def check_tools(tools: Sequence[Tool], choice: str, tool_name: str) -> None:
     """Tools that a template can render, and among them the one that must be called."""
-    if tools:
-        dump(tools, "tools")
+    if tools and len(dump(tools, "tools")) > MAX_TOOLS_LENGTH:
+        raise RequestError(400, "invalid_request", f"tools: expected at most {MAX_TOOLS_LENGTH:,} characters")
     if choice != "required":
         return
     names = [tool["function"]["name"] for tool in tools]

@@ -53,11 +53,18 @@ class ChatFormat:
     """Template, tokenizer and reply format of a Hugging Face model folder."""
 
     def __init__(
-        self, model_path: Path, *, thinking: Thinking, tool_format: str = "auto", renderer: str = ""
+        self,
+        model_path: Path,
+        *,
+        thinking: Thinking,
+        tool_format: str = "auto",
+        renderer: str = "",
+        max_length: int = 1 << 20,
     ) -> None:
         """`thinking` in the history: "keep" what was sampled, or let the "template" remove it, which opens
         a branch. `tool_format`: a key of TOOL_FORMATS, or "auto": the one that reads what the template
         writes. `renderer`: name of a renderer of the package `renderers` that makes the suffixes instead.
+        `max_length`: tokens of any context.
 
         Raises UserError if the folder, the names or the format are not usable. `prove` (proof.py) says more.
         """
@@ -67,7 +74,7 @@ class ChatFormat:
         self.renderer = renderer
         self.vocab_size = self._renderer.vocab_size
         self.stop_ids = self._renderer.stop_ids
-        self.encoder = Encoder(self._renderer.tokenizer, self.stop_ids)
+        self.encoder = Encoder(self._renderer.tokenizer, self.stop_ids, max_length)
         self._cover = self.encoder.veil.cover
         self._stop_texts = [text for text, id in self.encoder.specials.items() if id in self.stop_ids]
         self._opening = np.empty(0, np.int32) if self._renderer.has_template else self.encoder.opening()

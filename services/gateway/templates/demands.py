@@ -1,15 +1,18 @@
 """What a request demands of the reply's form: how the prompt says it, and what a reply did not keep to."""
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jsonschema
 from referencing import Registry
-from referencing.exceptions import Unresolvable
 
 from atoll.gateway.conversation import Demands
 from atoll.wire.types import Message
+
+MAX_SCHEMA: Final = 1 << 16  # characters of a schema that is checked
+MAX_STEPS: Final = 10_000  # of checking a reply
 
 
 def with_demands(messages: Sequence[Message], demands: Demands) -> Sequence[Message]:
@@ -40,7 +43,8 @@ def _sentences(demands: Demands) -> Iterator[str]:
 def unmet(demands: Demands, reply: Message) -> str:
     """What `reply` did not keep to; "" if it kept to everything.
 
-    Regular expressions of a schema are not checked: a client could write one that takes hours.
+    Regular expressions of a schema are not checked, nor is what would take more than MAX_STEPS steps: a
+    client could write a schema that takes hours.
     """
     names = [call.name for call in reply.tool_calls]
     if demands.tool_choice == "none" and names:
@@ -63,13 +67,15 @@ def _no_json(text: str, schema_text: str) -> str:
         return f"JSON was wanted: {error}"
     if not schema_text:
         return "" if isinstance(value, dict) else f"a JSON object was wanted, got {type(value).__name__}"
+    if len(schema_text) > MAX_SCHEMA:
+        return f"the schema cannot be checked: it has more than {MAX_SCHEMA} characters"
     try:
         schema = json.loads(schema_text)
-        validator = _without_patterns(jsonschema.validators.validator_for(schema, _DEFAULT))
+        validator = _bounded(jsonschema.validators.validator_for(schema, _DEFAULT))
         validator.check_schema(schema)
         # the empty registry looks up no reference outside the schema
         violation = next(validator(schema, registry=Registry()).iter_errors(value), None)
-    except (ValueError, jsonschema.SchemaError, Unresolvable, RecursionError) as wrong:
+    except Exception as wrong:  # the turn is drawn: no schema, however odd, may lose it
         return f"the schema cannot be checked: {str(wrong).partition(chr(10))[0]}"
     if violation is None:
         return ""
@@ -77,13 +83,31 @@ def _no_json(text: str, schema_text: str) -> str:
 
 
 _DEFAULT = jsonschema.Draft202012Validator
+_UNBOUNDED: Final = (
+    "pattern",
+    "patternProperties",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "uniqueItems",
+)
 
 
-def _without_patterns(validator: Any) -> Any:
+def _bounded(validator: Any) -> Any:
+    """A validator without the keywords whose time is not bounded by their number. Raises ValueError after
+    MAX_STEPS keywords."""
     additional = validator.VALIDATORS["additionalProperties"]
+    steps = itertools.count()
 
     def skip(*_: object) -> None:
         return None
+
+    def counted(check: Any) -> Any:
+        def step(*args: object) -> Any:
+            if next(steps) == MAX_STEPS:
+                raise ValueError(f"it takes more than {MAX_STEPS} steps")
+            return check(*args)
+
+        return step
 
     def unless_patterns(
         checker: object, value: object, instance: object, schema: dict[str, object]
@@ -91,7 +115,6 @@ def _without_patterns(validator: Any) -> Any:
         if "patternProperties" not in schema:
             yield from additional(checker, value, instance, schema) or ()
 
-    return jsonschema.validators.extend(  # type: ignore[no-untyped-call]
-        validator,
-        {"pattern": skip, "patternProperties": skip, "additionalProperties": unless_patterns},
-    )
+    checks = {keyword: counted(check) for keyword, check in validator.VALIDATORS.items()}
+    checks |= dict.fromkeys(_UNBOUNDED, skip) | {"additionalProperties": counted(unless_patterns)}
+    return jsonschema.validators.extend(validator, checks)  # type: ignore[no-untyped-call]

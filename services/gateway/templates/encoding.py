@@ -9,10 +9,12 @@ from functools import lru_cache
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
+from atoll.gateway.conversation import RequestError
 from atoll.gateway.templates.veil import Veil
 from atoll.wire.types import Int32
 
 _LONG = 8192  # characters: whatever is longer is encoded off the event loop
+_BLOCK = 1 << 16  # characters
 _SHORT = 64  # characters: what the template repeats; its ids are kept
 
 
@@ -20,8 +22,10 @@ class Encoder:
     """Token ids of text in which contents are veiled. A special token in a content, whatever its spelling,
     is encoded as ordinary text; harmless contents get the ids that the ordinary tokenizer gives them."""
 
-    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
-        """Takes over `tokenizer`: from now on it recognizes no special token."""
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int], max_length: int) -> None:
+        """Takes over `tokenizer`: from now on it recognizes no special token. `max_length`: tokens of any
+        context."""
+        self._max_length = max_length
         added = dict(tokenizer.get_added_tokens_decoder())
         for id in stop_ids:
             added.setdefault(id, AddedToken(tokenizer.id_to_token(id) or f"<no token {id}>"))
@@ -38,10 +42,11 @@ class Encoder:
         self._threads = ThreadPoolExecutor(2, "encode")
 
     async def encode(self, text: str) -> Int32:
-        """Token ids [T]. Long text is encoded in a thread, which frees the event loop meanwhile."""
+        """Token ids [T]. Long text is encoded in a thread, which frees the event loop meanwhile. Raises
+        RequestError (overflow) for text that is far too long."""
         if len(text) <= _LONG:
             return self.encode_now(text)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.encode_now, text)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode_long, text)
 
     def encode_now(self, text: str) -> Int32:
         """Token ids [T]."""
@@ -58,6 +63,17 @@ class Encoder:
             if place + 1 < len(parts):
                 ids.append(self.specials[parts[place + 1]])
         return np.array(ids, np.int32)
+
+    def _encode_long(self, text: str) -> Int32:
+        """The tokenizer takes some 200 bytes for a token: text that may have too many is counted first, in
+        blocks, whose sum differs from the whole by little."""
+        if len(text) > 4 * self._max_length:
+            num_tokens = 0
+            for start in range(0, len(text), _BLOCK):
+                num_tokens += len(self.encode_now(text[start : start + _BLOCK]))
+                if num_tokens > 2 * self._max_length:
+                    raise RequestError.of_overflow(num_tokens, self._max_length)
+        return self.encode_now(text)
 
     def encode_whole(self, text: str) -> list[int]:
         """What the ordinary tokenizer makes of text without veils. For the proof at start-up, while nothing
