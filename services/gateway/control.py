@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from atoll.gateway.apis.base import Api
-from atoll.gateway.apis.models import describe_model, list_models
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, FiniteFloat
 from starlette.exceptions import HTTPException
 
+from atoll.gateway.apis.base import Api
+from atoll.gateway.apis.models import describe_model, list_models
 from atoll.gateway.conversation import RequestError
 from atoll.gateway.http_server import bearer_key
 from atoll.gateway.sessions import Sessions
