@@ -41,10 +41,10 @@ class Draws:
             for id in request.ids:
                 del self._waiting[id]
 
-    async def wanted(self) -> AsyncIterator[list[TurnRequest]]:
+    async def wanted(self, stream: object) -> AsyncIterator[list[TurnRequest]]:
         """What a new stream sends: all that is wanted now, then what comes, as much at once as has gathered.
         Ends when another stream has taken its place."""
-        self._stream = stream = object()
+        self._stream = stream
         self._unsent = list(self._wanted.values())
         self._filled.set()
         while True:
@@ -56,10 +56,11 @@ class Draws:
             if unsent:
                 yield unsent
 
-    def interrupt(self) -> None:
-        """Ends the stream that there is."""
-        self._stream = None
-        self._filled.set()
+    def interrupt(self, stream: object) -> None:
+        """Ends the stream, unless another one has taken its place."""
+        if self._stream is stream:
+            self._stream = None
+            self._filled.set()
 
     def deliver(self, turns: Sequence[Trajectory]) -> None:
         """Turns that nobody waits for any more are ignored."""

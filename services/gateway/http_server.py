@@ -40,7 +40,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Once all that was sent is with the kernel: whether the client was still there. `on_reset` is called
         if the client then closes the connection with some of it unread, before its next request."""
         await self.flow.drain()
-        if self._is_lost:
+        if self._is_lost or (self.cycle.keep_alive and self.transport.is_closing()):
             return False
         self._on_reset = on_reset
         return True
@@ -75,7 +75,8 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._is_lost = exc is not None or (self.cycle is not None and not self.cycle.response_complete)
+        has_all = self.cycle is None or (self.cycle.response_complete and not self.flow.write_paused)
+        self._is_lost = exc is not None or not has_all
         self._end_headers()
         super().connection_lost(exc)
         if exc is not None and self._on_reset is not None:

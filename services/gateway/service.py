@@ -86,9 +86,9 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         self, request_iterator: AsyncIterator[pb.DrawnTurns], context: Context
     ) -> AsyncIterator[pb.WantedTurns]:
         hearing = asyncio.create_task(self._hear(request_iterator))
-        hearing.add_done_callback(lambda _: self._draws.interrupt())
+        hearing.add_done_callback(self._draws.interrupt)
         try:
-            async for requests in self._draws.wanted():
+            async for requests in self._draws.wanted(hearing):
                 yield pb.WantedTurns(turns=map(encode_turn_request, requests))
             if hearing.done():
                 hearing.result()

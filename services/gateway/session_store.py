@@ -14,7 +14,6 @@ holder writes is refused until it takes the session back.
 import asyncio
 import hashlib
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -38,7 +37,8 @@ log = logging.getLogger(__name__)
 NOTE_AFTER_S: Final = 0.05  # that delivered answers gather
 REMEMBERED_S: Final = 3600  # that an ended session can be looked at, and its end be asked for again
 
-# KEYS: keys, open, and session of each; ARGV of each: id, spec, digests of its keys, time
+# KEYS: keys, open, and session of each; ARGV of each: id, spec, digests of its keys, time. Answers by
+# session: an Opening.
 _OPEN: Final = Script("""
 local answers = {}
 for i = 3, #KEYS do
@@ -49,7 +49,8 @@ for i = 3, #KEYS do
     redis.call('SADD', KEYS[2], id)
     answers[#answers + 1] = 1
   else
-    answers[#answers + 1] = 0
+    local is_same = redis.call('HGET', KEYS[i], 'keys') == agent .. ' ' .. reward
+    answers[#answers + 1] = is_same and 2 or 0
   end
 end
 return answers
@@ -110,6 +111,12 @@ class KeyUse(Enum):
     REWARD = "reward"  # may set rewards
 
 
+class Opening(Enum):
+    FOREIGN = 0  # it was opened before, with other keys: it stays as it is
+    NEW = 1
+    REPEATED = 2  # it was opened before, with these keys, by a call whose answer was lost
+
+
 class SessionTakenError(Exception):
     """Another instance holds the session now."""
 
@@ -122,7 +129,7 @@ class SessionEndedError(Exception):
 class HeldSession:
     """A session as it was when this instance took it."""
 
-    spec: SessionSpec  # without its keys, unless it is new
+    spec: SessionSpec  # without its keys
     fence: int
     opened: float  # Unix seconds
     end: SessionEnd | None
@@ -149,21 +156,16 @@ class SessionStore:
         self._delivered: list[tuple[SessionId, int]] = []  # not noted yet
         self._noting: asyncio.Task[None] | None = None
 
-    async def open(self, specs: Sequence[SessionSpec]) -> list[HeldSession]:
-        """Those that are new, which the caller holds now; those that are open already stay as they are."""
-        now = time.time()
+    async def open(self, specs: Sequence[SessionSpec], now: float) -> list[Opening]:
+        """`now`: in Unix seconds. The caller holds those that are new, under fence 1."""
         words: list[str | bytes] = []
         for spec in specs:
             keyless = dump_session_spec(replace(spec, agent_key="", reward_key=""))
             digests = key_digest(spec.agent_key), key_digest(spec.reward_key)
             words += (str(spec.id), keyless, *digests, repr(now))
         sessions = [_session(spec.id) for spec in specs]
-        flags = await self._write(_OPEN, ["gateway/keys", "gateway/open", *sessions], *words)
-        return [
-            HeldSession(spec, fence=1, opened=now, end=None, records=(), delivered=frozenset())
-            for spec, is_new in zip(specs, flags, strict=True)
-            if is_new
-        ]
+        answers = await self._write(_OPEN, ["gateway/keys", "gateway/open", *sessions], *words)
+        return [Opening(answer) for answer in answers]
 
     async def find(self, key: str) -> tuple[KeyUse, SessionId] | None:
         """What a key is for; None if it is no open session's."""

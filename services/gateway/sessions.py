@@ -15,6 +15,7 @@ from atoll.gateway.session_store import (
     EndedSession,
     HeldSession,
     KeyUse,
+    Opening,
     SessionEndedError,
     SessionStore,
     key_digest,
@@ -85,15 +86,18 @@ class Sessions:
         return len(self._held)
 
     async def open(self, specs: Sequence[SessionSpec]) -> set[SessionId]:
-        """Those that are new; the others are open already and stay as they are."""
+        """Those that have the keys of their specs. The others were opened before, with other keys, and stay
+        as they are."""
         self._forget_idle()
-        opened = await self._store.open(specs)
-        for held in opened:
-            session = self._held[held.spec.id] = _session(held)
-            session.key, session.used = key_digest(held.spec.agent_key), time.monotonic()
+        now = time.time()
+        openings = list(zip(specs, await self._store.open(specs, now), strict=True))
+        for spec in (spec for spec, opening in openings if opening is Opening.NEW):
+            session = Session(_keyless(spec), 1, now, SessionTree())
+            session.key, session.used = key_digest(spec.agent_key), time.monotonic()
+            self._held[session.id] = session
             self._keys[session.key] = session.id
-        self.counters["sessions_opened"] += len(opened)
-        return {held.spec.id for held in opened}
+            self.counters["sessions_opened"] += 1
+        return {spec.id for spec, opening in openings if opening is not Opening.FOREIGN}
 
     async def of_agent(self, key: str) -> Session:
         """Raises RequestError unless it is the agent's key of an open session."""
@@ -193,8 +197,11 @@ class Sessions:
 
 def _session(held: HeldSession) -> Session:
     undelivered = {r.request: r for r in held.records if r.number not in held.delivered}
-    spec = replace(held.spec, agent_key="", reward_key="")
-    return Session(spec, held.fence, held.opened, SessionTree(held.records), undelivered=undelivered)
+    return Session(held.spec, held.fence, held.opened, SessionTree(held.records), undelivered=undelivered)
+
+
+def _keyless(spec: SessionSpec) -> SessionSpec:
+    return replace(spec, agent_key="", reward_key="")
 
 
 def turn_name(id: SessionId, number: int) -> str:

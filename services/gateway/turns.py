@@ -148,14 +148,17 @@ class Turns:
         )
 
     async def _draw(self, session: Session, body: bytes, chat: ChatRequest) -> TurnRecord:
-        try:
-            return await self._draw_turn(session, body, chat)
-        except asyncio.CancelledError:  # Sessions.forget does so
-            raise _ended(None) from None
+        while True:
+            await self._check_limits(session)
+            context = await self._context(session, chat)
+            drawn = await self._draw_after(session, chat, context)
+            record = self._record(session, body, chat, context, drawn)
+            if finished := await self._finish(session, chat, record):
+                return finished
 
-    async def _draw_turn(self, session: Session, body: bytes, chat: ChatRequest) -> TurnRecord:
-        await self._check_limits(session)
-        context = await self._context(session, chat)
+    async def _draw_after(
+        self, session: Session, chat: ChatRequest, context: Context
+    ) -> Sequence[Trajectory]:
         room = self._max_length - len(context)
         session.overflowed = room < 1
         if session.overflowed:
@@ -163,13 +166,12 @@ class Turns:
             raise RequestError.of_overflow(len(context), self._max_length)
         request = self._request(session, chat, context, room)
         try:
-            drawn = await self._draws.draw(request)
+            return await self._draws.draw(request)
         except UndrawnError as error:
             if error.end is None:
                 raise RequestError(503, "unavailable", f"the turn was not drawn: {error}; {RETRY}") from None
             await self._sessions.end(session.id, error.end)
             raise _ended(error.end) from None
-        return await self._finish(session, self._record(session, body, chat, context, drawn))
 
     async def _check_limits(self, session: Session) -> None:
         limits = session.spec.limits
@@ -239,10 +241,11 @@ class Turns:
             chains=tuple(link(context.chain, parsed.message) for parsed in replies),
         )
 
-    async def _finish(self, session: Session, record: TurnRecord) -> TurnRecord:
+    async def _finish(self, session: Session, chat: ChatRequest, record: TurnRecord) -> TurnRecord | None:
         """The turn is finished once the store has it. If another instance took the session meanwhile, this
         one takes it back: what its agent was told there stays, and a turn of the same request that was
-        finished there is this one's answer, too."""
+        finished there is this one's answer, too. None: the conversation goes on from a turn of that instance,
+        which this one had not seen when it drew."""
         while True:
             try:
                 position = await self._store.finish(session.id, session.fence, record)
@@ -250,6 +253,9 @@ class Turns:
                 await self._sessions.take(session.id)
                 if other := session.undelivered.get(record.request):
                     return other
+                match = (await self._context(session, chat)).match
+                if (match.parent, match.branch) != (record.parent, record.parent_branch):
+                    return None
             except SessionEndedError:
                 raise _ended(None) from None
             else:

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Final
 
 from atoll.runtime.clients.gateway import GatewayClient
@@ -64,7 +65,7 @@ class Gateways:
         self._want: Want | None = None
         self._links: dict[str, GatewayLink] = {}
         self._streams: dict[str, asyncio.Task[None]] = {}
-        self._num_sessions: dict[str, int] = {}  # by name
+        self._num_sessions: Counter[str] = Counter()  # by name
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
@@ -101,9 +102,15 @@ class Gateways:
         while not self._links:
             self._changed.clear()
             await self._changed.wait()
-        name = min(self._links, key=lambda name: self._num_sessions.get(name, 0))
+        name = min(self._links, key=lambda name: self._num_sessions[name])
         return self._links[name]
 
-    def count(self, name: str, change: int) -> None:
-        """Sessions at a gateway began (1) or ended (-1)."""
-        self._num_sessions[name] = self._num_sessions.get(name, 0) + change
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[GatewayLink]:
+        """For a session, at the gateway that `choose` names."""
+        link = await self.choose()
+        self._num_sessions[link.name] += 1
+        try:
+            yield link
+        finally:
+            self._num_sessions[link.name] -= 1

@@ -4,12 +4,12 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from atoll.config.schema import AgentConfig
 from atoll.coordinator.fleet.agent_hosts import AgentHosts
-from atoll.coordinator.fleet.gateways import GatewayLink, Gateways
+from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.session_turns import SessionTurns
 from atoll.runtime.clients.agents import AgentsClient
@@ -31,7 +31,7 @@ from atoll.wire.types import (
 
 log = logging.getLogger(__name__)
 
-RETRY_S: Final = 1.0  # before a gateway is asked again to end a session
+RETRY_S: Final = 0.5  # before a gateway is asked again to open or end a session
 
 Receive = Callable[[Sequence[Trajectory], bytes], Awaitable[None]]
 Lose = Callable[[PendingGroup, SampleId, str], Awaitable[None]]
@@ -127,10 +127,8 @@ class AgentSessions:
         self, session: _Playing, agent: AgentConfig, host: AgentsClient
     ) -> tuple[Trajectory | None, str]:
         """The sample; or None, and why the attempt is repeated."""
-        gateway = await self._gateways.choose()
-        self._gateways.count(gateway.name, 1)
         try:
-            end, outcome = await self._run(session, agent, host, gateway)
+            end, outcome = await self._run(session, agent, host)
             self._turns.end(session.id)
             end, payload = await self._end(session.id, end)
         except asyncio.CancelledError:
@@ -139,8 +137,6 @@ class AgentSessions:
         except AtollError as error:
             self._say_farewell(self._give_up(session.id, host))
             return None, f"session failed: {error}"
-        finally:
-            self._gateways.count(gateway.name, -1)
         what_becomes = "train" if end is SessionEnd.DONE else agent.on_end.of(end.value)
         why = f"{end.value}: {outcome.cause}" if outcome.cause else end.value
         if not payload:
@@ -156,9 +152,10 @@ class AgentSessions:
         return _with_weights(sample, agent.train if what_becomes == "train" else "none"), ""
 
     async def _run(
-        self, session: _Playing, agent: AgentConfig, host: AgentsClient, gateway: GatewayLink
+        self, session: _Playing, agent: AgentConfig, host: AgentsClient
     ) -> tuple[SessionEnd, AgentOutcome]:
-        """Has the agent play the session; why it ended, and what the agent says."""
+        """Opens the session at a gateway, and has the agent play it; why it ended, and what the agent says. A
+        gateway that dies in the midst of the opening is succeeded by another."""
         spec = SessionSpec(
             session.id,
             _new_key(),
@@ -166,21 +163,37 @@ class AgentSessions:
             session.group.sampling,
             SessionLimits(agent.max_turns, agent.max_tokens),
         )
-        url, is_new = await gateway.client.open(spec)
-        self._turns.limit(session.id, agent.max_versions)
+        while True:
+            async with self._gateways.place() as gateway:
+                try:
+                    url, is_ours = await gateway.client.open(spec)
+                except ServiceUnavailableError as error:
+                    log.warning("session %s: asking again to open it: %s", session.id, error)
+                else:
+                    if not is_ours:  # the host that has the session goes on with the keys that it has
+                        spec = replace(spec, agent_key="", reward_key="")
+                    return await self._run_task(session, agent, host, self._task(session, spec, url))
+            await asyncio.sleep(RETRY_S)
+
+    def _task(self, session: _Playing, spec: SessionSpec, url: str) -> AgentTask:
         prompt = session.group.prompt
-        task = AgentTask(
+        return AgentTask(
             session=session.id,
-            agent=agent.name,
+            agent=prompt.agent,
             model=self._model,
             url=url,
-            agent_key=spec.agent_key if is_new else "",  # the host that has it goes on with its own
-            reward_key=spec.reward_key if is_new else "",
+            agent_key=spec.agent_key,
+            reward_key=spec.reward_key,
             messages=prompt.messages,
             ground_truth=prompt.ground_truth,
             data_source=prompt.data_source,
             extra=prompt.extra,
         )
+
+    async def _run_task(
+        self, session: _Playing, agent: AgentConfig, host: AgentsClient, task: AgentTask
+    ) -> tuple[SessionEnd, AgentOutcome]:
+        self._turns.limit(session.id, agent.max_versions)
         running = asyncio.create_task(host.run(task))
         cut = asyncio.create_task(session.cut.wait())
         try:

@@ -33,7 +33,8 @@ class GatewayClient(Client):
         self._stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(self._channel)
 
     async def open(self, session: SessionSpec) -> tuple[str, bool]:
-        """The URL for its agent, and whether it is new: an open one goes on with the keys that it has."""
+        """The URL for its agent, and whether it has these keys: one that was opened before goes on with
+        its own. A repeated call is answered alike."""
         request = gateway_pb2.OpenSessionsRequest(sessions=[encode_session_spec(session)])
         return await self._query(self._stub.Open, request, lambda reply: (reply.url, reply.is_new[0]))
 
