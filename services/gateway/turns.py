@@ -148,12 +148,6 @@ class Turns:
         )
 
     async def _draw(self, session: Session, body: bytes, chat: ChatRequest) -> TurnRecord:
-        try:
-            return await self._draw_turn(session, body, chat)
-        except asyncio.CancelledError:  # Sessions.forget does so
-            raise _ended(None) from None
-
-    async def _draw_turn(self, session: Session, body: bytes, chat: ChatRequest) -> TurnRecord:
         await self._check_limits(session)
         context = await self._context(session, chat)
         room = self._max_length - len(context)
