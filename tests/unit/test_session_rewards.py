@@ -24,7 +24,9 @@ async def play(reward: str, returned: float | None) -> Trajectory:
     client = MagicMock(
         open=AsyncMock(return_value=("", True)), end=AsyncMock(return_value=(SessionEnd.DONE, drawn))
     )
-    gateways = MagicMock(choose=AsyncMock(return_value=MagicMock(client=client)))
+    link = MagicMock(client=client)
+    gateways = MagicMock(choose=AsyncMock(return_value=link))
+    gateways.place.return_value.__aenter__.return_value = link
     hosts, agent = AgentHosts(), AgentConfig.model_construct(name="solver", reward=reward)
     await hosts.add(MagicMock(run=AsyncMock(return_value=AgentOutcome(reward=returned))), {"solver": 1})
     received: asyncio.Queue[Trajectory] = asyncio.Queue()
