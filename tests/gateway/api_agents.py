@@ -1,4 +1,5 @@
-"""Agents that call the chat APIs with their own clients; the row names the client and what its user says next.
+"""Agents that call the chat APIs with their own clients; the row names the client and what its user
+says next.
 
 Every answer is checked by the API's own pydantic types, streamed or whole: one that does not keep to them
 ends its session as failed.
@@ -199,9 +200,11 @@ class StreamedMessages(Messages):
 
     async def ask(self) -> Any:
         http_client = anthropic.DefaultAsyncHttpxClient(trust_env=False)
-        async with anthropic.AsyncAnthropic(**self.settings(), http_client=http_client) as client:
-            async with client.messages.stream(**self.request()) as stream:
-                return strict(await stream.get_final_message())
+        async with (
+            anthropic.AsyncAnthropic(**self.settings(), http_client=http_client) as client,
+            client.messages.stream(**self.request()) as stream,
+        ):
+            return strict(await stream.get_final_message())
 
 
 CLIENTS: dict[str, type[Chat] | type[Responses] | type[Messages]] = {

@@ -75,7 +75,7 @@ def check_run(
     assert difference < TOLERANCE, f"got log-probabilities {difference} nats apart, expected {TOLERANCE}"
     turns, branches = defaultdict(list), defaultdict(list)
     for sample in samples:
-        client = rows[sample.id.prompt_id][0]
+        client = rows[sample.id.group.prompt][0]
         turns[client].append(len(sample.turns))
         branches[client].append(num_branches(sample))
     num_tokens = sum(sample.num_produced for sample in samples)
@@ -105,7 +105,7 @@ def consumed(run: RunConfig) -> list[Trajectory]:
 
 
 def check_log(log: Sequence[Mapping[str, Any]], samples: Sequence[Trajectory]) -> None:
-    """Turns with their tokens, as multisets. Probes of the replica's health and aborted turns do not count."""
+    """Turns with their tokens, as multisets. Health probes and aborted turns do not count."""
     drawn = [
         (turn["id"], tuple(turn["ids"]))
         for turn in log

@@ -11,4 +11,4 @@ from tests.gateway.exactness import check_run
 def test_each_token_of_the_engine_is_trained_once(tmp_path: Path, family: str) -> None:
     outcome = check_run(tmp_path, family, ["chat", "messages"], "api_agents.py:api_agent")
     assert all(set(branches) == {0} for branches in outcome.branches.values()), outcome.branches
-    assert all(set(turns) == {3, 7} for turns in outcome.turns.values()), outcome.turns
+    assert all(set(turns) == {3, 6} for turns in outcome.turns.values()), outcome.turns
