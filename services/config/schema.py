@@ -504,6 +504,7 @@ class AgentConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")  # that datasets name it by
     function: str  # file.py:function of your own, an `async def` with one parameter
+    python: Path | None = None  # Python interpreter of these processes; default: the current one
     processes: PositiveInt = 1  # that run the function
     concurrency: PositiveInt = 64  # concurrent sessions per process
     max_turns: NonNegativeInt = 0  # per session; 0: no limit

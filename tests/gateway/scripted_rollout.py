@@ -24,7 +24,7 @@ from atoll.rollout.service import RolloutService
 from atoll.runtime.process import run_service
 from atoll.wire.types import Float32, Int64, TurnRequest
 
-ROLES = ("<|im_start|>assistant", "<|start_header_id|>assistant", "ASSISTANT:")
+ROLES = ("<|im_start|>assistant", "<|start_header_id|>assistant")
 MARK = "SCRIPT: "
 
 
@@ -35,7 +35,8 @@ def scripted_reply(request: TurnRequest, tokenizer: Tokenizer) -> list[int] | No
         return None
     replies, _ = json.JSONDecoder().raw_decode(text[text.rindex(MARK) + len(MARK) :])
     after = text[text.rindex(MARK) :]
-    turn = max(after.count(role) for role in ROLES) - 1
+    # where no role is written, every reply ends with the stop token
+    turn = max(max(after.count(role) for role in ROLES) - 1, after.count("<|endoftext|>"))
     reply = replies[min(turn, len(replies) - 1)]
     return [
         *_some_tokens(reply, tokenizer, random.Random(str(request.ids[0]))),

@@ -89,13 +89,13 @@ def test_replicas_run_in_their_own_environment(tmp_path: Path) -> None:
     groups = service_groups(run_config(rollout={"python": python}), "127.0.0.1:9")
     used = {service.name: service.command[0] for group in groups for service in group.services}
     assert used == {"reward-0": sys.executable, "actor-0": sys.executable, "rollout-0": str(python)}
-    check_interpreter(None)
+    check_interpreter("rollout.python", None)
     with pytest.raises(
         UserError, match=rf"rollout.python = {python} is not an executable: set it to the Python interpreter"
     ):
-        check_interpreter(python)
+        check_interpreter("rollout.python", python)
     python.touch(0o755)
-    check_interpreter(python)
+    check_interpreter("rollout.python", python)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,15 @@ def agents_run(folder: Path, **gateway: object) -> RunConfig:
         agents=[{"name": "a", "function": function, "processes": 2}, {"name": "b", "function": function}],
         gateway={"instances": 2, "max_restarts": 5} | gateway,
     )
+
+
+def test_agents_run_in_environments_of_their_own(tmp_path: Path) -> None:
+    config = agents_run(tmp_path)
+    python = tmp_path / "python"
+    agents = (config.agents[0].model_copy(update={"python": python}), config.agents[1])
+    groups = service_groups(config.model_copy(update={"agents": agents}), "127.0.0.1:9")
+    used = {service.name: service.command[0] for group in groups for service in group.services}
+    assert [used[f"agents-{index}"] for index in range(3)] == [str(python), str(python), sys.executable]
 
 
 def test_a_run_with_agents_has_their_processes_and_gateways(tmp_path: Path) -> None:
