@@ -2,8 +2,8 @@ SHELL := /bin/bash -o pipefail
 PYTHON ?= python3.11
 BIN := .venv/bin
 LEARNING := tests/integration/test_learning.py tests/integration/test_recipes.py
-RUNS := $(patsubst %,tests/integration/test_%.py,agent_clients bad_input double_restart external_servers fleet run sglang_run \
-	supervised)
+RUNS := $(patsubst %,tests/integration/test_%.py,agent_clients agents_learn bad_input double_restart external_servers \
+	fleet gateway_kills run sglang_run supervised)
 TWO_AT_A_TIME = $(MAKE) --no-print-directory --jobs 2 --keep-going
 SAYING_WHOSE = 2>&1 | sed --unbuffered 's/^/$@: /'
 
@@ -48,7 +48,8 @@ test-sglang: .venv-sglang/installed
 
 # Whole runs whose agents are other projects' harnesses, and more edited histories than the fast tests try.
 test-gateway: .venv/installed .venv-gateway/installed
-	$(BIN)/pytest -v tests/gateway/harness_runs.py $(SAYING_WHOSE)
+	$(BIN)/pytest -v tests/gateway/harness_runs.py tests/gateway/learning_run.py $(SAYING_WHOSE)
+	GATEWAY_KILLS=100 $(BIN)/pytest -s tests/integration/test_gateway_kills.py $(SAYING_WHOSE)
 	$(BIN)/pytest -q tests/gateway/test_history.py --edits 100000 $(SAYING_WHOSE)
 
 # Kernels and device memory; each test skips with its reason where there is no GPU.
