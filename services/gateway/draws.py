@@ -62,6 +62,11 @@ class Draws:
             self._stream = None
             self._filled.set()
 
+    def close(self) -> None:
+        """Whoever waits for a turn may ask the next instance."""
+        for id in list(self._waiting):
+            self.give_up(id, "this gateway is stopping", None)
+
     def deliver(self, turns: Sequence[Trajectory]) -> None:
         """Turns that nobody waits for any more are ignored."""
         for turn in turns:

@@ -30,9 +30,13 @@ BACKLOG = 4096
 
 
 class GatewayInstance:
-    def __init__(self, servicer: GatewayService, http: HttpServer, store: Store) -> None:
+    def __init__(
+        self, servicer: GatewayService, draws: Draws, http: HttpServer, kept: SessionStore, store: Store
+    ) -> None:
         self._servicer = servicer
+        self._draws = draws
         self._http = http
+        self._kept = kept
         self._store = store
 
     @classmethod
@@ -76,7 +80,7 @@ class GatewayInstance:
         host, port = listener.getsockname()[:2]
         url = f"http://{advertised_host(host)}:{port}"
         http = await HttpServer.start(app, listener)
-        return cls(GatewayService(sessions, kept, draws, chat_format, url), http, store)
+        return cls(GatewayService(sessions, kept, draws, chat_format, url), draws, http, kept, store)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         self._servicer.add_to(server)
@@ -85,7 +89,9 @@ class GatewayInstance:
         await asyncio.Event().wait()
 
     async def close(self) -> None:
+        self._draws.close()
         await self._http.stop()
+        await self._kept.close()
         await self._store.close()
 
 

@@ -245,6 +245,11 @@ class SessionStore:
         if (id, number) in self._delivered:
             self._delivered.remove((id, number))
 
+    async def close(self) -> None:
+        """Writes out what is gathering."""
+        if self._noting is not None:
+            await self._noting
+
     async def _note_delivered(self) -> None:
         await asyncio.sleep(NOTE_AFTER_S)
         delivered, self._delivered = self._delivered, []
