@@ -169,19 +169,20 @@ def test_a_run_with_agents_has_their_processes_and_gateways(tmp_path: Path) -> N
 
 
 def test_gateways_listen_on_ports_that_follow_each_other(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    host = "127.0.0.19"  # whose ports no other test takes
+    with socket.create_server((host, 0)) as taken:
         port = taken.getsockname()[1]
         with (
-            pytest.raises(UserError, match=rf"gateway-0 cannot listen on 127.0.0.1:{port}: Address already"),
-            gateway_listeners(agents_run(tmp_path, port=port)),
+            pytest.raises(UserError, match=rf"gateway-0 cannot listen on {host}:{port}: Address already"),
+            gateway_listeners(agents_run(tmp_path, host=host, port=port)),
         ):
             pytest.fail("it listens")
         with (
-            pytest.raises(UserError, match=rf"gateway-1 cannot listen on 127.0.0.1:{port}: .* free port"),
-            gateway_listeners(agents_run(tmp_path, port=port - 1)),
+            pytest.raises(UserError, match=rf"gateway-1 cannot listen on {host}:{port}: .* free port"),
+            gateway_listeners(agents_run(tmp_path, host=host, port=port - 1)),
         ):
             pytest.fail("it listens")
-    with gateway_listeners(agents_run(tmp_path, port=port - 1)) as listeners:
+    with gateway_listeners(agents_run(tmp_path, host=host, port=port - 1)) as listeners:
         assert [listener.getsockname()[1] for listener in listeners] == [port - 1, port]
 
 

@@ -129,8 +129,8 @@ class AgentSessions:
         """The sample; or None, and why the attempt is repeated."""
         try:
             end, outcome = await self._run(session, agent, host)
-            self._turns.end(session.id)
             end, payload = await self._end(session.id, end)
+            self._turns.end(session.id)
         except asyncio.CancelledError:
             self._say_farewell(self._give_up(session.id, host))
             raise
@@ -202,7 +202,7 @@ class AgentSessions:
             if running.done():
                 outcome = await running
                 return _end_of(outcome), outcome
-            await host.cancel(session.id)
+            self._say_farewell(self._cancel(session.id, host))
             return SessionEnd.AGE if cut.done() else SessionEnd.SECONDS, AgentOutcome()
         finally:
             running.cancel()
@@ -225,12 +225,18 @@ class AgentSessions:
         task.add_done_callback(self._farewells.discard)
 
     async def _give_up(self, id: SessionId, host: AgentsClient) -> None:
-        self._turns.end(id)
+        await self._cancel(id, host)
         try:
-            await host.cancel(id)
             await self._end(id, SessionEnd.CANCELLED)
         except AtollError as error:
             log.warning("session %s was given up, and did not end: %s", id, error)
+        self._turns.end(id)
+
+    async def _cancel(self, id: SessionId, host: AgentsClient) -> None:
+        try:
+            await host.cancel(id)
+        except AtollError as error:
+            log.warning("session %s: its agent was not cancelled: %s", id, error)
 
 
 def _end_of(outcome: AgentOutcome) -> SessionEnd:
