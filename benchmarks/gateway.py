@@ -249,12 +249,12 @@ async def measure(folder: Path, store_url: str, sessions: int, tokens: int) -> d
     large, large_tools = prompt(25 << 10), some_tools(25 << 10)
     result: dict[str, Any] = {}
     async with Bench(folder, store_url, 1).running(reply_ids) as bench:
-        await bench.play(50, small, tools)  # caches, allocations
+        await bench.play(50, small, tools)  # caches
+        many = await bench.play(sessions, small, tools)  # the first to grow the process: its memory counts
         one_kb = await bench.play(500, small, tools)
         fifty_kb = await bench.play(500, large, large_tools)
         result["cpu_ms_per_turn"] = {"1_KB": one_kb.cpu_ms_per_turn, "50_KB": fifty_kb.cpu_ms_per_turn}
         result["history"] = await measure_history(bench, tokens)
-        many = await bench.play(sessions, small, tools)
         result["one_instance"] = describe(many)
         unique, computed = count_tokens(many.trajectories[:200])
         result["computed_over_unique_tokens"] = computed / unique
@@ -278,7 +278,7 @@ async def measure_history(bench: Bench, tokens: int) -> dict[str, float]:
     result = {}
     for name, num_tokens in (("1k", 1000), (f"{tokens // 1000}k", tokens)):
         first = prompt(num_tokens * len(WORD))
-        whole = [await bench.play(8, first, [], turns=turns) for turns in (2, 22)]
+        whole = [await bench.play(64, first, [], turns=turns) for turns in (2, 12)]
         cpu = [each.cpu_ms_per_turn * each.turns for each in whole]
         per_turn = (cpu[1] - cpu[0]) / (whole[1].turns - whole[0].turns)
         result[name] = per_turn
