@@ -94,7 +94,7 @@ class AgentRunner:
             self._home.call_later(REMEMBERED_S, self._forget, session)
 
     def cancel(self, id: SessionId) -> None:
-        """The function gets CancelledError; `run` returns within CANCEL_GRACE_S even if it goes on."""
+        """The function gets CancelledError; `run` returns within CANCEL_GRACE_S even if it keeps running."""
         session = self._sessions.get(id)
         if session is None or session.is_cancelled or session.outcome.done():
             return
@@ -113,7 +113,7 @@ class AgentRunner:
         self._home.call_later(CANCEL_GRACE_S, give_up)
 
     async def close(self) -> None:
-        """Cancels what runs. A function that goes on ends with the process."""
+        """Cancels running functions. One that keeps running ends with the process."""
         for id in list(self._sessions):
             self.cancel(id)
         await asyncio.gather(*(session.outcome for session in self._sessions.values()))

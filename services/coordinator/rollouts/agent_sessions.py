@@ -170,7 +170,7 @@ class AgentSessions:
                 except ServiceUnavailableError as error:
                     log.warning("session %s: asking again to open it: %s", session.id, error)
                 else:
-                    if not is_ours:  # the host that has the session goes on with the keys that it has
+                    if not is_ours:  # its host continues with the keys it already has
                         spec = replace(spec, agent_key="", reward_key="")
                     return await self._run_task(session, agent, host, self._task(session, spec, url))
             await asyncio.sleep(RETRY_S)
