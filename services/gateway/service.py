@@ -10,7 +10,7 @@ import grpc.aio
 from atoll.gateway.draws import Draws
 from atoll.gateway.history.trajectory import build_trajectory
 from atoll.gateway.session_store import SessionEndedError, SessionStore
-from atoll.gateway.sessions import Sessions, turn_name
+from atoll.gateway.sessions import Sessions, reply_name
 from atoll.gateway.templates.chat_format import ChatFormat
 from atoll.runtime.errors import UserError
 from atoll.wire.codec.gateway import (
@@ -66,7 +66,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         turn = drawn.turns[0]
         return self._format.parse(
             drawn.nodes[turn.node].token_ids,
-            name=f"{turn_name(id, turn.number)}_{turn.branch}",
+            name=reply_name(id, turn),
             finish_reason=turn.finish_reason,
         ).message
 

@@ -21,7 +21,7 @@ from atoll.gateway.session_store import (
     key_digest,
 )
 from atoll.wire.info import SessionSummary
-from atoll.wire.types import SessionEnd, SessionId, SessionReward, SessionSpec, TurnRecord
+from atoll.wire.types import SessionEnd, SessionId, SessionReward, SessionSpec, Turn, TurnRecord
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,6 @@ class Session:
     @property
     def id(self) -> SessionId:
         return self.spec.id
-
-    def turn_name(self, number: int) -> str:
-        return turn_name(self.id, number)
 
     def next_number(self) -> int:
         """For a turn's id. An earlier holder's unfinished turns keep theirs to themselves."""
@@ -207,6 +204,11 @@ def _keyless(spec: SessionSpec) -> SessionSpec:
 def turn_name(id: SessionId, number: int) -> str:
     """Unique in the run: part of all ids that clients get."""
     return f"{_prefix(id)}{number:x}"
+
+
+def reply_name(id: SessionId, turn: Turn) -> str:
+    """Of one reply of a turn: part of its calls' ids."""
+    return f"{turn_name(id, turn.number)}_{turn.branch}"
 
 
 def _prefix(id: SessionId) -> str:

@@ -16,7 +16,7 @@ from atoll.gateway.draws import Draws, UndrawnError
 from atoll.gateway.history.canonical import digest_request, link
 from atoll.gateway.history.tree import ROOT, Cause, Match
 from atoll.gateway.session_store import SessionEndedError, SessionStore, SessionTakenError
-from atoll.gateway.sessions import AskedTurn, Session, Sessions
+from atoll.gateway.sessions import AskedTurn, Session, Sessions, reply_name, turn_name
 from atoll.gateway.templates.chat_format import ChatFormat
 from atoll.gateway.templates.demands import unmet
 from atoll.gateway.templates.replies import ParsedReply
@@ -108,8 +108,8 @@ class Turns:
     def answer(self, session: Session, record: TurnRecord, chat: ChatRequest, model: str) -> ChatAnswer:
         """The same for the same record, whichever instance gives it."""
         first = record.drawn[0].turns[0]
-        name = session.turn_name(record.number)
-        held = len(session.tree.context_ids(record.parent, record.parent_branch))
+        name = turn_name(session.id, record.number)
+        held = session.tree.num_tokens(record.parent, record.parent_branch)
         return ChatAnswer(
             name=name,
             created=int(first.finished),
@@ -141,7 +141,7 @@ class Turns:
         turn = drawn.turns[0]
         return self._format.parse(
             drawn.nodes[turn.node].token_ids,
-            name=f"{session.turn_name(turn.number)}_{turn.branch}",
+            name=reply_name(session.id, turn),
             finish_reason=turn.finish_reason,
             stop=(*session.spec.sampling.stop, *chat.stop),
             tools=chat.tools,

@@ -11,6 +11,7 @@ What is hashed is JSON, which no two different values share, whichever of the tw
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
@@ -91,10 +92,8 @@ def _parse_object(arguments: str) -> dict[str, Any] | str:
 def _parse(text: str) -> Any:
     """Raises ValueError for what is no JSON, and for numbers that are not finite."""
     if _LONG_NUMBER not in text.encode(errors="surrogatepass").translate(_DIGITS_AS_ZEROS):
-        try:
+        with suppress(orjson.JSONDecodeError):  # it refuses escaped surrogates, which json reads
             return orjson.loads(text)
-        except orjson.JSONDecodeError:
-            pass  # it refuses escaped surrogates, which json reads
     return json.loads(text, parse_float=_finite, parse_constant=_refuse)
 
 

@@ -102,7 +102,7 @@ class SessionTree:
         self._requests[record.request] = (*self.find(record.request), position)
         parent, branch = record.parent, record.parent_branch
         if parent != ROOT and _begins_at(record.drawn[0]) != self._turns[parent].caches[branch]:
-            self.num_recomputed += len(self.context_ids(parent, branch))
+            self.num_recomputed += self.num_tokens(parent, branch)
         caches = tuple(map(_ends_at, record.drawn))
         self._turns.append(
             _HeldTurn(parent, branch, _copy(record.inserted_ids), replies, record.chains, caches)
@@ -126,6 +126,10 @@ class SessionTree:
         """[T] all tokens down to the end of a reply; none for ROOT."""
         path = [(turn.inserted_ids, reply) for turn, reply in self._path(parent, branch)]
         return np.concatenate([np.zeros(0, np.int32), *(ids for turn in path[::-1] for ids in turn)])
+
+    def num_tokens(self, parent: int, branch: int) -> int:
+        """`len(context_ids(parent, branch))`, without a copy of them."""
+        return sum(len(turn.inserted_ids) + len(reply) for turn, reply in self._path(parent, branch))
 
     def replies(self, parent: int, branch: int) -> list[Int32]:
         """Token ids of each reply down to and with one, the oldest first; none for ROOT."""

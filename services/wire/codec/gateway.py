@@ -1,5 +1,8 @@
 """Sessions of agents, and what the store keeps of them <-> messages. Pure."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
 from google.protobuf.message import DecodeError
 
@@ -10,6 +13,15 @@ from atoll.wire.codec.values import decode_group_id, encode_group_id
 from atoll.wire.info import SessionSummary
 from atoll.wire.types import SampleId, SessionId, SessionLimits, SessionReward, SessionSpec, TurnRecord
 from atoll.wire.v1 import gateway_pb2
+
+M = TypeVar("M")
+
+
+def _read(what: str, read: Callable[[bytes], M], content: bytes) -> M:
+    try:
+        return read(content)
+    except DecodeError as error:
+        raise ValueError(f"{what}: {error}") from None
 
 
 def encode_session_id(id: SessionId) -> gateway_pb2.SessionId:
@@ -50,10 +62,7 @@ def dump_session_spec(spec: SessionSpec) -> bytes:
 
 def parse_session_spec(content: bytes) -> SessionSpec:
     """Raises ValueError for anything else."""
-    try:
-        return decode_session_spec(gateway_pb2.SessionSpec.FromString(content))
-    except DecodeError as error:
-        raise ValueError(f"session: {error}") from None
+    return decode_session_spec(_read("session", gateway_pb2.SessionSpec.FromString, content))
 
 
 def encode_session_reward(reward: SessionReward) -> gateway_pb2.SessionReward:
@@ -79,10 +88,7 @@ def dump_session_reward(reward: SessionReward) -> bytes:
 
 def parse_session_reward(content: bytes) -> SessionReward:
     """Raises ValueError for anything else."""
-    try:
-        return decode_session_reward(gateway_pb2.SessionReward.FromString(content))
-    except DecodeError as error:
-        raise ValueError(f"reward: {error}") from None
+    return decode_session_reward(_read("reward", gateway_pb2.SessionReward.FromString, content))
 
 
 def encode_turn_record(record: TurnRecord) -> gateway_pb2.TurnRecord:
@@ -128,10 +134,7 @@ def dump_turn_record(record: TurnRecord) -> bytes:
 
 def parse_turn_record(content: bytes) -> TurnRecord:
     """Raises ValueError for anything else."""
-    try:
-        return decode_turn_record(gateway_pb2.TurnRecord.FromString(content))
-    except DecodeError as error:
-        raise ValueError(f"turn record: {error}") from None
+    return decode_turn_record(_read("turn record", gateway_pb2.TurnRecord.FromString, content))
 
 
 def encode_session_summary(summary: SessionSummary) -> gateway_pb2.SessionSummary:
