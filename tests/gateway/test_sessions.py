@@ -19,6 +19,7 @@ from atoll.wire.types import (
     SessionEnd,
     SessionId,
     SessionLimits,
+    SessionReward,
     SessionSpec,
     TurnRecord,
     TurnRequest,
@@ -185,6 +186,21 @@ async def test_a_turn_of_a_session_that_ended_elsewhere_is_refused(
         await asked.record
     with pytest.raises(RequestError, match="no open session"):
         await other.ask(FIRST, b"first")
+
+
+async def test_a_limit_keeps_the_rewards_that_were_set_before_it(
+    instances: tuple[Instance, Instance],
+) -> None:
+    one, other = instances
+    record = await one.play(FIRST, b"first", "46")
+    await one.sessions.reward(spec().reward_key, "call", 0.5, "judge", None)
+    await one.sessions.end(ID, SessionEnd.TURNS)
+    with pytest.raises(RequestError) as refused:
+        await one.sessions.reward(spec().reward_key, "late", 1.0, "judge", None)
+    assert refused.value.status == 401
+    ended = await other.sessions.end(ID, SessionEnd.AGENT_FAILED)  # since its next turn was refused
+    assert (ended.end, ended.rewards) == (SessionEnd.TURNS, (SessionReward("judge", 0.5, None),))
+    assert [each.number for each in ended.records] == [record.number]
 
 
 async def test_an_opening_whose_answer_was_lost_is_repeated_anywhere(

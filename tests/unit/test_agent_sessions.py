@@ -16,7 +16,17 @@ from atoll.coordinator.rollouts.agent_sessions import AgentSessions
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.errors import ServiceUnavailableError
 from atoll.wire.codec.trajectories import encode_payload
-from atoll.wire.types import AgentOutcome, AgentTask, SampleId, SessionEnd, SessionId, Trajectory, Turn
+from atoll.wire.types import (
+    WHOLE,
+    AgentOutcome,
+    AgentTask,
+    SampleId,
+    SessionEnd,
+    SessionId,
+    Trajectory,
+    Turn,
+    TurnReward,
+)
 from tests.builders import group_id, node, pending, sample, sample_id
 
 ID = SessionId(SampleId(group_id(), 0), 0)
@@ -38,6 +48,8 @@ class Stage:
         self.ends: list[SessionEnd] = []
         self.tasks: list[AgentTask] = []
         self.cancelled: list[SessionId] = []
+        self.at_cancel: AgentOutcome | None = AgentOutcome("cancelled")  # None: it does not answer
+        self.ended_by_gateway: SessionEnd | None = None  # by a limit
         self.outcome: asyncio.Future[AgentOutcome] = asyncio.get_running_loop().create_future()
         self.results: asyncio.Queue[Trajectory | str] = asyncio.Queue()
         self.gateway = MagicMock(open=AsyncMock(return_value=("http://g", True)), end=self._end)
@@ -50,7 +62,7 @@ class Stage:
     async def _end(self, id: SessionId, end: SessionEnd) -> tuple[SessionEnd, bytes]:
         assert id == ID
         self.ends.append(end)
-        return end, self.payload
+        return self.ended_by_gateway or end, self.payload
 
     async def _run(self, task: AgentTask) -> AgentOutcome:
         self.tasks.append(task)
@@ -59,6 +71,8 @@ class Stage:
 
     async def _cancel(self, id: SessionId) -> None:
         self.cancelled.append(id)
+        if self.at_cancel is not None and not self.outcome.done():
+            self.outcome.set_result(self.at_cancel)
 
     async def _receive(self, samples: Sequence[Trajectory], payload: bytes) -> None:
         assert payload == encode_payload(samples)
@@ -106,6 +120,10 @@ def weights(result: Trajectory | str) -> list[bool]:
     return list(map(weighs, result.turns))
 
 
+def score_of(result: Trajectory | str) -> float | str:
+    return result if isinstance(result, str) else result.score
+
+
 @pytest.mark.parametrize(
     ("train", "expected"),
     [("main", [True, False]), ("side", [False, True]), ("all", [True, True])],
@@ -143,6 +161,44 @@ async def test_a_session_without_a_turn_is_no_sample() -> None:
 async def test_a_missing_reward_is_an_error() -> None:
     reason = await Stage(reward="session").play(AgentOutcome())
     assert reason == "no reward: its session ended (done) before one was set"
+
+
+REWARDED = encode_payload([trajectory().add_reward(TurnReward(WHOLE, 0.5, {"session": 0.5}))])
+STOPPED = AgentOutcome("PermissionDeniedError: this session has ended")
+
+
+@pytest.mark.parametrize("limit", [SessionEnd.TURNS, SessionEnd.TOKENS, SessionEnd.VERSIONS])
+async def test_a_limit_of_the_gateway_takes_no_reward_away(limit: SessionEnd) -> None:
+    for payload, outcome, score in (
+        (REWARDED, STOPPED, 0.5),
+        (None, AgentOutcome(reward=0.25), 0.25),
+        (REWARDED, AgentOutcome(reward=0.25), 0.75),
+        (None, STOPPED, f"no reward: its session ended ({limit.value}) before one was set"),
+    ):
+        stage = Stage(payload, reward="session")
+        stage.ended_by_gateway = limit
+        assert score_of(await stage.play(outcome)) == score
+
+
+@pytest.mark.parametrize("limit", [SessionEnd.SECONDS, SessionEnd.AGE])
+async def test_an_agent_that_is_out_of_time_keeps_its_reward(
+    limit: SessionEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atoll.coordinator.rollouts.agent_sessions.STOP_S", 0.01)
+    for payload, at_cancel, score in (
+        (REWARDED, AgentOutcome("cancelled"), 0.5),
+        (None, AgentOutcome(reward=0.25), 0.25),
+        (REWARDED, None, 0.5),
+        (None, None, f"no reward: its session ended ({limit.value}) before one was set"),
+    ):
+        stage = Stage(payload, reward="session", max_seconds=0.01 if limit is SessionEnd.SECONDS else 0)
+        stage.at_cancel = at_cancel
+        async with stage.playing() as work:
+            await stage.begun.wait()
+            if limit is SessionEnd.AGE:
+                stage.sessions.cut([stage.group])
+            assert score_of(await work.wait_for(stage.results.get())) == score
+        assert stage.ends == [limit]
 
 
 async def test_a_session_that_is_cut_ends_with_the_turns_that_it_has() -> None:

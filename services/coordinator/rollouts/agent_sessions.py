@@ -32,6 +32,7 @@ from atoll.wire.types import (
 log = logging.getLogger(__name__)
 
 RETRY_S: Final = 0.5  # before a gateway is asked again to open or end a session
+STOP_S: Final = 10.0  # for a cancelled agent's outcome, which a live process has within five
 
 Receive = Callable[[Sequence[Trajectory], bytes], Awaitable[None]]
 Lose = Callable[[PendingGroup, SampleId, str], Awaitable[None]]
@@ -202,8 +203,9 @@ class AgentSessions:
             if running.done():
                 outcome = await running
                 return _end_of(outcome), outcome
+            end = SessionEnd.AGE if cut.done() else SessionEnd.SECONDS
             self._say_farewell(self._cancel(session.id, host))
-            return SessionEnd.AGE if cut.done() else SessionEnd.SECONDS, AgentOutcome()
+            return end, AgentOutcome(reward=await _last_reward(running))
         finally:
             running.cancel()
             cut.cancel()
@@ -243,6 +245,12 @@ def _end_of(outcome: AgentOutcome) -> SessionEnd:
     if outcome.environment_failed:
         return SessionEnd.ENVIRONMENT_FAILED
     return SessionEnd.AGENT_FAILED if outcome.cause else SessionEnd.DONE
+
+
+async def _last_reward(cancelled: asyncio.Task[AgentOutcome]) -> float | None:
+    """What an agent returns although it was cancelled, if anything."""
+    await asyncio.wait({cancelled}, timeout=STOP_S)
+    return cancelled.result().reward if cancelled.done() and not cancelled.exception() else None
 
 
 def _check_reward(agent: AgentConfig, returned: float) -> None:
