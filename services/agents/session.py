@@ -37,7 +37,7 @@ class AgentSession:
         self.anthropic_url = task.url  # for Anthropic's
         self.api_key = task.agent_key
         self.model = task.model
-        self._reward_key = task.reward_key
+        self.reward_key = task.reward_key  # for a judge or an environment, never for the agent
 
     def __repr__(self) -> str:
         return f"AgentSession({self.id!r}, model={self.model!r}, base_url={self.base_url!r})"
@@ -61,7 +61,7 @@ class AgentSession:
         """
         if not math.isfinite(value):
             raise ValueError(f"session.reward: got {value}, expected a finite number")
-        client = self.client.copy(api_key=self._reward_key, base_url=self.anthropic_url)
+        client = self.client.copy(api_key=self.reward_key, base_url=self.anthropic_url)
         await client.post(
             "/sessions/reward",
             cast_to=object,

@@ -256,7 +256,8 @@ def test_a_session_shows_the_row_and_hides_its_keys() -> None:
     assert session.messages == [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}]
     assert (session.ground_truth, session.data_source, session.extra) == ("2", "sums", {"level": "3"})
     assert (session.base_url, session.anthropic_url) == ("http://gateway:1/v1", "http://gateway:1")
-    assert (session.id, session.model, session.api_key) == ("toy/0/7/0/0", "toy", "agent-key")
+    assert (session.id, session.model) == ("toy/0/7/0/0", "toy")
+    assert (session.api_key, session.reward_key) == ("agent-key", "reward-key")
     for shown in (repr(session), repr(task())):
         assert "-key" not in shown
 
