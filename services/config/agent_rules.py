@@ -79,7 +79,8 @@ def _rewards_of_sessions_are_the_whole_score(config: RunConfig) -> str | None:
     own = [agent.name for agent in config.agents if agent.reward == "session"]
     if not own:
         return None
-    advantage, constraint = config.algorithm.advantage, config.algorithm.constraint
+    algorithm = config.algorithm
+    advantage, constraint, filter = algorithm.advantage, algorithm.constraint, algorithm.filter
     where = f'[[agents]]: {own[0]} has reward = "session"'
     if advantage.has("reads_components"):
         return (
@@ -90,6 +91,12 @@ def _rewards_of_sessions_are_the_whole_score(config: RunConfig) -> str | None:
         return (
             f"{where}, and algorithm.constraint.cost = {constraint.cost!r} comes from reward.graders: set "
             'reward = "graders", or use a [cost_model]'
+        )
+    if filter is not None and filter.name == "scores_differ" and filter.parameters.get("component"):
+        component = filter.parameters["component"]
+        return (
+            f"{where}, and algorithm.filter compares component = {component!r} of reward.graders: remove "
+            'component, which compares whole rewards, or set reward = "graders"'
         )
     return None
 

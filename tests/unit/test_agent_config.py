@@ -155,6 +155,10 @@ def test_two_agents_of_one_name_are_refused(toy: Path) -> None:
             "and algorithm.constraint.cost = 'exact_match' comes from reward.graders: set reward",
         ),
         (
+            ["algorithm.filter={name='scores_differ', component='maths'}"],
+            "and algorithm.filter compares component = 'maths' of reward.graders: remove component, which",
+        ),
+        (
             ["reward.graders=['maths']"],
             "reward.graders score nothing, since the agents of all datasets have",
         ),
@@ -166,6 +170,12 @@ def test_graders_cannot_score_sessions_that_bring_their_reward(
     with pytest.raises(ConfigError) as raised:
         load(toy, [agents(toy, 'reward = "session"'), *overrides])
     assert message in str(raised.value)
+
+
+def test_whole_rewards_of_sessions_may_be_filtered(toy: Path) -> None:
+    config = load(toy, [agents(toy, 'reward = "session"'), "algorithm.filter=scores_differ"])
+    assert config.algorithm.filter is not None
+    assert config.algorithm.filter.name == "scores_differ"
 
 
 def test_a_reward_service_is_for_datasets_that_graders_score(toy: Path) -> None:
