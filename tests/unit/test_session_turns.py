@@ -264,12 +264,17 @@ async def test_a_replica_that_answers_another_turn_or_branch_violates_the_protoc
 
 
 class Busy(Peer):
-    """Draws whatever it is asked for after a second."""
+    """Draws whatever it is asked for, a call for each `go`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Semaphore(0)
 
     async def generate(self, model: str, requests: Sequence[TurnRequest]) -> AsyncGenerator[Arrival, None]:
         asked = [id for request in requests for id in request.ids]
         self.asked.append([str(id) for id in asked])
-        await asyncio.sleep(1.0)
+        self.was_asked.release()
+        await self.go.acquire()
         yield arrival(*map(drawn, asked))
 
 
@@ -299,7 +304,11 @@ async def test_groups_and_turns_of_sessions_take_turns_where_there_is_room() -> 
         run.generation.submit(groups, done)  # type: ignore[arg-type]
         for turn in range(5):
             run.turns.want(run.link, [request(turn)])
-            await run.link.answered.acquire()
+            while len(run.link.log) == turn:
+                await peer.was_asked.acquire()  # each finished call makes room for another
+                peer.go.release()
+        for _ in range(100):
+            peer.go.release()
         turns = [number for number, [id, *_] in enumerate(peer.asked) if id.startswith(str(SESSION))]
         assert max(np.diff(turns)) <= 4  # calls: what waited before it, and what filled the room meanwhile
         await done.reached.wait()
