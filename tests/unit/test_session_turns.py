@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from atoll.coordinator.fleet.gateways import GatewayLink
+from atoll.coordinator.fleet.gateways import GatewayLink, Gateways
 from atoll.coordinator.fleet.replicas import ReplicaState
 from atoll.coordinator.journal.journal import OpenSession
 from atoll.coordinator.rollouts.generate_call import turn_id
@@ -235,6 +235,41 @@ async def test_the_end_of_a_session_aborts_its_turn_and_no_other_sessions() -> N
         assert run.link.log[1:] == [f"{other}/0/0"]
         assert peer.aborted == [f"{SESSION}/0/"]
         assert len(peer.asked) == 1  # the aborted turn is not sent again
+
+
+class GatewayOf:
+    """A gateway's client: the stream carries what it wants, and never ends."""
+
+    def __init__(self, *wanted: TurnRequest) -> None:
+        self.wanted = wanted
+
+    async def draw(self, answers: object) -> AsyncGenerator[Sequence[TurnRequest], None]:
+        yield self.wanted
+        await asyncio.Event().wait()
+
+
+@timed
+async def test_turns_of_a_gateway_that_is_gone_are_aborted_and_no_other_gateways() -> None:
+    peer, other = Peer(), SessionId(sample_id(0, 2), 0)
+    client: Any = GatewayOf(request())
+    async with Run(peer) as run:
+        gateways = Gateways()
+        gateways.serve(run.turns.want, run.turns.leave)
+        gateways.add("gateway-0", client)
+        await peer.was_asked.acquire()
+        run.turns.want(run.link, [request(session=other)])
+        await peer.was_asked.acquire()
+        gateways.remove(client)
+        retried = request(1 << 16)  # the same, asked by the session's next holder
+        run.turns.want(run.link, [retried])
+        await peer.was_asked.acquire()
+        peer.answers.put_nowait([drawn(request(session=other).ids[0])])
+        await run.link.answered.acquire()
+        peer.answers.put_nowait([drawn(retried.ids[0])])
+        await run.link.answered.acquire()
+        assert run.link.log == [f"{other}/0/0", *ids("65536/0")]
+        assert peer.aborted == [f"{SESSION}/0/"]
+        assert peer.asked == [ids("0/0"), [f"{other}/0/0"], ids("65536/0")]  # the aborted one once
 
 
 @timed

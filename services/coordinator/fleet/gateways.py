@@ -56,6 +56,7 @@ class GatewayLink:
 
 
 Want = Callable[[GatewayLink, Sequence[TurnRequest]], None]
+Leave = Callable[[GatewayLink], None]
 
 
 class Gateways:
@@ -63,6 +64,7 @@ class Gateways:
 
     def __init__(self) -> None:
         self._want: Want | None = None
+        self._leave: Leave | None = None
         self._links: dict[str, GatewayLink] = {}
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._num_sessions: Counter[str] = Counter()  # by name
@@ -77,14 +79,16 @@ class Gateways:
         self._changed.set()
 
     def remove(self, client: GatewayClient) -> None:
-        for name in [name for name, link in self._links.items() if link.client is client]:
-            del self._links[name]
-            self._stop(name)
+        for link in [link for link in self._links.values() if link.client is client]:
+            del self._links[link.name]
+            self._stop(link.name)
+            if self._leave is not None:
+                self._leave(link)
 
-    def serve(self, want: Want | None) -> None:
-        """From now on `want` is called with the turns that sessions ask for, all over again; None: nobody
-        is."""
-        self._want = want
+    def serve(self, want: Want | None, leave: Leave | None = None) -> None:
+        """From now on `want` is called with the turns that sessions ask for, all over again, and `leave` with
+        a gateway that is removed; None: nobody is."""
+        self._want, self._leave = want, leave
         for name in self._links:
             self._follow(name)
 

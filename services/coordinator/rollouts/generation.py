@@ -99,7 +99,7 @@ class Generation:
                 self._turns.start(tasks)
                 self._sessions.start(tasks)
                 self._grading.start(tasks)
-                self._gateways.serve(self._turns.want)
+                self._gateways.serve(self._turns.want, self._turns.leave)
         finally:
             self._gateways.serve(None)
             self._dispatch.stop()

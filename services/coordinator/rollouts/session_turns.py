@@ -145,6 +145,12 @@ class SessionTurns:
             new.append(turn)
         self._dispatch.submit(new)
 
+    def leave(self, link: GatewayLink) -> None:
+        """The gateway is gone, and whoever takes its sessions numbers turns anew: what it wanted and has no
+        record of is aborted. If it comes back, it wants that again."""
+        for turn in {turn for turn in self._turns.values() if turn.link is link}:
+            self._abort(turn, "its gateway is gone")
+
     def limit(self, session: SessionId, max_versions: int) -> None:
         """It ends before its first turn that could be of one version more; 0: it does not."""
         if max_versions:
@@ -158,8 +164,7 @@ class SessionTurns:
         if (ended := self._sessions.pop(session, None)) is None:
             return
         for turn in ended.wanted:
-            self._give_up(turn, "its session has ended", None)
-            self._dispatch.cancel(turn.key, "its session has ended")
+            self._abort(turn, "its session has ended")
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._dispatch.start(tasks)
@@ -186,10 +191,9 @@ class SessionTurns:
                 continue
             goes_on = await self._record_version(turn.session, drawn)
             if self._turns.get(id) is not turn:
-                continue  # its session has ended meanwhile
+                continue  # aborted meanwhile
             if not goes_on:
-                self._give_up(turn, "another attempt at the sample has begun", SessionEnd.CANCELLED)
-                self._dispatch.cancel(turn.key, "another attempt at the sample has begun")
+                self._abort(turn, "another attempt at the sample has begun", SessionEnd.CANCELLED)
                 continue
             turn.accept(id)
             del self._turns[id]
@@ -218,6 +222,10 @@ class SessionTurns:
             self._give_up(turn, f"{turn.failures} attempts failed, the last: {reason}", None)
         else:
             self._dispatch.put_back([turn])
+
+    def _abort(self, turn: SessionTurn, reason: str, end: SessionEnd | None = None) -> None:
+        self._give_up(turn, reason, end)
+        self._dispatch.cancel(turn.key, reason)
 
     def _give_up(self, turn: SessionTurn, reason: str, end: SessionEnd | None) -> None:
         missing = turn.still_missing(turn.ids)
