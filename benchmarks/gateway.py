@@ -3,14 +3,12 @@
 
 import asyncio
 import json
-import os
-import secrets
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -19,42 +17,22 @@ import numpy as np
 import orjson
 import psutil
 
-from atoll.cli.processes import Fleet as Processes
-from atoll.cli.processes import ServiceCommand, ServiceGroup
-from atoll.config.load import validate, write_resolved
 from atoll.coordinator.algorithm.experience import lay_out
-from atoll.coordinator.fleet.gateways import GatewayLink
+from atoll.coordinator.fleet.gateways import GatewayLink, Want
 from atoll.gateway.apis.chat import ChatApi
 from atoll.gateway.apis.json_body import parse_json
 from atoll.gateway.history.canonical import digest_request
-from atoll.runtime.clients.base import Caller
-from atoll.runtime.clients.gateway import GatewayClient
-from atoll.runtime.store import Store, run_embedded_server
-from atoll.wire.codec.trajectories import decode_payload
-from atoll.wire.types import (
-    BELOW_PROMPT,
-    FinishReason,
-    Group,
-    GroupId,
-    Int32,
-    Node,
-    Origin,
-    Prompt,
-    SampleId,
-    Sampling,
-    SessionEnd,
-    SessionId,
-    SessionLimits,
-    SessionSpec,
-    Trajectory,
-    TrajectoryStatus,
-    Turn,
-    TurnRequest,
-    Version,
-    VersionSpan,
-)
+from atoll.runtime.store import run_embedded_server
+from atoll.wire.types import Group, GroupId, Int32, Prompt, Trajectory, TurnRequest
 from benchmarks.gateway_load import REPLY, Plan
 from tests.gateway.model_folders import make_folder
+from tests.gateway.processes import (
+    GatewayProcess,
+    drawn_turn,
+    end_session,
+    new_session,
+    running_gateways,
+)
 
 DRAW_S: Final = 0.2
 TURNS: Final = 4  # of a session
@@ -78,79 +56,9 @@ class Result:
     errors: list[str]
 
 
-class StandIn:
-    """The coordinator's end of the stream: draws the same reply after DRAW_S."""
-
-    def __init__(self, reply_ids: Int32) -> None:
-        self._ids = reply_ids
-
-    def want(self, link: GatewayLink, requests: Sequence[TurnRequest]) -> None:
-        turns = [self._draw(request) for request in requests]
-        asyncio.get_running_loop().call_later(DRAW_S, link.answer, turns, [])
-
-    def _draw(self, request: TurnRequest) -> Trajectory:
-        [id] = request.ids
-        T = len(self._ids)
-        node = Node(
-            parent=BELOW_PROMPT,
-            token_ids=self._ids,
-            loss_mask=np.ones(T, np.bool_),
-            logprobs=np.full(T, -0.5, np.float32),
-            spans=(VersionSpan(Version("bench", 0), 0, T),),
-        )
-        now = time.time()
-        turn = Turn(0, FinishReason.STOP, REPLY, Origin("r", "i"), now, now, number=id.turn, branch=id.branch)
-        return Trajectory(id.sample, id.attempt, (node,), (turn,), TrajectoryStatus.COMPLETED)
-
-
 class Bench:
-    def __init__(self, folder: Path, store_url: str, num_gateways: int) -> None:
-        self._folder = folder
-        self._store_url = store_url
-        self._num_gateways = num_gateways
-        self._token = secrets.token_hex(8)
-        self._num_opened = 0
-        self._links: list[GatewayLink] = []
-        self._pids: list[int] = []
-        self._ports: list[int] = []
-
-    @asynccontextmanager
-    async def running(self, reply_ids: Int32) -> AsyncIterator["Bench"]:
-        config = validate(
-            {
-                "run": {"name": "bench", "dir": self._folder, "steps": 1},
-                "model": {"path": self._folder / "model"},
-                "data": {"train": [{"path": self._folder / "none.jsonl"}]},
-                "rollout": {"local": {"max_length": MAX_LENGTH}},
-            },
-            "bench",
-        )
-        config.folder.mkdir(exist_ok=True)
-        path = config.folder / "config.json"
-        write_resolved(config, path)
-        store = Store(self._store_url, "bench")
-        epoch = await store.take_epoch()
-        os.environ["ATOLL_TOKEN"] = self._token
-        stand_in, tasks = StandIn(reply_ids), []
-        async with Processes(config.folder / "logs") as processes:
-            for number in range(self._num_gateways):
-                command = (sys.executable, "-m", "atoll.gateway", "--config", str(path))
-                name = f"gateway-{number}"
-                service = ServiceCommand(name, (*command, "--name", name, "--store", self._store_url))
-                address = await processes.start(ServiceGroup((service,)))
-                client = GatewayClient(address, Caller(epoch, self._token))
-                self._ports.append(int((await client.info()).url.rpartition(":")[2]))
-                self._pids.append(await pid_listening(self._ports[-1]))
-                self._links.append(link := GatewayLink(name, client))
-                tasks.append(asyncio.create_task(link.follow(stand_in.want)))
-            try:
-                yield self
-            finally:
-                for task in tasks:
-                    task.cancel()
-                for link in self._links:
-                    await link.client.close()
-                await store.close()
+    def __init__(self, gateways: Sequence[GatewayProcess]) -> None:
+        self._gateways = gateways
 
     async def play(
         self,
@@ -162,27 +70,27 @@ class Bench:
         watches_health: bool = False,
     ) -> Result:
         """Opens sessions, has agents play them, and ends them."""
-        specs = [self._spec() for _ in range(num_sessions)]
-        shares = [specs[number :: len(self._links)] for number in range(len(self._links))]
+        specs = [new_session() for _ in range(num_sessions)]
+        shares = [specs[number :: len(self._gateways)] for number in range(len(self._gateways))]
         before = self._memory()
-        for link, share in zip(self._links, shares, strict=True):
+        for gateway, share in zip(self._gateways, shares, strict=True):
             for spec in share:
-                await link.client.open(spec)
+                await gateway.link.client.open(spec)
         cpu = self._cpu_s()
         loads = await asyncio.gather(
             *(
-                load(Plan(port, [s.agent_key for s in share], first, tools, NEXT, turns, watches_health))
-                for port, share in zip(self._ports, shares, strict=True)
+                load(Plan(g.port, [s.agent_key for s in share], first, tools, NEXT, turns, watches_health))
+                for g, share in zip(self._gateways, shares, strict=True)
             )
         )
         cpu = self._cpu_s() - cpu
         memory = self._memory() - before
         answered = sum(each["answered"] for each in loads)
         trajectories = []
-        for link, share in zip(self._links, shares, strict=True):
+        for gateway, share in zip(self._gateways, shares, strict=True):
             for spec in share:
-                _, payload = await link.client.end(spec.id, SessionEnd.DONE)
-                trajectories += decode_payload(payload)
+                if trajectory := await end_session(gateway, spec.id):
+                    trajectories.append(trajectory)
         num_kept = sum(len(trajectory.turns) for trajectory in trajectories)
         seconds = max(each["seconds"] for each in loads)
         return Result(
@@ -197,26 +105,22 @@ class Bench:
             errors=[error for each in loads for error in each["errors"]],
         )
 
-    def _spec(self) -> SessionSpec:
-        self._num_opened += 1
-        id = SessionId(SampleId(GroupId("bench", self._num_gateways, 0), self._num_opened), 0)
-        sampling = Sampling(max_new_tokens=64)
-        return SessionSpec(id, secrets.token_hex(8), secrets.token_hex(8), sampling, SessionLimits())
-
     def _cpu_s(self) -> float:
-        times = [psutil.Process(pid).cpu_times() for pid in self._pids]
+        times = [psutil.Process(gateway.pid).cpu_times() for gateway in self._gateways]
         return sum(each.user + each.system for each in times)
 
     def _memory(self) -> int:
-        return sum(psutil.Process(pid).memory_info().rss for pid in self._pids)
+        return sum(gateway.rss for gateway in self._gateways)
 
 
-async def pid_listening(port: int) -> int:
-    for connection in psutil.net_connections("tcp"):
-        listens = connection.status == psutil.CONN_LISTEN and connection.laddr
-        if listens and listens.port == port and connection.pid:
-            return connection.pid
-    raise RuntimeError(f"nobody listens on port {port}")
+def drawing(reply_ids: Int32) -> Want:
+    """The coordinator's end of the stream: the same reply to everything, after DRAW_S."""
+
+    def want(link: GatewayLink, requests: Sequence[TurnRequest]) -> None:
+        turns = [drawn_turn(id, reply_ids) for request in requests for id in request.ids]
+        asyncio.get_running_loop().call_later(DRAW_S, link.answer, turns, [])
+
+    return want
 
 
 async def load(plan: Plan) -> dict[str, Any]:
@@ -248,7 +152,9 @@ async def measure(folder: Path, store_url: str, sessions: int, tokens: int) -> d
     small, tools = prompt(1 << 10), list[dict[str, Any]]()
     large, large_tools = prompt(25 << 10), some_tools(25 << 10)
     result: dict[str, Any] = {}
-    async with Bench(folder, store_url, 1).running(reply_ids) as bench:
+    start = partial(running_gateways, folder, store_url, drawing(reply_ids), max_length=MAX_LENGTH)
+    async with start(number=1) as gateways:
+        bench = Bench(gateways)
         await bench.play(50, small, tools)  # caches
         many = await bench.play(sessions, small, tools)  # the first to grow the process: its memory counts
         one_kb = await bench.play(500, small, tools)
@@ -268,8 +174,8 @@ async def measure(folder: Path, store_url: str, sessions: int, tokens: int) -> d
         waits = np.array(stalls.health_s) * 1000
         result["stall_ms"] = {"p99": float(np.percentile(waits, 99)), "max": float(waits.max())}
         result["errors"] = [*one_kb.errors, *fifty_kb.errors, *many.errors, *stalls.errors]
-    async with Bench(folder, store_url, 2).running(reply_ids) as bench:
-        result["two_instances"] = describe(await bench.play(2 * sessions, small, tools))
+    async with start(number=2) as gateways:
+        result["two_instances"] = describe(await Bench(gateways).play(2 * sessions, small, tools))
     return result
 
 

@@ -97,7 +97,7 @@ async def running_gateways(
         yield gateways
 
 
-def drawn_turn(id: TurnId, token_ids: Int32, *, prompt: str = "") -> Trajectory:
+def drawn_turn(id: TurnId, token_ids: Int32) -> Trajectory:
     """As a replica draws a turn: `token_ids` [T] end with a stop token."""
     T = len(token_ids)
     node = Node(
@@ -108,7 +108,7 @@ def drawn_turn(id: TurnId, token_ids: Int32, *, prompt: str = "") -> Trajectory:
         spans=(VersionSpan(Version("test", 0), 0, T),),
     )
     now = time.time()
-    turn = Turn(0, FinishReason.STOP, prompt, Origin("r", "i"), now, now, number=id.turn, branch=id.branch)
+    turn = Turn(0, FinishReason.STOP, "", Origin("r", "i"), now, now, number=id.turn, branch=id.branch)
     return Trajectory(id.sample, id.attempt, (node,), (turn,), TrajectoryStatus.COMPLETED)
 
 
@@ -145,7 +145,7 @@ class StandIn:
 
 def new_session(*, max_new_tokens: int = 64, max_turns: int = 0) -> SessionSpec:
     """Of a group that no other session has."""
-    id = SessionId(SampleId(GroupId("gateways", 0, secrets.randbelow(1 << 30)), 0), 0)
+    id = SessionId(SampleId(GroupId("gateways", 0, secrets.randbelow(1 << 60)), 0), 0)
     keys = secrets.token_hex(16), secrets.token_hex(16)
     return SessionSpec(id, *keys, Sampling(max_new_tokens=max_new_tokens), SessionLimits(turns=max_turns))
 
