@@ -4,7 +4,7 @@ the context that the policy saw."""
 import asyncio
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,12 @@ from tests.builders import run_config
 from tests.gateway.agent_runs import ROOT, config, engine_log
 from tests.gateway.scripts import scripts
 
+QUESTION = "1+2="
 MORE = ("And 5+6?", "And 7+8?")
 SAMPLES = 2  # of each row
 TOLERANCE = 1e-4  # nats
+
+Log = Sequence[Mapping[str, Any]]  # turns with id, ids and end
 
 
 @dataclass(frozen=True)
@@ -46,51 +49,68 @@ def check_run(
 ) -> Outcome:
     """Runs each client through scripts of the family's call format, one step with learning rate 0. Raises
     AssertionError if a token is lost, altered or there twice, or if a log-probability is not the model's."""
-    rows = [(client, script) for client in clients for script in scripts(family, client)]
+    rows = [
+        (client, f"{QUESTION}\nSCRIPT: {json.dumps(script)}")
+        for client in clients
+        for script in scripts(family, client)
+    ]
     write_rows(folder / "rows.jsonl", rows)
+    local = {"slots": 16, "max_length": 16384}
+    tree = one_step(
+        folder, family, agent, len(rows), rollout={"local": local}, gateway={"thinking": thinking}
+    )
+    tree["agents"][0] |= {"python": python} if python else {}
+    return judge(run_config(tree), [client for client, _ in rows], lambda: engine_log(folder))
+
+
+def one_step(folder: Path, family: str, agent: str, num_rows: int, **tables: Any) -> dict[str, Any]:
+    """The config of a run of one step over all rows, with learning rate 0."""
     tree = config(
         folder,
         family,
         agent,
         run={"steps": 1},
         coordinator={
-            "prompts_per_step": len(rows),
+            "prompts_per_step": num_rows,
             "samples_per_prompt": SAMPLES,
             "max_sample_attempts": 1,
             "max_dropped_share": 0.0,
         },
-        rollout={"local": {"slots": 16, "max_length": 16384}},
         trainer={"optimizer": {"learning_rate": 0.0}},
-        gateway={"thinking": thinking},
+        **tables,
     )
     file, function = agent.split(":")
     tree["agents"] = [{"name": "tested", "function": f"{ROOT}/tests/gateway/{file}:{function}"}]
-    tree["agents"][0] |= {"python": python} if python else {}
-    run = run_config(tree)
+    return tree
+
+
+def judge(run: RunConfig, clients: Sequence[str], read_log: Callable[[], Log]) -> Outcome:
+    """Launches the run; `clients` by row. Raises AssertionError as check_run does."""
     assert launch(run, until_ended, resume=False)
     samples = consumed(run)
-    assert len(samples) == SAMPLES * len(rows)
-    check_log(engine_log(folder), samples)
-    difference = max(check_logprobs(folder / "model", samples), trainer_difference(run))
+    assert len(samples) == SAMPLES * len(clients)
+    check_log(read_log(), samples)
+    difference = max(check_logprobs(run.model.path, samples), trainer_difference(run))
     assert difference < TOLERANCE, f"got log-probabilities {difference} nats apart, expected {TOLERANCE}"
     turns, branches = defaultdict(list), defaultdict(list)
     for sample in samples:
-        client = rows[sample.id.group.prompt][0]
+        client = clients[sample.id.group.prompt]
         turns[client].append(len(sample.turns))
         branches[client].append(num_branches(sample))
     num_tokens = sum(sample.num_produced for sample in samples)
     return Outcome(turns, branches, num_tokens, difference)
 
 
-def write_rows(path: Path, rows: Sequence[tuple[str, Sequence[str]]]) -> None:
+def write_rows(path: Path, rows: Sequence[tuple[str, str]]) -> None:
+    """Each with its client, and what the user asks it first."""
     records = [
         {
             "data_source": "scripted",
-            "prompt": [{"role": "user", "content": f"1+2=\nSCRIPT: {json.dumps(script)}"}],
+            "prompt": [{"role": "user", "content": question}],
             "reward_model": {"style": "rule", "ground_truth": "46"},
             "extra_info": {"index": number, "client": client, "more": json.dumps(MORE)},
         }
-        for number, (client, script) in enumerate(rows)
+        for number, (client, question) in enumerate(rows)
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -104,7 +124,7 @@ def consumed(run: RunConfig) -> list[Trajectory]:
     return [sample for group in groups for sample in group.samples]
 
 
-def check_log(log: Sequence[Mapping[str, Any]], samples: Sequence[Trajectory]) -> None:
+def check_log(log: Log, samples: Sequence[Trajectory]) -> None:
     """Turns with their tokens, as multisets. Health probes and aborted turns do not count."""
     drawn = [
         (turn["id"], tuple(turn["ids"]))
