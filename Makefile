@@ -46,9 +46,11 @@ test-sglang: .venv-sglang/installed
 	.venv-sglang/bin/python -m tests.rerun -v tests/contract/test_engine.py tests/contract/test_engine_families.py \
 		tests/sglang $(SAYING_WHOSE)
 
-# Whole runs whose agents are other projects' harnesses, and more edited histories than the fast tests try.
-test-gateway: .venv/installed .venv-gateway/installed
-	$(BIN)/pytest -v tests/gateway/harness_runs.py tests/gateway/learning_run.py $(SAYING_WHOSE)
+# Whole runs whose agents are other projects' harnesses, or whose engine is SGLang, and more edited histories than
+# the fast tests try.
+test-gateway: .venv/installed .venv-gateway/installed .venv-sglang/installed
+	$(BIN)/pytest -v tests/gateway/harness_runs.py tests/gateway/sglang_runs.py \
+		tests/gateway/learning_run.py $(SAYING_WHOSE)
 	GATEWAY_KILLS=100 $(BIN)/pytest -s tests/integration/test_gateway_kills.py $(SAYING_WHOSE)
 	$(BIN)/pytest -q tests/gateway/test_history.py --edits 100000 $(SAYING_WHOSE)
 

@@ -14,7 +14,7 @@ from atoll.gateway.templates.tool_calls import hermes_calls
 from atoll.runtime.rendering import Renderer
 from tests.builders import run_config
 from tests.command import atoll
-from tests.gateway.agent_runs import ROOT
+from tests.gateway.agent_runs import ROOT, write_model
 from tests.gateway.agents import ADD, add
 from tests.gateway.api_agents import CLIENTS, SYSTEM
 from tests.gateway.exactness import MORE, QUESTION, judge, one_step, until_ended, write_rows
@@ -37,7 +37,7 @@ def test_clients_on_sglang(tmp_path: Path) -> None:
     }
     tree = one_step(tmp_path, FAMILY, "api_agents.py:api_agent", len(CLIENTS), rollout=rollout)
     tree["agents"][0]["max_turns"] = MAX_TURNS
-    tree["model"] = {"path": fitted(tmp_path, tree["model"]["path"])}
+    tree["model"] = {"path": fitted(tmp_path)}
     outcome = judge(run_config(tree), [*CLIENTS], lambda: list(request_log(log)))
     print(outcome)
     assert all(set(branches) == {0} for branches in outcome.branches.values()), outcome.branches
@@ -46,16 +46,19 @@ def test_clients_on_sglang(tmp_path: Path) -> None:
         assert max(turns) > len(QUESTIONS), outcome.turns
 
 
-def fitted(folder: Path, model: Path) -> Path:
-    """The model, over-fitted to the replies of one conversation."""
+def fitted(folder: Path) -> Path:
+    """A model over-fitted to the replies of one conversation."""
+    model = write_model(folder / "random", FAMILY, hidden_size=64, intermediate_size=128)
     rows = list(lessons(Renderer(model)))
     (folder / "lessons.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = run_config(
-        run={"name": "sft", "dir": folder / "runs", "mode": "supervised", "steps": 200},
+        run={"name": "sft", "dir": folder / "runs", "mode": "supervised", "steps": 150},
         model={"path": model},
         data={"train": [{"path": folder / "lessons.jsonl"}]},
         coordinator={"prompts_per_step": len(rows)},
-        trainer={"optimizer": {"learning_rate": 5e-3, "warmup_steps": 20, "weight_decay": 0.0}},
+        trainer={
+            "optimizer": {"learning_rate": 1e-2, "warmup_steps": 20, "beta2": 0.95, "weight_decay": 0.0}
+        },
     )
     assert launch(run, until_ended, resume=False)
     atoll(folder, "export", run.folder, "--out", folder / "fitted")
@@ -63,7 +66,8 @@ def fitted(folder: Path, model: Path) -> Path:
 
 
 def lessons(renderer: Renderer) -> Iterator[Mapping[str, Any]]:
-    """A row for each turn: what the policy is asked, and what it is to say."""
+    """A row for each turn: what the policy is asked, and its reply. The last question has two replies:
+    log-probabilities near 0 alone would hide most mistakes."""
     # rows have no tools: they are in the system message, as the template writes them
     head = renderer.render([{"role": "system", "content": SYSTEM}], [ADD], add_generation_prompt=False)
     system = head.removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")
@@ -77,6 +81,7 @@ def lessons(renderer: Renderer) -> Iterator[Mapping[str, Any]]:
             yield {"prompt": list(messages), "response": reply}
             messages.append({"role": "assistant", "content": reply})
             said = [{"role": "tool", "content": add(text)} for _, text in hermes_calls(reply).calls]
+    yield {"prompt": messages[:-1], "response": next(script)}
 
 
 def request_log(folder: Path) -> Iterator[Mapping[str, Any]]:
