@@ -85,7 +85,7 @@ def lessons(renderer: Renderer) -> Iterator[Mapping[str, Any]]:
 
 
 def request_log(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Turns that SGLang finished; its other requests are probes and have ids of another form."""
+    """Turns that SGLang finished. Requests of other kinds have ids of another form."""
     for path in folder.iterdir():
         for line in path.read_text().splitlines():
             entry = json.loads(line[line.index("{") :])
