@@ -1,6 +1,7 @@
 """Puts a gateway instance together: gRPC for the coordinator, HTTP for agents."""
 
 import asyncio
+import gc
 import socket
 import time
 from typing import Self
@@ -80,6 +81,7 @@ class GatewayInstance:
         host, port = listener.getsockname()[:2]
         url = f"http://{advertised_host(host)}:{port}"
         http = await HttpServer.start(app, listener)
+        gc.freeze()  # modules, tokenizer and template are there to stay: no collection walks them again
         return cls(GatewayService(sessions, kept, draws, chat_format, url), draws, http, kept, store)
 
     def add_to(self, server: grpc.aio.Server) -> None:
