@@ -122,16 +122,9 @@ def chat_templates(path: Path) -> Iterator[Finding]:
     from atoll.runtime.errors import UserError
 
     config = load(path)
-    section = config.gateway
     advice = "only agents need it"
     try:
-        chat_format = ChatFormat(
-            config.model.path,
-            thinking=section.thinking,
-            tool_format=section.tool_format,
-            renderer=section.renderer,
-        )
-        report = asyncio.run(prove(chat_format))
+        report = asyncio.run(prove(ChatFormat.of_section(config.model.path, config.gateway)))
     except UserError as error:
         yield Finding("chat format", str(error), FindingState.WARNING, advice)
         return

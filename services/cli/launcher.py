@@ -19,12 +19,12 @@ from atoll.config.schema import Role, RunConfig
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.runtime.process import BACKLOG
 from atoll.runtime.store import run_embedded_server
 
 _log = logging.getLogger(__name__)
 
 ADDRESS_FILE = "coordinator.address"  # in the run's folder while it is running
-BACKLOG = 4096  # connections of agents that wait while a gateway is started again
 STOP_RETRY_S = 1.0  # before asking again a coordinator that did not answer
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]

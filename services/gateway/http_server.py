@@ -10,6 +10,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from atoll.gateway.conversation import RequestError
+from atoll.runtime.process import BACKLOG
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -110,7 +111,7 @@ class HttpServer(uvicorn.Server):
             date_header=False,
             timeout_keep_alive=int(IDLE_TIMEOUT_S),
             timeout_graceful_shutdown=int(STOP_GRACE_S),
-            backlog=4096,
+            backlog=BACKLOG,
         )
         server = cls(config)
         server._serving = asyncio.create_task(server.serve([listener]))

@@ -1,6 +1,7 @@
 """Puts a gateway instance together: gRPC for the coordinator, HTTP for agents."""
 
 import asyncio
+import gc
 import socket
 import time
 from typing import Self
@@ -22,11 +23,9 @@ from atoll.gateway.templates.chat_format import ChatFormat
 from atoll.gateway.templates.proof import prove
 from atoll.gateway.turns import Turns
 from atoll.runtime.model_spec import read_spec
-from atoll.runtime.process import ServiceContext
+from atoll.runtime.process import BACKLOG, ServiceContext
 from atoll.runtime.server import advertised_host
 from atoll.runtime.store import Store
-
-BACKLOG = 4096
 
 
 class GatewayInstance:
@@ -44,13 +43,7 @@ class GatewayInstance:
         config, section = context.config, context.config.gateway
         limit = config.sequence_limit
         max_length = limit.tokens if limit else read_spec(config.model.path).max_positions
-        chat_format = ChatFormat(
-            config.model.path,
-            thinking=section.thinking,
-            tool_format=section.tool_format,
-            renderer=section.renderer,
-            max_length=max_length,
-        )
+        chat_format = ChatFormat.of_section(config.model.path, section, max_length)
         await prove(chat_format)
         store = Store(context.store, config.run.name)
         await store.follow_epoch()
@@ -80,6 +73,7 @@ class GatewayInstance:
         host, port = listener.getsockname()[:2]
         url = f"http://{advertised_host(host)}:{port}"
         http = await HttpServer.start(app, listener)
+        gc.freeze()  # modules, tokenizer and template are there to stay: no collection walks them again
         return cls(GatewayService(sessions, kept, draws, chat_format, url), draws, http, kept, store)
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -40,6 +40,7 @@ from atoll.wire.types import ServiceEntry
 _log = logging.getLogger(__name__)
 
 STOP_GRACE_S: Final = 5.0  # for calls in progress
+BACKLOG: Final = 4096  # connections of agents that wait while a gateway is started again
 COORDINATOR_TIMEOUT_S: Final = 3.0
 AWAY_PAUSE_S: Final = 1.0  # between attempts to reach an unavailable coordinator
 EXIT_RANK_LOST: Final = 3  # of a trainer rank that ends because another rank died

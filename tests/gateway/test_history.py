@@ -94,12 +94,15 @@ def test_records_from_the_store_give_the_same_tree(sessions: list[EditingAgent])
         )
         assert tree.branches == agent.tree.branches
         for position, record in enumerate(records):
-            assert position in tree.find(record.request)
-            assert tree.find(record.request) == agent.tree.find(record.request)
+            assert record.request == agent.records[position].request
             for branch in range(len(record.drawn)):
-                assert tree.has_turn(record.number, branch)
                 ids = tree.context_ids(position, branch)
                 assert ids.tolist() == agent.tree.context_ids(position, branch).tolist()
+        turns = [(record.number, branch) for record in records for branch in range(len(record.drawn))]
+        rewards = [SessionReward("x", 1.0, turn) for turn in turns]
+        trajectory = build_trajectory(records, ID, SessionEnd.DONE, rewards)
+        assert trajectory is not None
+        assert len(trajectory.rewards) == agent.tree.num_turns
         for tools, messages in agent.requests:
             request = digest_request(messages, TOOLS[tools])
             assert tree.match(request) == agent.tree.match(request)
@@ -186,8 +189,7 @@ def test_causes_by_hand() -> None:
         "restarted": 1,
         "edited prompt": 1,
     }
-    assert play.tree.find(b"body") == tuple(range(13))
-    assert play.tree.find(b"other") == ()
+    assert len(play.tree) == 13
 
 
 def test_a_trajectory_by_hand() -> None:
@@ -266,11 +268,11 @@ def test_equal_requests_share_what_was_inserted() -> None:
 def test_a_reward_for_an_unknown_turn_is_refused() -> None:
     play = Play()
     play.ask(ASK)
-    assert play.tree.has_turn(0, 0)
-    assert not play.tree.has_turn(0, 1)
-    assert not play.tree.has_turn(1, 0)
-    with pytest.raises(ValueError, match=r"turn \(0, 1\), expected one of \[\(0, 0\)\]"):
-        build_trajectory(play.records, ID, SessionEnd.DONE, [SessionReward("x", 1.0, (0, 1))])
+    assert build_trajectory(play.records, ID, SessionEnd.DONE, [SessionReward("x", 1.0, (0, 0))])
+    for number, branch in ((0, 1), (1, 0)):
+        reward = SessionReward("x", 1.0, (number, branch))
+        with pytest.raises(ValueError, match=rf"turn \({number}, {branch}\), expected one of \[\(0, 0\)\]"):
+            build_trajectory(play.records, ID, SessionEnd.DONE, [reward])
 
 
 def call(arguments: str) -> bytes:

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from atoll.gateway.apis.base import Api, ApiRequest, Json, data_event, openai_error
 from atoll.gateway.apis.fields import (
-    check_tools,
+    check_tool_choice,
     flag,
     function_tool,
     items,
@@ -15,6 +15,7 @@ from atoll.gateway.apis.fields import (
     messages_of,
     optional_text,
     positive,
+    read_tools,
     refused,
     stop_strings,
     text,
@@ -33,9 +34,9 @@ class ChatApi(Api):
             raise RequestError(
                 400, "invalid_request", "functions: got the form of old clients, expected the same as `tools`"
             )
-        tools = _parse_tools(body.get("tools"))
+        tools = read_tools(body.get("tools"), _parse_tools)
         choice, tool_name = _parse_tool_choice(body.get("tool_choice"))
-        check_tools(tools, choice, tool_name)
+        check_tool_choice(choice, tool_name, tools)
         demands = Demands(
             choice,
             tool_name,

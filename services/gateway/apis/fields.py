@@ -1,6 +1,7 @@
 """Fields of requests, checked by hand: a history may have thousands of messages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import orjson
@@ -156,10 +157,21 @@ def function_tool(function: Any, field: str, parameters_key: str) -> Tool:
     return {"type": "function", "function": tool}
 
 
-def check_tools(tools: Sequence[Tool], choice: str, tool_name: str) -> None:
-    """Tools that a template can render, and among them the one that must be called."""
-    if tools and len(dump(tools, "tools")) > MAX_TOOLS_LENGTH:
+def read_tools(tools: Any, read: Callable[[Any], tuple[Tool, ...]]) -> tuple[Tool, ...]:
+    """`read(tools)`, once for all requests with these tools: agents send the same ones with every turn."""
+    content = dump(tools, "tools")
+    if len(content) > MAX_TOOLS_LENGTH:
         raise RequestError(400, "invalid_request", f"tools: expected at most {MAX_TOOLS_LENGTH:,} characters")
+    return _read_once(read, content)
+
+
+@lru_cache(16)
+def _read_once(read: Callable[[Any], tuple[Tool, ...]], content: str) -> tuple[Tool, ...]:
+    return read(orjson.loads(content))
+
+
+def check_tool_choice(choice: str, tool_name: str, tools: Sequence[Tool]) -> None:
+    """The tool that must be called is among the tools."""
     if choice != "required":
         return
     names = [tool["function"]["name"] for tool in tools]

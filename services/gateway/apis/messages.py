@@ -7,7 +7,7 @@ import orjson
 
 from atoll.gateway.apis.base import Api, ApiRequest, Json, named_event
 from atoll.gateway.apis.fields import (
-    check_tools,
+    check_tool_choice,
     dump,
     flag,
     function_tool,
@@ -19,6 +19,7 @@ from atoll.gateway.apis.fields import (
     optional_text,
     part_text,
     positive,
+    read_tools,
     refused,
     refused_part,
     stop_strings,
@@ -45,9 +46,9 @@ class MessagesApi(Api):
     keep_alive: ClassVar[bytes] = named_event({"type": "ping"})
 
     def parse(self, body: Mapping[str, Any]) -> ApiRequest:
-        tools = _parse_tools(body.get("tools"))
+        tools = read_tools(body.get("tools"), _parse_tools)
         demands = _parse_demands(body)
-        check_tools(tools, demands.tool_choice, demands.tool_name)
+        check_tool_choice(demands.tool_choice, demands.tool_name, tools)
         system = joined_text(body.get("system"), "system")
         messages = [Message("system", system)] if system else []
         for at, message in enumerate(messages_of(body)):

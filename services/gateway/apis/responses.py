@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from atoll.gateway.apis.base import Api, ApiRequest, Json, named_event, openai_error
 from atoll.gateway.apis.fields import (
-    check_tools,
+    check_tool_choice,
     flag,
     function_tool,
     items,
@@ -15,6 +15,7 @@ from atoll.gateway.apis.fields import (
     mapping,
     optional_text,
     positive,
+    read_tools,
     refused,
     text,
     tool_call,
@@ -31,9 +32,9 @@ class ResponsesApi(Api):
         for key in _STATEFUL:
             if body.get(key):
                 raise refused(key, body[key], "none: the gateway keeps no responses, send the whole history")
-        tools = _parse_tools(body.get("tools"))
+        tools = read_tools(body.get("tools"), _parse_tools)
         choice, tool_name = _parse_tool_choice(body.get("tool_choice"))
-        check_tools(tools, choice, tool_name)
+        check_tool_choice(choice, tool_name, tools)
         demands = Demands(
             choice,
             tool_name,

@@ -80,8 +80,6 @@ class SessionTree:
         self._contexts: set[bytes] = set()
         self._passed: set[bytes] = set()  # beginnings of contexts, and the whole of them
         self._replies: dict[bytes, tuple[int, int]] = {}  # record and branch, the latest of equal ones
-        self._requests: dict[bytes, tuple[int, ...]] = {}  # records by digest of the body
-        self._num_replies: dict[int, int] = {}  # by number of the turn
         self.num_turns = 0  # each reply is one
         self.num_produced = 0  # tokens
         self.num_recomputed = 0  # tokens of contexts that were computed before, elsewhere or by other weights
@@ -99,7 +97,6 @@ class SessionTree:
         self._remember_messages(record)
         position = len(self._turns)
         self._replies |= {chain: (position, branch) for branch, chain in enumerate(record.chains)}
-        self._requests[record.request] = (*self.find(record.request), position)
         parent, branch = record.parent, record.parent_branch
         if parent != ROOT and _begins_at(record.drawn[0]) != self._turns[parent].caches[branch]:
             self.num_recomputed += self.num_tokens(parent, branch)
@@ -107,7 +104,6 @@ class SessionTree:
         self._turns.append(
             _HeldTurn(parent, branch, _copy(record.inserted_ids), replies, record.chains, caches)
         )
-        self._num_replies[record.number] = len(replies)
         self.num_turns += len(replies)
         self.num_produced += sum(map(len, replies))
         if record.cause:
@@ -134,14 +130,6 @@ class SessionTree:
     def replies(self, parent: int, branch: int) -> list[Int32]:
         """Token ids of each reply down to and with one, the oldest first; none for ROOT."""
         return [reply for _, reply in self._path(parent, branch)][::-1]
-
-    def find(self, request: bytes) -> tuple[int, ...]:
-        """The records of a request's body, by its digest, the oldest first."""
-        return self._requests.get(request, ())
-
-    def has_turn(self, number: int, branch: int) -> bool:
-        """If a reward may name it."""
-        return 0 <= branch < self._num_replies.get(number, 0)
 
     def _path(self, parent: int, branch: int) -> Iterator[tuple[_HeldTurn, Int32]]:
         """Turns with the reply that each goes on by, the youngest first."""

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jinja2
 import numpy as np
 import orjson
 
+from atoll.config.schema import GatewaySection
 from atoll.gateway.conversation import Demands, RequestError, Tool
 from atoll.gateway.templates.demands import with_demands
 from atoll.gateway.templates.encoding import Encoder
@@ -33,6 +34,7 @@ from atoll.wire.types import FinishReason, Int32, Message, ToolCall
 Thinking = Literal["keep", "template"]
 Tree = dict[str, Any]  # a message as templates read it
 
+MAX_LENGTH = 1 << 20  # tokens of a context, unless the run says less
 HEAD_BYTES = 64 << 20  # of token ids kept: of heads, and of conversations whose heads do not stand apart
 _OVERHEAD = 512  # bytes of an entry beside its ids
 _NO_DEMANDS = Demands()
@@ -59,7 +61,7 @@ class ChatFormat:
         thinking: Thinking,
         tool_format: str = "auto",
         renderer: str = "",
-        max_length: int = 1 << 20,
+        max_length: int = MAX_LENGTH,
     ) -> None:
         """`thinking` in the history: "keep" what was sampled, or let the "template" remove it, which opens
         a branch. `tool_format`: a key of TOOL_FORMATS, or "auto": the one that reads what the template
@@ -91,6 +93,17 @@ class ChatFormat:
         )
         self._shows_thinking = SENTINEL in self._render_thinking()
         self._strip_roles = frozenset(role for role in ("user", "tool", "system") if self._strips(role))
+
+    @classmethod
+    def of_section(cls, model_path: Path, section: GatewaySection, max_length: int = MAX_LENGTH) -> Self:
+        """As the run's `[gateway]` has it."""
+        return cls(
+            model_path,
+            thinking=section.thinking,
+            tool_format=section.tool_format,
+            renderer=section.renderer,
+            max_length=max_length,
+        )
 
     async def root(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), demands: Demands = _NO_DEMANDS
