@@ -13,8 +13,8 @@ SAYING_WHOSE = 2>&1 | sed --unbuffered 's/^/$@: /'
 quickstart: .venv/installed
 	$(BIN)/atoll quickstart
 
-# Static checks and every test that takes less than six minutes in all. Two targets at a time, since most keep
-# one core busy; each line says whose it is.
+# Static checks and every fast test. Two targets at a time, since most keep one core busy; each line says whose
+# it is.
 test: .venv/installed
 	$(TWO_AT_A_TIME) test-integration test-units test-runs lint
 
