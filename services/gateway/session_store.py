@@ -3,7 +3,8 @@
     gateway/keys            hash   digest of a key -> "agent SESSION" or "reward SESSION"
     gateway/open            set    sessions that have not ended
     gateway/session/ID      hash   spec (message SessionSpec without its keys), keys (their digests), opened,
-                                   fence, end, and "read NUMBER" for each turn whose answer was delivered
+                                   fence, end, closed once the coordinator has it, and "read NUMBER" for each
+                                   turn whose answer was delivered
     gateway/turns/ID        list   messages TurnRecord, in the order in which they were finished
     gateway/rewards/ID      hash   messages SessionReward by the name of the call that set them
 
@@ -85,9 +86,17 @@ end
 
 # KEYS: session, rewards, ARGV: reward
 _REWARD: Final = Script("""
-if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HEXISTS', KEYS[1], 'end') == 1 then return 0 end
+if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HEXISTS', KEYS[1], 'closed') == 1 then return 0 end
 redis.call('HSETNX', KEYS[2], ARGV[1], ARGV[2])
 return 1
+""")
+
+# KEYS: keys, session; ARGV: reason
+_STOP: Final = Script("""
+local known = redis.call('HGET', KEYS[2], 'keys')
+if not known then return end
+redis.call('HSETNX', KEYS[2], 'end', ARGV[1])
+redis.call('HDEL', KEYS[1], string.match(known, '%S+'))
 """)
 
 # KEYS: keys, open, session, turns, rewards; ARGV: id, reason, seconds to remember it
@@ -95,6 +104,7 @@ _END: Final = Script("""
 local known = redis.call('HGET', KEYS[3], 'keys')
 if not known then return false end
 redis.call('HSETNX', KEYS[3], 'end', ARGV[2])
+redis.call('HSET', KEYS[3], 'closed', 1)
 redis.call('HDEL', KEYS[1], string.match(known, '(%S+) (%S+)'))
 redis.call('SREM', KEYS[2], ARGV[1])
 for i = 3, 5 do redis.call('EXPIRE', KEYS[i], ARGV[3]) end
@@ -220,6 +230,10 @@ class SessionStore:
         words = call, dump_session_reward(reward)
         if not await self._write(_REWARD, [_session(id), _rewards(id)], *words):
             raise SessionEndedError
+
+    async def stop(self, id: SessionId, reason: SessionEnd) -> None:
+        """No turn is finished any more; rewards are set until `end`."""
+        await self._write(_STOP, ["gateway/keys", _session(id)], reason.value)
 
     async def end(self, id: SessionId, reason: SessionEnd) -> EndedSession:
         """Its keys are worth nothing from now on. Raises SessionEndedError if there is no such session."""

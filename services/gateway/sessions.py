@@ -139,6 +139,11 @@ class Sessions:
             self._taking[id].add_done_callback(lambda _: self._taking.pop(id))
         return await asyncio.shield(self._taking[id])
 
+    async def stop(self, id: SessionId, reason: SessionEnd) -> None:
+        """A rule ends it: there is no further turn, but its function may still set rewards, until `end`."""
+        await self._store.stop(id, reason)
+        self.forget(id)
+
     async def end(self, id: SessionId, reason: SessionEnd) -> EndedSession:
         """Raises SessionEndedError if there is no such session."""
         session = self._held.get(id)

@@ -170,7 +170,7 @@ class Turns:
         except UndrawnError as error:
             if error.end is None:
                 raise RequestError(503, "unavailable", f"the turn was not drawn: {error}; {RETRY}") from None
-            await self._sessions.end(session.id, error.end)
+            await self._sessions.stop(session.id, error.end)
             raise _ended(error.end) from None
 
     async def _check_limits(self, session: Session) -> None:
@@ -180,7 +180,7 @@ class Turns:
             (SessionEnd.TOKENS, limits.tokens, session.tree.num_produced),
         ):
             if limit and used >= limit:
-                await self._sessions.end(session.id, reason)
+                await self._sessions.stop(session.id, reason)
                 raise _ended(reason)
 
     async def _context(self, session: Session, chat: ChatRequest) -> Context:

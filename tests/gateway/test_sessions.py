@@ -203,6 +203,24 @@ async def test_a_limit_keeps_the_rewards_that_were_set_before_it(
     assert [each.number for each in ended.records] == [record.number]
 
 
+async def test_after_a_limit_there_is_no_turn_but_a_reward_until_the_end(
+    instances: tuple[Instance, Instance],
+) -> None:
+    one, other = instances
+    record = await one.play(FIRST, b"first", "46")
+    await one.sessions.stop(ID, SessionEnd.TURNS)
+    for instance in instances:
+        with pytest.raises(RequestError, match="no open session"):
+            await instance.ask(SECOND, b"second")
+    await other.sessions.reward(spec().reward_key, "call", 0.5, "judge", None)
+    ended = await other.sessions.end(ID, SessionEnd.DONE)
+    assert (ended.end, ended.rewards) == (SessionEnd.TURNS, (SessionReward("judge", 0.5, None),))
+    assert [each.number for each in ended.records] == [record.number]
+    assert [instance.sessions.counters["sessions_ended: turns"] for instance in instances] == [0, 1]
+    with pytest.raises(RequestError, match="no open session"):
+        await other.sessions.reward(spec().reward_key, "late", 1.0, "judge", None)
+
+
 async def test_an_opening_whose_answer_was_lost_is_repeated_anywhere(
     instances: tuple[Instance, Instance],
 ) -> None:
