@@ -79,9 +79,8 @@ _SPLIT = (
 
 
 def make_folder(path: Path, family: str, *, tiny: bool = False) -> Path:
-    """Writes tokenizer.json, tokenizer_config.json and config.json (of a two-layer Qwen2
-    or Llama model). A tiny
-    tokenizer has one token per byte, and the family's added tokens."""
+    """Writes tokenizer.json, tokenizer_config.json and config.json (of a two-layer Qwen2 or Llama model).
+    A tiny tokenizer has one token per byte, and the family's added tokens."""
     shape = FAMILIES[family]
     tokenizer = Tokenizer.from_str(_tokenizer("" if tiny else shape.ranks))
     added = [AddedToken(text, special=True, normalized=False, rstrip=shape.rstrip) for text in shape.special]
