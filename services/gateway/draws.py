@@ -63,7 +63,7 @@ class Draws:
             self._filled.set()
 
     def close(self) -> None:
-        """Whoever waits for a turn may ask the next instance."""
+        """Fails all waiting requests; their clients can retry at another instance."""
         for id in list(self._waiting):
             self.give_up(id, "this gateway is stopping", None)
 

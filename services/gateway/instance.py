@@ -73,7 +73,7 @@ class GatewayInstance:
         host, port = listener.getsockname()[:2]
         url = f"http://{advertised_host(host)}:{port}"
         http = await HttpServer.start(app, listener)
-        gc.freeze()  # modules, tokenizer and template are there to stay: no collection walks them again
+        gc.freeze()  # modules, tokenizer and template live as long as the process: never walk them again
         return cls(GatewayService(sessions, kept, draws, chat_format, url), draws, http, kept, store)
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -88,7 +88,7 @@ class Turns:
             self._store.note_delivered(session.id, asked.record.result().number)
 
     def note_undelivered(self, session: Session, body: bytes, asked: AskedTurn) -> None:
-        """Its client left with the answer unread after all."""
+        """The client disconnected without reading the whole answer."""
         if session.asked.setdefault(body, asked) is asked:
             self._store.note_undelivered(session.id, asked.record.result().number)
 
@@ -242,10 +242,9 @@ class Turns:
         )
 
     async def _finish(self, session: Session, chat: ChatRequest, record: TurnRecord) -> TurnRecord | None:
-        """The turn is finished once the store has it. If another instance took the session meanwhile, this
-        one takes it back: what its agent was told there stays, and a turn of the same request that was
-        finished there is this one's answer, too. None: the conversation goes on from a turn of that instance,
-        which this one had not seen when it drew."""
+        """The turn is finished once the store has it. If another instance has taken the session, this one
+        takes it back and keeps that instance's turns; if one of them answers the same request, it is the
+        result. None: the request continues a turn of that instance that this one did not know when it drew."""
         while True:
             try:
                 position = await self._store.finish(session.id, session.fence, record)

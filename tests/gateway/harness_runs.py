@@ -34,8 +34,8 @@ def test_harnesses(tmp_path: Path, family: str, thinking: str) -> None:
 
 
 def check_branches(outcome: Outcome, family: str, thinking: str) -> None:
-    """smolagents retells its calls as prose. A template that drops thinking begins anew with a new question
-    of the user."""
+    """smolagents rewrites its calls as prose. A template that drops thinking opens a branch at each new user
+    question."""
     print(family, thinking, outcome)
     for client, branches in outcome.branches.items():
         if client == "smolagents":  # plain text that is no call stays as it was

@@ -66,8 +66,8 @@ def fitted(folder: Path) -> Path:
 
 
 def lessons(renderer: Renderer) -> Iterator[Mapping[str, Any]]:
-    """A row for each turn: what the policy is asked, and its reply. The last question has two replies:
-    log-probabilities near 0 alone would hide most mistakes."""
+    """A row per turn: its prompt and its reply. The last question has two replies, because log-probabilities
+    that are all near 0 would hide most mistakes."""
     # rows have no tools: they are in the system message, as the template writes them
     head = renderer.render([{"role": "system", "content": SYSTEM}], [ADD], add_generation_prompt=False)
     system = head.removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")

@@ -88,7 +88,7 @@ class SessionTurn:
 
 @dataclass(slots=True)
 class _SessionState:
-    """What is known of a session from its first wanted turn, or its limit, to its end."""
+    """A session, from its limit or its first requested turn to its end."""
 
     wanted: set[SessionTurn] = field(default_factory=set)
     newest: Version | None = None  # that made a turn
@@ -121,12 +121,12 @@ class SessionTurns:
             sample_timeout_s=sample_timeout_s,
             timeout_s=timeout_s,
         )
-        self._turns: dict[TurnId, SessionTurn] = {}  # by every id that is to be drawn
+        self._turns: dict[TurnId, SessionTurn] = {}  # each id not drawn yet
         self._sessions: dict[SessionId, _SessionState] = {}
 
     def want(self, link: GatewayLink, requests: Sequence[TurnRequest]) -> None:
-        """Has them drawn. What is being drawn already is answered to whoever asked last; what was answered
-        before is drawn again."""
+        """Has them drawn. A turn in progress is answered to the gateway that asked last; one that was
+        answered before is drawn again."""
         new = []
         for request in requests:
             for id in request.ids:
@@ -146,8 +146,8 @@ class SessionTurns:
         self._dispatch.submit(new)
 
     def leave(self, link: GatewayLink) -> None:
-        """The gateway is gone, and whoever takes its sessions numbers turns anew: what it wanted and has no
-        record of is aborted. If it comes back, it wants that again."""
+        """Aborts the turns that a lost gateway was waiting for: the instance that takes over its sessions
+        uses new turn numbers. If the gateway returns, it asks for them again."""
         for turn in {turn for turn in self._turns.values() if turn.link is link}:
             self._abort(turn, "its gateway is gone")
 
@@ -191,7 +191,7 @@ class SessionTurns:
                 continue
             goes_on = await self._record_version(turn.session, drawn)
             if self._turns.get(id) is not turn:
-                continue  # aborted meanwhile
+                continue  # aborted while its version was recorded
             if not goes_on:
                 self._abort(turn, "another attempt at the sample has begun", SessionEnd.CANCELLED)
                 continue

@@ -42,8 +42,8 @@ class Encoder:
         self._threads = ThreadPoolExecutor(2, "encode")
 
     async def encode(self, text: str) -> Int32:
-        """Token ids [T]. Long text is encoded in a thread, which frees the event loop meanwhile. Raises
-        RequestError (overflow) for text that is far too long."""
+        """Token ids [T]. Long text is encoded in a thread, off the event loop. Raises RequestError
+        (overflow) if the text is far too long."""
         if len(text) <= _LONG:
             return self.encode_now(text)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode_long, text)
@@ -65,8 +65,8 @@ class Encoder:
         return np.array(ids, np.int32)
 
     def _encode_long(self, text: str) -> Int32:
-        """The tokenizer takes some 200 bytes for a token: text that may have too many is counted first, in
-        blocks, whose sum differs from the whole by little."""
+        """The tokenizer needs some 200 bytes per token, so text that may have too many is first counted in
+        blocks; their sum is close to the real count."""
         if len(text) > 4 * self._max_length:
             num_tokens = 0
             for start in range(0, len(text), _BLOCK):
