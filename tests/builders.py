@@ -13,6 +13,11 @@ import numpy as np
 from atoll.config.load import validate
 from atoll.config.mode_rules import UNREAD
 from atoll.config.schema import RunConfig
+from atoll.coordinator.fleet.agent_hosts import AgentHosts
+from atoll.coordinator.fleet.gateways import Gateways
+from atoll.coordinator.fleet.replicas import Replicas
+from atoll.coordinator.rewards.rewards import Rewards
+from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.model_spec import ModelSpec
@@ -135,6 +140,10 @@ def pending(
 
 
 Tree = Mapping[str, Any]
+
+
+def generation_without_agents(replicas: Replicas, rewards: Rewards, **settings: Any) -> Generation:
+    return Generation(replicas, rewards, {}, AgentHosts(), Gateways(), **settings)
 
 
 def run_config(*trees: Tree, **sections: Any) -> RunConfig:

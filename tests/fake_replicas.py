@@ -4,12 +4,10 @@ from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from atoll.coordinator.fleet.agent_hosts import AgentHosts
-from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.replicas import Replica, Replicas
-from atoll.coordinator.rollouts.generation import Generation
 from atoll.runtime.clients.base import Caller
 from atoll.wire.types import Graded, ScoreItem, ServiceEntry, Version
+from tests.builders import generation_without_agents
 from tests.fake_rewards import rewards_of
 
 V3 = Version("run", 3)  # that all of them have committed
@@ -40,12 +38,9 @@ class Fleet:
             for number, peer in enumerate(peers)
         ]
         rewards = rewards_of(graders or AllRight())
-        self.generation = Generation(
+        self.generation = generation_without_agents(
             self.replicas,
             rewards,
-            {},
-            AgentHosts(),
-            Gateways(),
             model="actor",
             max_attempts=3,
             sample_timeout_s=SAMPLE_TIMEOUT_S,

@@ -25,10 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from atoll.config.load import write_resolved
 from atoll.config.schema import ParallelConfig, WeightsSection
-from atoll.coordinator.fleet.agent_hosts import AgentHosts
-from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.replicas import Replica, Replicas
-from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.weight_sync.canary import Canary
 from atoll.coordinator.weight_sync.push_report import PushReport
@@ -45,7 +42,7 @@ from atoll.wire.types import (
     Trajectory,
     Version,
 )
-from tests.builders import run_config, turn_request
+from tests.builders import generation_without_agents, run_config, turn_request
 from tests.fake_rewards import FakeService, rewards_of
 from tests.tokens import CALLER
 from tests.trainer_fleet import Fleet, read_line, update
@@ -338,12 +335,9 @@ async def check_kill(run: Run, services: Rollouts, exported: Path, number: int) 
     """rollout-1 is killed by SIGKILL in mid-push: the others get the version, and no sample is lost."""
     groups = [pending(prompt) for prompt in range(32)]
     samples = Samples(len(groups))
-    generation = Generation(
+    generation = generation_without_agents(
         run.replicas,
         rewards_of(FakeService()),
-        {},
-        AgentHosts(),
-        Gateways(),
         model="actor",
         max_attempts=3,
         sample_timeout_s=60,

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from atoll.wire.types import Float32
 
@@ -77,6 +77,23 @@ def write_model(
     if chat_template is not None:
         settings["chat_template"] = chat_template
     _write_json(folder / "tokenizer_config.json", settings)
+
+
+def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special: SpecialTokens) -> Tokenizer:
+    """Byte-level BPE in which every digit is one token; its chat format opens messages with <|im_start|>."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[special.pad, "<|im_start|>", special.eos],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def prompt_row(

@@ -6,9 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-from atoll.cli.assets import ModelShape, SpecialTokens, prompt_row, warmup_row, write_model, write_rows
+from atoll.cli.assets import (
+    ModelShape,
+    SpecialTokens,
+    prompt_row,
+    train_byte_level_bpe,
+    warmup_row,
+    write_model,
+    write_rows,
+)
 from atoll.reward.verifiers.gsm8k import extract_answer
 from atoll.runtime.errors import UserError
 
@@ -94,20 +102,7 @@ def _read(path: Path) -> list[Problem]:
 
 
 def _tokenizer(problems: Sequence[Problem]) -> Tokenizer:
-    """Byte-level BPE; every digit is one token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=SHAPE.vocab_size,
-        special_tokens=[SPECIAL.pad, "<|im_start|>", SPECIAL.eos],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     texts = [
         text for problem in problems for text in (problem.prompt, problem.solution, "user\n", "assistant\n")
     ]
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    return train_byte_level_bpe(texts, SHAPE.vocab_size, SPECIAL)

@@ -5,9 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer
 
-from atoll.cli.assets import ModelShape, SpecialTokens, prompt_row, write_model, write_rows
+from atoll.cli.assets import (
+    ModelShape,
+    SpecialTokens,
+    prompt_row,
+    train_byte_level_bpe,
+    write_model,
+    write_rows,
+)
 
 SPECIAL = SpecialTokens(eos="<|im_end|>", pad="<|endoftext|>")
 SHAPE = ModelShape(
@@ -75,19 +82,9 @@ def _warmup_rows(a: int, b: int, rng: np.random.Generator) -> list[dict[str, Any
 
 
 def _tokenizer() -> Tokenizer:
-    """Byte-level BPE; every digit is one token, and so are the words of a call."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=SHAPE.vocab_size,
-        special_tokens=[SPECIAL.pad, "<|im_start|>", SPECIAL.eos],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    """The words of a call are one token each."""
     call = json.dumps({"name": "add", "arguments": {"a": 12, "b": 34}})
-    tokenizer.train_from_iterator([call, "tools\n", "user\n", "assistant\n", "tool\n"], trainer)
+    words = [call, "tools\n", "user\n", "assistant\n", "tool\n"]
+    tokenizer = train_byte_level_bpe(words, SHAPE.vocab_size, SPECIAL)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>")])
     return tokenizer

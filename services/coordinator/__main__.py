@@ -22,7 +22,7 @@ from atoll.external.addresses import AddressPolicy, is_loopback
 from atoll.external.protocols import connect
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.errors import AtollError, UserError
-from atoll.runtime.process import announce
+from atoll.runtime.process import GARBAGE, announce
 from atoll.runtime.server import Server, TokenGrant
 from atoll.runtime.store import Store
 from atoll.runtime.telemetry import configure_logging
@@ -30,8 +30,6 @@ from atoll.runtime.telemetry import configure_logging
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
-# Allocations between garbage collections: cycles are rare, and each collection walks all samples in flight.
-GARBAGE = (20_000, 10, 10)
 
 
 def main() -> None:

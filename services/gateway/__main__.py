@@ -5,10 +5,7 @@ import gc
 import uvloop
 
 from atoll.gateway.instance import GatewayInstance
-from atoll.runtime.process import run_service
-
-# Allocations between garbage collections: cycles are rare, and each collection walks all open sessions.
-GARBAGE = (20_000, 10, 10)
+from atoll.runtime.process import GARBAGE, run_service
 
 if __name__ == "__main__":
     gc.set_threshold(*GARBAGE)

@@ -45,8 +45,8 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
 
     async def Open(self, request: pb.OpenSessionsRequest, context: Context) -> pb.OpenSessionsReply:
         specs = [decode_session_spec(session) for session in request.sessions]
-        new = await self._sessions.open(specs)
-        return pb.OpenSessionsReply(url=self._url, is_new=[spec.id in new for spec in specs])
+        ours = await self._sessions.open(specs)
+        return pb.OpenSessionsReply(url=self._url, has_keys=[spec.id in ours for spec in specs])
 
     async def End(self, request: pb.EndSessionRequest, context: Context) -> pb.EndSessionReply:
         id = decode_session_id(request.id)
@@ -62,7 +62,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         )
 
     def _read_reply(self, id: SessionId, drawn: Trajectory) -> Message:
-        """As its client got it, whatever stop strings it asked for."""
+        """The whole reply as a message, regardless of the client's own stop strings."""
         turn = drawn.turns[0]
         return self._format.parse(
             drawn.nodes[turn.node].token_ids,

@@ -1,10 +1,10 @@
 """What the store keeps of sessions, so that any gateway instance can go on with any of them.
 
     gateway/keys            hash   digest of a key -> "agent SESSION" or "reward SESSION"
-    gateway/open            set    sessions that have not ended
+    gateway/open            set    sessions that the coordinator has not ended
     gateway/session/ID      hash   spec (message SessionSpec without its keys), keys (their digests), opened,
-                                   fence, end, closed once the coordinator has it, and "read NUMBER" for each
-                                   turn whose answer was delivered
+                                   fence, end (why), closed (set when the coordinator ends it), and
+                                   "read NUMBER" for each turn whose answer was delivered
     gateway/turns/ID        list   messages TurnRecord, in the order in which they were finished
     gateway/rewards/ID      hash   messages SessionReward by the name of the call that set them
 
@@ -159,6 +159,10 @@ def key_digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def without_keys(spec: SessionSpec) -> SessionSpec:
+    return replace(spec, agent_key="", reward_key="")
+
+
 class SessionStore:
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -170,7 +174,7 @@ class SessionStore:
         """`now`: in Unix seconds. The caller holds those that are new, under fence 1."""
         words: list[str | bytes] = []
         for spec in specs:
-            keyless = dump_session_spec(replace(spec, agent_key="", reward_key=""))
+            keyless = dump_session_spec(without_keys(spec))
             digests = key_digest(spec.agent_key), key_digest(spec.reward_key)
             words += (str(spec.id), keyless, *digests, repr(now))
         sessions = [_session(spec.id) for spec in specs]
@@ -232,7 +236,7 @@ class SessionStore:
             raise SessionEndedError
 
     async def stop(self, id: SessionId, reason: SessionEnd) -> None:
-        """No turn is finished any more; rewards are set until `end`."""
+        """Refuses further turns, and still takes rewards until `end`."""
         await self._write(_STOP, ["gateway/keys", _session(id)], reason.value)
 
     async def end(self, id: SessionId, reason: SessionEnd) -> EndedSession:

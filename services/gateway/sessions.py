@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Self
 
 from atoll.gateway.conversation import RequestError
@@ -19,6 +19,7 @@ from atoll.gateway.session_store import (
     SessionEndedError,
     SessionStore,
     key_digest,
+    without_keys,
 )
 from atoll.wire.info import SessionSummary
 from atoll.wire.types import SessionEnd, SessionId, SessionReward, SessionSpec, Turn, TurnRecord
@@ -89,7 +90,7 @@ class Sessions:
         now = time.time()
         openings = list(zip(specs, await self._store.open(specs, now), strict=True))
         for spec in (spec for spec, opening in openings if opening is Opening.NEW):
-            session = Session(_keyless(spec), 1, now, SessionTree())
+            session = Session(without_keys(spec), 1, now, SessionTree())
             session.key, session.used = key_digest(spec.agent_key), time.monotonic()
             self._held[session.id] = session
             self._keys[session.key] = session.id
@@ -140,7 +141,7 @@ class Sessions:
         return await asyncio.shield(self._taking[id])
 
     async def stop(self, id: SessionId, reason: SessionEnd) -> None:
-        """A rule ends it: there is no further turn, but its function may still set rewards, until `end`."""
+        """Ends it by rule: further turns are refused, but rewards can be set until `end`."""
         await self._store.stop(id, reason)
         self.forget(id)
 
@@ -200,10 +201,6 @@ class Sessions:
 def _session(held: HeldSession) -> Session:
     undelivered = {r.request: r for r in held.records if r.number not in held.delivered}
     return Session(held.spec, held.fence, held.opened, SessionTree(held.records), undelivered=undelivered)
-
-
-def _keyless(spec: SessionSpec) -> SessionSpec:
-    return replace(spec, agent_key="", reward_key="")
 
 
 def turn_name(id: SessionId, number: int) -> str:

@@ -244,7 +244,7 @@ class Turns:
     async def _finish(self, session: Session, chat: ChatRequest, record: TurnRecord) -> TurnRecord | None:
         """The turn is finished once the store has it. If another instance has taken the session, this one
         takes it back and keeps that instance's turns; if one of them answers the same request, it is the
-        result. None: the request continues a turn of that instance that this one did not know when it drew."""
+        result. None: the request continues a turn of that instance that this one had not seen."""
         while True:
             try:
                 position = await self._store.finish(session.id, session.fence, record)

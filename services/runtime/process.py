@@ -40,6 +40,9 @@ from atoll.wire.types import ServiceEntry
 _log = logging.getLogger(__name__)
 
 STOP_GRACE_S: Final = 5.0  # for calls in progress
+# Allocations between garbage collections (`gc.set_threshold`) where cycles are rare and each collection
+# would walk all samples in flight, or all open sessions.
+GARBAGE: Final = (20_000, 10, 10)
 BACKLOG: Final = 4096  # connections of agents that wait while a gateway is started again
 COORDINATOR_TIMEOUT_S: Final = 3.0
 AWAY_PAUSE_S: Final = 1.0  # between attempts to reach an unavailable coordinator

@@ -19,13 +19,10 @@ from atoll.config.schema import FilterConfig
 from atoll.coordinator.algorithm.filters import DynamicSampling
 from atoll.coordinator.control import RunControl
 from atoll.coordinator.data.datasets import Cursor
-from atoll.coordinator.fleet.agent_hosts import AgentHosts
-from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.replicas import Replica, Replicas, ReplicaState
 from atoll.coordinator.journal import scripts
 from atoll.coordinator.journal.journal import Checkpoint, InFlight, Journal
 from atoll.coordinator.journal.ledger import LEDGER, Ledger
-from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.group_sources import GenerateSource
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.clients.base import Caller
@@ -50,7 +47,7 @@ from atoll.wire.types import (
     Version,
 )
 from tests import builders
-from tests.builders import group_id, node, pending, sample_id
+from tests.builders import generation_without_agents, group_id, node, pending, sample_id
 from tests.fake_rewards import rewards_of
 
 GREEDY_SCORE = 0.25
@@ -182,12 +179,9 @@ class Dataflow:
         self.journal = Journal(store, "toy", Ledger(folder / LEDGER), max_bytes)
         self.prompts = Prompts()
         rewards = rewards_of(graders or Graders(), retries=1)
-        self.generation = Generation(
+        self.generation = generation_without_agents(
             self.replicas,
             rewards,
-            {},
-            AgentHosts(),
-            Gateways(),
             model="",
             max_attempts=50,
             sample_timeout_s=60.0,
@@ -333,12 +327,9 @@ async def test_a_group_without_contrast_is_filtered_and_replaced(store: Store, t
 
 async def test_without_a_replica_the_run_ends_with_the_reason(store: Store, tmp_path: Path) -> None:
     flow = Dataflow(store, tmp_path)
-    flow.generation = Generation(
+    flow.generation = generation_without_agents(
         flow.replicas,
         rewards_of(Graders(), retries=1),
-        {},
-        AgentHosts(),
-        Gateways(),
         model="",
         max_attempts=2,
         sample_timeout_s=60.0,

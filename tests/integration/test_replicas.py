@@ -10,12 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from atoll.coordinator.fleet.agent_hosts import AgentHosts
-from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.health import HealthWatch
 from atoll.coordinator.fleet.replicas import Replica, Replicas, ReplicaState
 from atoll.coordinator.fleet.routing import AHEAD_S
-from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.rollout import Arrival
@@ -32,7 +29,7 @@ from atoll.wire.types import (
     Version,
 )
 from tests import virtual_clock
-from tests.builders import arrival, node, pending, sample
+from tests.builders import arrival, generation_without_agents, node, pending, sample
 from tests.fake_rewards import rewards_of
 from tests.virtual_clock import VirtualClock
 
@@ -152,12 +149,9 @@ class Run:
         self.replicas = Replicas(Caller(), 1000.0)
         weights = SimpleNamespace(catch_up=admit or self.replicas.route)
         self.health = HealthWatch(self.replicas, "actor", weights, listener=self)
-        self.generation = Generation(
+        self.generation = generation_without_agents(
             self.replicas,
             rewards_of(Graders()),
-            {},
-            AgentHosts(),
-            Gateways(),
             model="actor",
             max_attempts=1000,
             sample_timeout_s=10_000.0,

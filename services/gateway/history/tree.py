@@ -98,9 +98,9 @@ class SessionTree:
         position = len(self._turns)
         self._replies |= {chain: (position, branch) for branch, chain in enumerate(record.chains)}
         parent, branch = record.parent, record.parent_branch
-        if parent != ROOT and _begins_at(record.drawn[0]) != self._turns[parent].caches[branch]:
+        if parent != ROOT and _cache(record.drawn[0], 0) != self._turns[parent].caches[branch]:
             self.num_recomputed += self.num_tokens(parent, branch)
-        caches = tuple(map(_ends_at, record.drawn))
+        caches = tuple(_cache(drawn, -1) for drawn in record.drawn)
         self._turns.append(
             _HeldTurn(parent, branch, _copy(record.inserted_ids), replies, record.chains, caches)
         )
@@ -173,14 +173,10 @@ class SessionTree:
         return Cause.PARALLEL if last >= 0 else Cause.RESTARTED
 
 
-def _begins_at(drawn: Trajectory) -> Cache:
+def _cache(drawn: Trajectory, span: int) -> Cache:
+    """While the turn's first (0) or last (-1) span was generated."""
     spans = drawn.nodes[0].spans
-    return drawn.turns[0].origin.incarnation, spans[0].version if spans else None
-
-
-def _ends_at(drawn: Trajectory) -> Cache:
-    spans = drawn.nodes[0].spans
-    return drawn.turns[0].origin.incarnation, spans[-1].version if spans else None
+    return drawn.turns[0].origin.incarnation, spans[span].version if spans else None
 
 
 def _copy(ids: Int32) -> Int32:

@@ -33,10 +33,10 @@ class GatewayClient(Client):
         self._stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(self._channel)
 
     async def open(self, session: SessionSpec) -> tuple[str, bool]:
-        """The URL for its agent, and whether it has these keys: one that was opened before goes on with
-        its own. A repeated call is answered alike."""
+        """The URL for its agent, and whether the session has these keys: one that was opened earlier keeps
+        its own. A repeated call gets the same answer."""
         request = gateway_pb2.OpenSessionsRequest(sessions=[encode_session_spec(session)])
-        return await self._query(self._stub.Open, request, lambda reply: (reply.url, reply.is_new[0]))
+        return await self._query(self._stub.Open, request, lambda reply: (reply.url, reply.has_keys[0]))
 
     async def end(self, id: SessionId, reason: SessionEnd) -> tuple[SessionEnd, bytes]:
         """Why it ended first, and its trajectory as the journal keeps it; empty if it has no turn."""

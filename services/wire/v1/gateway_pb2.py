@@ -27,7 +27,7 @@ from atoll.wire.v1 import rollout_pb2 as atoll_dot_wire_dot_v1_dot_rollout__pb2
 from atoll.wire.v1 import types_pb2 as atoll_dot_wire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x61toll/wire/v1/gateway.proto\x12\x08\x61toll.v1\x1a\x1a\x61toll/wire/v1/reward.proto\x1a\x1b\x61toll/wire/v1/rollout.proto\x1a\x19\x61toll/wire/v1/types.proto\"M\n\tSessionId\x12 \n\x05group\x18\x01 \x01(\x0b\x32\x11.atoll.v1.GroupId\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\"\xa2\x01\n\x0bSessionSpec\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\x12\x11\n\tagent_key\x18\x02 \x01(\t\x12\x12\n\nreward_key\x18\x03 \x01(\t\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.atoll.v1.Sampling\x12\x11\n\tmax_turns\x18\x05 \x01(\x05\x12\x12\n\nmax_tokens\x18\x06 \x01(\x03\">\n\x13OpenSessionsRequest\x12\'\n\x08sessions\x18\x01 \x03(\x0b\x32\x15.atoll.v1.SessionSpec\"0\n\x11OpenSessionsReply\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x0e\n\x06is_new\x18\x02 \x03(\x08\"D\n\x11\x45ndSessionRequest\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"5\n\x0f\x45ndSessionReply\x12\x12\n\ntrajectory\x18\x01 \x01(\x0c\x12\x0e\n\x06reason\x18\x02 \x01(\t\"n\n\x14RewardSessionRequest\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\x12\'\n\x06reward\x18\x02 \x01(\x0b\x32\x17.atoll.v1.SessionReward\x12\x0c\n\x04\x63\x61ll\x18\x03 \x01(\t\"`\n\rSessionReward\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0f\n\x07of_turn\x18\x03 \x01(\x08\x12\x0c\n\x04turn\x18\x04 \x01(\x05\x12\x0e\n\x06\x62ranch\x18\x05 \x01(\x05\"\x14\n\x12RewardSessionReply\"C\n\nDrawnTurns\x12\r\n\x05turns\x18\x01 \x01(\x0c\x12&\n\x07undrawn\x18\x02 \x03(\x0b\x32\x15.atoll.v1.UndrawnTurn\"6\n\x0bUndrawnTurn\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0b\n\x03\x65nd\x18\x03 \x01(\t\"3\n\x0bWantedTurns\x12$\n\x05turns\x18\x01 \x03(\x0b\x32\x15.atoll.v1.TurnRequest\"\x14\n\x12GatewayInfoRequest\"5\n\x10GatewayInfoReply\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x14\n\x0cnum_sessions\x18\x02 \x01(\x05\"\x15\n\x13ListSessionsRequest\"\xad\x01\n\x11ListSessionsReply\x12*\n\x08sessions\x18\x01 \x03(\x0b\x32\x18.atoll.v1.SessionSummary\x12;\n\x08\x63ounters\x18\x02 \x03(\x0b\x32).atoll.v1.ListSessionsReply.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xdf\x01\n\x0eSessionSummary\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\x12\r\n\x05turns\x18\x02 \x01(\x05\x12\x0e\n\x06tokens\x18\x03 \x01(\x03\x12\x0e\n\x06opened\x18\x04 \x01(\x01\x12\x38\n\x08\x62ranches\x18\x05 \x03(\x0b\x32&.atoll.v1.SessionSummary.BranchesEntry\x12\x12\n\nrecomputed\x18\x06 \x01(\x03\x1a/\n\rBranchesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"5\n\x12ShowSessionRequest\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\"c\n\x10ShowSessionReply\x12%\n\x07records\x18\x01 \x03(\x0b\x32\x14.atoll.v1.TurnRecord\x12(\n\x07rewards\x18\x02 \x03(\x0b\x32\x17.atoll.v1.SessionReward\"\xf6\x01\n\nTurnRecord\x12\x0e\n\x06number\x18\x01 \x01(\x05\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x0e\n\x06parent\x18\x03 \x01(\x05\x12\x15\n\rparent_branch\x18\x04 \x01(\x05\x12\x0c\n\x04head\x18\x05 \x01(\x0c\x12\x11\n\thas_tools\x18\x06 \x01(\x08\x12\x14\n\x0cinserted_ids\x18\x07 \x01(\x0c\x12#\n\x08messages\x18\x08 \x03(\x0b\x32\x11.atoll.v1.Message\x12\r\n\x05\x63\x61use\x18\t \x01(\t\x12%\n\x05\x64rawn\x18\n \x01(\x0b\x32\x16.atoll.v1.Trajectories\x12\x0e\n\x06\x63hains\x18\x0b \x03(\x0c\x32\xd5\x03\n\x07Gateway\x12\x42\n\x04Open\x12\x1d.atoll.v1.OpenSessionsRequest\x1a\x1b.atoll.v1.OpenSessionsReply\x12=\n\x03\x45nd\x12\x1b.atoll.v1.EndSessionRequest\x1a\x19.atoll.v1.EndSessionReply\x12\x46\n\x06Reward\x12\x1e.atoll.v1.RewardSessionRequest\x1a\x1c.atoll.v1.RewardSessionReply\x12\x37\n\x04\x44raw\x12\x14.atoll.v1.DrawnTurns\x1a\x15.atoll.v1.WantedTurns(\x01\x30\x01\x12@\n\x04Info\x12\x1c.atoll.v1.GatewayInfoRequest\x1a\x1a.atoll.v1.GatewayInfoReply\x12\x42\n\x04List\x12\x1d.atoll.v1.ListSessionsRequest\x1a\x1b.atoll.v1.ListSessionsReply\x12@\n\x04Show\x12\x1c.atoll.v1.ShowSessionRequest\x1a\x1a.atoll.v1.ShowSessionReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x61toll/wire/v1/gateway.proto\x12\x08\x61toll.v1\x1a\x1a\x61toll/wire/v1/reward.proto\x1a\x1b\x61toll/wire/v1/rollout.proto\x1a\x19\x61toll/wire/v1/types.proto\"M\n\tSessionId\x12 \n\x05group\x18\x01 \x01(\x0b\x32\x11.atoll.v1.GroupId\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\"\xa2\x01\n\x0bSessionSpec\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\x12\x11\n\tagent_key\x18\x02 \x01(\t\x12\x12\n\nreward_key\x18\x03 \x01(\t\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.atoll.v1.Sampling\x12\x11\n\tmax_turns\x18\x05 \x01(\x05\x12\x12\n\nmax_tokens\x18\x06 \x01(\x03\">\n\x13OpenSessionsRequest\x12\'\n\x08sessions\x18\x01 \x03(\x0b\x32\x15.atoll.v1.SessionSpec\"2\n\x11OpenSessionsReply\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x10\n\x08has_keys\x18\x02 \x03(\x08\"D\n\x11\x45ndSessionRequest\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"5\n\x0f\x45ndSessionReply\x12\x12\n\ntrajectory\x18\x01 \x01(\x0c\x12\x0e\n\x06reason\x18\x02 \x01(\t\"n\n\x14RewardSessionRequest\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\x12\'\n\x06reward\x18\x02 \x01(\x0b\x32\x17.atoll.v1.SessionReward\x12\x0c\n\x04\x63\x61ll\x18\x03 \x01(\t\"`\n\rSessionReward\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0f\n\x07of_turn\x18\x03 \x01(\x08\x12\x0c\n\x04turn\x18\x04 \x01(\x05\x12\x0e\n\x06\x62ranch\x18\x05 \x01(\x05\"\x14\n\x12RewardSessionReply\"C\n\nDrawnTurns\x12\r\n\x05turns\x18\x01 \x01(\x0c\x12&\n\x07undrawn\x18\x02 \x03(\x0b\x32\x15.atoll.v1.UndrawnTurn\"6\n\x0bUndrawnTurn\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0b\n\x03\x65nd\x18\x03 \x01(\t\"3\n\x0bWantedTurns\x12$\n\x05turns\x18\x01 \x03(\x0b\x32\x15.atoll.v1.TurnRequest\"\x14\n\x12GatewayInfoRequest\"5\n\x10GatewayInfoReply\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x14\n\x0cnum_sessions\x18\x02 \x01(\x05\"\x15\n\x13ListSessionsRequest\"\xad\x01\n\x11ListSessionsReply\x12*\n\x08sessions\x18\x01 \x03(\x0b\x32\x18.atoll.v1.SessionSummary\x12;\n\x08\x63ounters\x18\x02 \x03(\x0b\x32).atoll.v1.ListSessionsReply.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xdf\x01\n\x0eSessionSummary\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\x12\r\n\x05turns\x18\x02 \x01(\x05\x12\x0e\n\x06tokens\x18\x03 \x01(\x03\x12\x0e\n\x06opened\x18\x04 \x01(\x01\x12\x38\n\x08\x62ranches\x18\x05 \x03(\x0b\x32&.atoll.v1.SessionSummary.BranchesEntry\x12\x12\n\nrecomputed\x18\x06 \x01(\x03\x1a/\n\rBranchesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"5\n\x12ShowSessionRequest\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\"c\n\x10ShowSessionReply\x12%\n\x07records\x18\x01 \x03(\x0b\x32\x14.atoll.v1.TurnRecord\x12(\n\x07rewards\x18\x02 \x03(\x0b\x32\x17.atoll.v1.SessionReward\"\xf6\x01\n\nTurnRecord\x12\x0e\n\x06number\x18\x01 \x01(\x05\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x0e\n\x06parent\x18\x03 \x01(\x05\x12\x15\n\rparent_branch\x18\x04 \x01(\x05\x12\x0c\n\x04head\x18\x05 \x01(\x0c\x12\x11\n\thas_tools\x18\x06 \x01(\x08\x12\x14\n\x0cinserted_ids\x18\x07 \x01(\x0c\x12#\n\x08messages\x18\x08 \x03(\x0b\x32\x11.atoll.v1.Message\x12\r\n\x05\x63\x61use\x18\t \x01(\t\x12%\n\x05\x64rawn\x18\n \x01(\x0b\x32\x16.atoll.v1.Trajectories\x12\x0e\n\x06\x63hains\x18\x0b \x03(\x0c\x32\xd5\x03\n\x07Gateway\x12\x42\n\x04Open\x12\x1d.atoll.v1.OpenSessionsRequest\x1a\x1b.atoll.v1.OpenSessionsReply\x12=\n\x03\x45nd\x12\x1b.atoll.v1.EndSessionRequest\x1a\x19.atoll.v1.EndSessionReply\x12\x46\n\x06Reward\x12\x1e.atoll.v1.RewardSessionRequest\x1a\x1c.atoll.v1.RewardSessionReply\x12\x37\n\x04\x44raw\x12\x14.atoll.v1.DrawnTurns\x1a\x15.atoll.v1.WantedTurns(\x01\x30\x01\x12@\n\x04Info\x12\x1c.atoll.v1.GatewayInfoRequest\x1a\x1a.atoll.v1.GatewayInfoReply\x12\x42\n\x04List\x12\x1d.atoll.v1.ListSessionsRequest\x1a\x1b.atoll.v1.ListSessionsReply\x12@\n\x04Show\x12\x1c.atoll.v1.ShowSessionRequest\x1a\x1a.atoll.v1.ShowSessionReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,43 +45,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENSESSIONSREQUEST']._serialized_start=369
   _globals['_OPENSESSIONSREQUEST']._serialized_end=431
   _globals['_OPENSESSIONSREPLY']._serialized_start=433
-  _globals['_OPENSESSIONSREPLY']._serialized_end=481
-  _globals['_ENDSESSIONREQUEST']._serialized_start=483
-  _globals['_ENDSESSIONREQUEST']._serialized_end=551
-  _globals['_ENDSESSIONREPLY']._serialized_start=553
-  _globals['_ENDSESSIONREPLY']._serialized_end=606
-  _globals['_REWARDSESSIONREQUEST']._serialized_start=608
-  _globals['_REWARDSESSIONREQUEST']._serialized_end=718
-  _globals['_SESSIONREWARD']._serialized_start=720
-  _globals['_SESSIONREWARD']._serialized_end=816
-  _globals['_REWARDSESSIONREPLY']._serialized_start=818
-  _globals['_REWARDSESSIONREPLY']._serialized_end=838
-  _globals['_DRAWNTURNS']._serialized_start=840
-  _globals['_DRAWNTURNS']._serialized_end=907
-  _globals['_UNDRAWNTURN']._serialized_start=909
-  _globals['_UNDRAWNTURN']._serialized_end=963
-  _globals['_WANTEDTURNS']._serialized_start=965
-  _globals['_WANTEDTURNS']._serialized_end=1016
-  _globals['_GATEWAYINFOREQUEST']._serialized_start=1018
-  _globals['_GATEWAYINFOREQUEST']._serialized_end=1038
-  _globals['_GATEWAYINFOREPLY']._serialized_start=1040
-  _globals['_GATEWAYINFOREPLY']._serialized_end=1093
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=1095
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=1116
-  _globals['_LISTSESSIONSREPLY']._serialized_start=1119
-  _globals['_LISTSESSIONSREPLY']._serialized_end=1292
-  _globals['_LISTSESSIONSREPLY_COUNTERSENTRY']._serialized_start=1245
-  _globals['_LISTSESSIONSREPLY_COUNTERSENTRY']._serialized_end=1292
-  _globals['_SESSIONSUMMARY']._serialized_start=1295
-  _globals['_SESSIONSUMMARY']._serialized_end=1518
-  _globals['_SESSIONSUMMARY_BRANCHESENTRY']._serialized_start=1471
-  _globals['_SESSIONSUMMARY_BRANCHESENTRY']._serialized_end=1518
-  _globals['_SHOWSESSIONREQUEST']._serialized_start=1520
-  _globals['_SHOWSESSIONREQUEST']._serialized_end=1573
-  _globals['_SHOWSESSIONREPLY']._serialized_start=1575
-  _globals['_SHOWSESSIONREPLY']._serialized_end=1674
-  _globals['_TURNRECORD']._serialized_start=1677
-  _globals['_TURNRECORD']._serialized_end=1923
-  _globals['_GATEWAY']._serialized_start=1926
-  _globals['_GATEWAY']._serialized_end=2395
+  _globals['_OPENSESSIONSREPLY']._serialized_end=483
+  _globals['_ENDSESSIONREQUEST']._serialized_start=485
+  _globals['_ENDSESSIONREQUEST']._serialized_end=553
+  _globals['_ENDSESSIONREPLY']._serialized_start=555
+  _globals['_ENDSESSIONREPLY']._serialized_end=608
+  _globals['_REWARDSESSIONREQUEST']._serialized_start=610
+  _globals['_REWARDSESSIONREQUEST']._serialized_end=720
+  _globals['_SESSIONREWARD']._serialized_start=722
+  _globals['_SESSIONREWARD']._serialized_end=818
+  _globals['_REWARDSESSIONREPLY']._serialized_start=820
+  _globals['_REWARDSESSIONREPLY']._serialized_end=840
+  _globals['_DRAWNTURNS']._serialized_start=842
+  _globals['_DRAWNTURNS']._serialized_end=909
+  _globals['_UNDRAWNTURN']._serialized_start=911
+  _globals['_UNDRAWNTURN']._serialized_end=965
+  _globals['_WANTEDTURNS']._serialized_start=967
+  _globals['_WANTEDTURNS']._serialized_end=1018
+  _globals['_GATEWAYINFOREQUEST']._serialized_start=1020
+  _globals['_GATEWAYINFOREQUEST']._serialized_end=1040
+  _globals['_GATEWAYINFOREPLY']._serialized_start=1042
+  _globals['_GATEWAYINFOREPLY']._serialized_end=1095
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=1097
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=1118
+  _globals['_LISTSESSIONSREPLY']._serialized_start=1121
+  _globals['_LISTSESSIONSREPLY']._serialized_end=1294
+  _globals['_LISTSESSIONSREPLY_COUNTERSENTRY']._serialized_start=1247
+  _globals['_LISTSESSIONSREPLY_COUNTERSENTRY']._serialized_end=1294
+  _globals['_SESSIONSUMMARY']._serialized_start=1297
+  _globals['_SESSIONSUMMARY']._serialized_end=1520
+  _globals['_SESSIONSUMMARY_BRANCHESENTRY']._serialized_start=1473
+  _globals['_SESSIONSUMMARY_BRANCHESENTRY']._serialized_end=1520
+  _globals['_SHOWSESSIONREQUEST']._serialized_start=1522
+  _globals['_SHOWSESSIONREQUEST']._serialized_end=1575
+  _globals['_SHOWSESSIONREPLY']._serialized_start=1577
+  _globals['_SHOWSESSIONREPLY']._serialized_end=1676
+  _globals['_TURNRECORD']._serialized_start=1679
+  _globals['_TURNRECORD']._serialized_end=1925
+  _globals['_GATEWAY']._serialized_start=1928
+  _globals['_GATEWAY']._serialized_end=2397
 # @@protoc_insertion_point(module_scope)

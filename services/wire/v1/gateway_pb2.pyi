@@ -112,22 +112,22 @@ class OpenSessionsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     URL_FIELD_NUMBER: _builtins.int
-    IS_NEW_FIELD_NUMBER: _builtins.int
+    HAS_KEYS_FIELD_NUMBER: _builtins.int
     url: _builtins.str
     """for agents: chat APIs below /v1"""
     @_builtins.property
-    def is_new(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+    def has_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """one entry a session"""
 
     def __init__(
         self,
         *,
         url: _builtins.str = ...,
-        is_new: _abc.Iterable[_builtins.bool] | None = ...,
+        has_keys: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_new", b"is_new", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_keys", b"has_keys", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
