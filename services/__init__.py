@@ -6,12 +6,22 @@ Each is imported when it is first asked for, so `import atoll` alone loads neith
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["AgentSession", "EnvironmentFailedError", "Grade", "ScoreItem", "Trajectory", "load_config", "run"]
+__all__ = [
+    "AgentSession",
+    "EnvironmentFailedError",
+    "Grade",
+    "ScoreItem",
+    "Trajectory",
+    "load_config",
+    "load_metrics",
+    "run",
+]
 
 if TYPE_CHECKING:
     from atoll.agents.session import AgentSession, EnvironmentFailedError
     from atoll.cli.run import follow_to_end as run
     from atoll.config.load import load as load_config
+    from atoll.runtime.telemetry import load_metrics
     from atoll.wire.types import Grade, ScoreItem, Trajectory
 else:
     _PLACES = {
@@ -21,6 +31,7 @@ else:
         "Trajectory": ("atoll.wire.types", "Trajectory"),
         "ScoreItem": ("atoll.wire.types", "ScoreItem"),
         "load_config": ("atoll.config.load", "load"),
+        "load_metrics": ("atoll.runtime.telemetry", "load_metrics"),
         "run": ("atoll.cli.run", "follow_to_end"),
     }
 

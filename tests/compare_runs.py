@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.runtime.telemetry import ROW_KEYS
 from tests.dumped import DumpedSample, read_samples
 
 SHOWN = 10  # differences of a kind
@@ -98,7 +99,7 @@ def compare_metrics(before: Path, after: Path, differences: Differences) -> list
 def _rows(path: Path) -> dict[int, dict[str, float | None]]:
     """By step."""
     rows = map(json.loads, path.read_text().splitlines())
-    return {row.pop("step"): row for row in rows}
+    return {row["step"]: {name: row[name] for name in row if name not in ROW_KEYS} for row in rows}
 
 
 def _why_left_out(name: str) -> str:

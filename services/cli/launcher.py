@@ -21,6 +21,7 @@ from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.runtime.process import BACKLOG
 from atoll.runtime.store import run_embedded_server
+from atoll.runtime.telemetry import METRICS_FILE
 
 _log = logging.getLogger(__name__)
 
@@ -242,7 +243,7 @@ def check_interpreter(setting: str, python: Path | None) -> None:
 
 def claim_folder(folder: Path, *, resume: bool) -> None:
     """A folder belongs to the run that recorded a step in it; a failed start does not claim it."""
-    rows = folder / "metrics.jsonl"
+    rows = folder / METRICS_FILE
     taken = rows.exists() and rows.stat().st_size > 0
     if taken and not resume:
         raise UserError(

@@ -1,7 +1,6 @@
 """Assembles a run from its config and registered services, new or from a checkpoint."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -44,7 +43,7 @@ from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.runtime.rendering import Renderer
 from atoll.runtime.store import Store
-from atoll.runtime.telemetry import MetricsFile
+from atoll.runtime.telemetry import METRICS_FILE, MetricsFile, load_metrics, metrics_of
 from atoll.wire.types import ExternalServer, Version
 
 log = logging.getLogger(__name__)
@@ -222,7 +221,7 @@ class Assembly:
         set_dumps_aside(config.folder / "dumps", after=step)
         restored = await self._journal.restore(checkpoint)
         version = Version(restored.lineage, checkpoint.version.number if checkpoint else 0)
-        metrics = MetricsFile(config.folder / "metrics.jsonl", step if checkpoint else None)
+        metrics = MetricsFile(config.folder / METRICS_FILE, step if checkpoint else None)
         push = _pushes(self._sync) if self._sync else skip_push
         parts = LoopParts(
             steps=self._steps(data, models, generation, background, restored, version, state),
@@ -241,7 +240,7 @@ class Assembly:
             journal=self._journal,
             checkpoints=self._checkpoints,
         )
-        rows = rows_before(config.folder / "metrics.jsonl")
+        rows = rows_before(config.folder)
         start = LoopStart(version, rows=list(rows.values()))
         if state:
             start = replace(
@@ -376,9 +375,6 @@ def _pushes(sync: WeightSync) -> Push:
     return push
 
 
-def rows_before(path: Path) -> dict[int, dict[str, float]]:
-    """Reads the metrics of each step; null (not finite) values are skipped."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return {
-        row.pop("step"): {name: value for name, value in row.items() if value is not None} for row in rows
-    }
+def rows_before(folder: Path) -> dict[int, dict[str, float]]:
+    """The metrics of each step in a run's folder."""
+    return {int(row["step"]): metrics_of(row) for row in load_metrics(folder)}

@@ -6,12 +6,17 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
+
+from atoll.runtime.errors import UserError
 
 _log = logging.getLogger(__name__)
+
+METRICS_FILE: Final = "metrics.jsonl"  # in a run's folder
+ROW_KEYS: Final = ("step", "time")  # of a row; everything else is a metric
 
 
 def configure_logging(service: str, level: int = logging.INFO) -> None:
@@ -47,13 +52,18 @@ class StepTimer:
 
 
 class MetricsFile:
-    """A JSON object per step and line, on disk when `write` returns, so that a reader can follow.
+    """A JSON object per step and line, on disk when `write` returns, so that a reader can follow: "step",
+    "time" in Unix seconds, and the step's metrics.
 
     Rows after `last_step`, the step that a run resumes from, belong to steps that it repeats: they go.
     A run that starts at its beginning (None) starts with an empty file. What cannot be cut so stays whole.
     """
 
-    def __init__(self, path: Path, last_step: int | None = None) -> None:
+    def __init__(
+        self, path: Path, last_step: int | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`clock` counts Unix seconds."""
+        self._clock = clock
         rows = path.read_text().splitlines(keepends=True) if path.exists() and last_step is not None else []
         cut = path.with_name(path.name + ".partial")
         cut.write_text("".join(r for r in rows if r.endswith("\n") and json.loads(r)["step"] <= last_step))
@@ -62,7 +72,7 @@ class MetricsFile:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers that JSON lacks (NaN, infinities) become null, with a warning."""
-        row: dict[str, float | None] = {"step": step}
+        row: dict[str, float | None] = {"step": step, "time": self._clock()}
         for name, value in metrics.items():
             row[name] = float(value) if math.isfinite(value) else None
             if row[name] is None:
@@ -77,3 +87,22 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def load_metrics(folder: str | Path) -> list[dict[str, float]]:
+    """The rows of the run in `folder`, in the order of their steps: "step", "time" (Unix seconds) and the
+    step's metrics by name. Values that were not finite are left out.
+
+    Works while the run is running. Raises UserError if the folder has no metrics.
+    """
+    path = Path(folder) / METRICS_FILE
+    if not path.exists():
+        raise UserError(f"{folder} has no {METRICS_FILE}: give the folder of a run that has recorded a step")
+    lines = path.read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+
+def metrics_of(row: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a row that `load_metrics` returns."""
+    return {name: value for name, value in row.items() if name not in ROW_KEYS}

@@ -394,7 +394,7 @@ async def test_the_window_of_the_target_includes_the_steps_before_a_resume(
         for step, score in enumerate((0.25, 0.75, before, 0.0), 1):
             file.write(step, {"critic/score/mean": score, "actor/grad_norm": float("nan")})
     MetricsFile(path, last_step=3)  # the checkpoint's
-    rows = rows_before(path)
+    rows = rows_before(path.parent)
     assert rows[0] == {"val/sums/avg@1": 0.125}
     await run.run(step=3, rows=list(rows.values()))
     assert run.summary()["steps"] == steps  # the mean of the last two is 0.625, or 0.875

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from atoll.runtime.telemetry import MetricsFile, StepTimer
+from atoll.runtime.errors import UserError
+from atoll.runtime.telemetry import MetricsFile, StepTimer, load_metrics, metrics_of
 
 
 def rows(path: Path) -> list[dict[str, float | None]]:
@@ -16,19 +17,39 @@ def rows(path: Path) -> list[dict[str, float | None]]:
 
 
 def test_a_row_is_on_disk_when_write_returns(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", clock=lambda: 1.7e9)
     metrics.write(1, {"critic/score/mean": 0.25, "timing_s/gen": 1.5})
-    assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "critic/score/mean": 0.25, "timing_s/gen": 1.5}]
+    row = {"step": 1, "time": 1.7e9, "critic/score/mean": 0.25, "timing_s/gen": 1.5}
+    assert rows(tmp_path / "metrics.jsonl") == [row]
+
+
+def test_metrics_are_read_while_a_run_writes_them(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    times = iter([10.0, 12.5])
+    with MetricsFile(path, clock=lambda: next(times)) as metrics:
+        metrics.write(0, {"val/sums/avg@1": 0.5})
+        metrics.write(1, {"critic/score/mean": 0.25, "actor/grad_norm": math.nan})
+    path.write_text(path.read_text() + '{"step": 2, "cri')  # a row that is being written
+    first, second = load_metrics(tmp_path)
+    assert first == {"step": 0, "time": 10.0, "val/sums/avg@1": 0.5}
+    assert second == {"step": 1, "time": 12.5, "critic/score/mean": 0.25}
+    assert metrics_of(second) == {"critic/score/mean": 0.25}
+
+
+def test_a_folder_without_metrics_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path} has no metrics.jsonl"):
+        load_metrics(tmp_path)
 
 
 def test_numbers_that_json_lacks_become_null_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+    with MetricsFile(tmp_path / "metrics.jsonl", clock=lambda: 1.5) as metrics:
         metrics.write(3, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
     text = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) == {
         "step": 3,
+        "time": 1.5,
         "loss": None,
         "grad_norm": None,
         "lr": 0.5,
@@ -49,7 +70,9 @@ def test_a_resumed_run_has_one_row_per_step(tmp_path: Path) -> None:
         metrics.write(4, {"lineage": 2.0})
     assert [(row["step"], row["lineage"]) for row in rows(path)] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
     with MetricsFile(path, last_step=0):
-        assert rows(path) == [{"step": 0, "lineage": 1.0}]
+        assert [metrics_of(row) | {"step": row["step"]} for row in rows(path)] == [
+            {"step": 0, "lineage": 1.0}
+        ]
     with MetricsFile(path):
         assert rows(path) == []
 
