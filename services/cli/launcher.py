@@ -26,6 +26,7 @@ from atoll.runtime.telemetry import METRICS_FILE
 _log = logging.getLogger(__name__)
 
 ADDRESS_FILE = "coordinator.address"  # in the run's folder while it is running
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_RETRY_S = 1.0  # before asking again a coordinator that did not answer
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
@@ -34,8 +35,8 @@ Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
 def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
     """Runs to the end, in config.folder. Returns False if the user stopped it early.
 
-    `follow` shows progress; it is cancelled at the end. The first Ctrl-C (or SIGTERM) stops the run
-    after the step in progress, the second at once. Raises UserError if the folder belongs to
+    `follow` shows progress; it is cancelled at the end. The first Ctrl-C (or SIGTERM, or
+    SIGHUP of a terminal that closes) stops the run after the step in progress, the second at once. Raises UserError if the folder belongs to
     another run, ServiceDiedError if a service is lost permanently; all other processes have ended by then.
     """
     check_interpreter("rollout.python", config.rollout.python)
@@ -280,19 +281,25 @@ def publish_address(folder: Path, address: str, given: Tokens) -> Iterator[None]
 
 @contextmanager
 def handle_interrupts(stop: asyncio.Event) -> Iterator[None]:
-    """SIGINT or SIGTERM sets `stop`; a second one cancels the calling task."""
+    """SIGINT, SIGTERM or SIGHUP sets `stop`; a second one cancels the calling task."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
-    def interrupt() -> None:
+    def interrupt(number: signal.Signals) -> None:
         if stop.is_set():
             task.cancel()
         stop.set()
+        if number == signal.SIGHUP:  # the terminal is gone: what is printed from now on would raise
+            with open(os.devnull, "w") as nowhere:
+                for descriptor in terminals:
+                    os.dup2(nowhere.fileno(), descriptor)
 
-    signals = (signal.SIGINT, signal.SIGTERM)
+    # nohup ignores SIGHUP, which stays so
+    signals = [n for n in INTERRUPTS if signal.getsignal(n) is not signal.SIG_IGN]
     for number in signals:
-        loop.add_signal_handler(number, interrupt)
+        loop.add_signal_handler(number, interrupt, number)
     try:
         yield
     finally:

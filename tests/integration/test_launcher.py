@@ -1,6 +1,7 @@
 """The launcher's promises, with fake services: deaths are told, restarts counted, nothing is left behind."""
 
 import asyncio
+import os
 import re
 import signal
 import socket
@@ -16,7 +17,7 @@ import pytest
 from atoll.cli import processes
 from atoll.cli.active_runs import RunAddress
 from atoll.cli.active_runs import run_in as folders_run
-from atoll.cli.launcher import launch, supervise
+from atoll.cli.launcher import handle_interrupts, launch, supervise
 from atoll.cli.processes import Fleet, ServiceCommand, ServiceDiedError, ServiceGroup
 from atoll.cli.tokens import Tokens
 from atoll.config.load import read_resolved, validate, write_resolved
@@ -220,15 +221,56 @@ def test_the_death_of_a_service_ends_the_run(tmp_path: Path) -> None:
         assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
 
 
-def test_the_first_interrupt_stops_the_run_through_the_coordinator(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_interrupt_stops_the_run_through_the_coordinator(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     with running(tmp_path, "coordinates", "serves", "serves") as command:
         services = children(command)
         assert len(services) == 3
         assert (tmp_path / "coordinator.address").exists()
-        command.send_signal(signal.SIGINT)
+        command.send_signal(number)
         assert command.communicate(timeout=TIMEOUT_S)[0] == "stopped\n"
         assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
         assert not (tmp_path / "coordinator.address").exists()
+
+
+def test_a_closed_terminal_stops_the_run_as_an_interrupt_does(tmp_path: Path) -> None:
+    """Although nothing can be printed any more."""
+    master, its_end = os.openpty()
+    fakes = ("-m", "tests.integration.fake_run", tmp_path, "coordinates", "serves")
+    command = subprocess.Popen(
+        ["setsid", "--ctty", sys.executable, *fakes],
+        cwd=Path(__file__).parents[2],
+        stdin=its_end,
+        stdout=its_end,
+        stderr=its_end,
+    )
+    os.close(its_end)
+    try:
+        with open(master) as terminal:
+            assert terminal.readline() == "up\n"
+            services = children(command)
+        assert command.wait(TIMEOUT_S) == 0
+        assert psutil.wait_procs(services, TIMEOUT_S)[1] == []
+    finally:
+        command.kill()
+        command.wait()
+
+
+def test_nohup_keeps_a_run_from_being_stopped_by_a_closed_terminal() -> None:
+    async def hang_up() -> bool:
+        stop = asyncio.Event()
+        with handle_interrupts(stop):
+            signal.raise_signal(signal.SIGHUP)
+            await asyncio.sleep(0)
+        return stop.is_set()
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert not asyncio.run(hang_up())
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_interrupt_at_the_start_waits_for_nobody(tmp_path: Path) -> None:
