@@ -6,12 +6,23 @@ Each is imported when it is first asked for, so `import atoll` alone loads neith
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["AgentSession", "EnvironmentFailedError", "Grade", "ScoreItem", "Trajectory", "load_config", "run"]
+__all__ = [
+    "AgentSession",
+    "EnvironmentFailedError",
+    "Grade",
+    "Sample",
+    "ScoreItem",
+    "Trajectory",
+    "load_config",
+    "read_samples",
+    "run",
+]
 
 if TYPE_CHECKING:
     from atoll.agents.session import AgentSession, EnvironmentFailedError
     from atoll.cli.run import follow_to_end as run
     from atoll.config.load import load as load_config
+    from atoll.runtime.samples import Sample, read_samples
     from atoll.wire.types import Grade, ScoreItem, Trajectory
 else:
     _PLACES = {
@@ -19,8 +30,10 @@ else:
         "EnvironmentFailedError": ("atoll.agents.session", "EnvironmentFailedError"),
         "Grade": ("atoll.wire.types", "Grade"),
         "Trajectory": ("atoll.wire.types", "Trajectory"),
+        "Sample": ("atoll.runtime.samples", "Sample"),
         "ScoreItem": ("atoll.wire.types", "ScoreItem"),
         "load_config": ("atoll.config.load", "load"),
+        "read_samples": ("atoll.runtime.samples", "read_samples"),
         "run": ("atoll.cli.run", "follow_to_end"),
     }
 
