@@ -10,10 +10,12 @@ __all__ = [
     "AgentSession",
     "EnvironmentFailedError",
     "Grade",
+    "Sample",
     "ScoreItem",
     "Trajectory",
     "load_config",
     "load_metrics",
+    "read_samples",
     "run",
 ]
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from atoll.agents.session import AgentSession, EnvironmentFailedError
     from atoll.cli.run import follow_to_end as run
     from atoll.config.load import load as load_config
+    from atoll.runtime.samples import Sample, read_samples
     from atoll.runtime.telemetry import load_metrics
     from atoll.wire.types import Grade, ScoreItem, Trajectory
 else:
@@ -29,9 +32,11 @@ else:
         "EnvironmentFailedError": ("atoll.agents.session", "EnvironmentFailedError"),
         "Grade": ("atoll.wire.types", "Grade"),
         "Trajectory": ("atoll.wire.types", "Trajectory"),
+        "Sample": ("atoll.runtime.samples", "Sample"),
         "ScoreItem": ("atoll.wire.types", "ScoreItem"),
         "load_config": ("atoll.config.load", "load"),
         "load_metrics": ("atoll.runtime.telemetry", "load_metrics"),
+        "read_samples": ("atoll.runtime.samples", "read_samples"),
         "run": ("atoll.cli.run", "follow_to_end"),
     }
 

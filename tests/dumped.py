@@ -15,7 +15,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError, Message
 from grpc_tools import protoc
 
-from atoll.coordinator.journal.dump import read_dump
+from atoll.runtime.dump import read_dump
 from atoll.wire.types import WHOLE, Bool, Float32, Group, Int32, Int64, Trajectory
 
 V0 = Path(__file__).parent / "data" / "dump_v0.proto"

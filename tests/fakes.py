@@ -18,6 +18,7 @@ from atoll.coordinator.learners import Learners
 from atoll.coordinator.loop import Loop, LoopParts, LoopSettings, LoopStart
 from atoll.coordinator.steps import GroupSteps, NoRecipe, StepSource
 from atoll.coordinator.warmup import NoWarmUp, WarmUp
+from atoll.runtime.dump import DumpFolder
 from atoll.runtime.errors import UserError
 from atoll.runtime.telemetry import MetricsFile
 from atoll.wire.types import Batch, CheckpointWrite, Group, SampleId, Segments, StepKey, Version
@@ -173,7 +174,7 @@ class FakeRun:
         """What generates: nothing here, for ever."""
         await asyncio.Event().wait()
 
-    async def validate(self, version: Version) -> Mapping[str, float]:
+    async def validate(self, step: int, version: Version) -> Mapping[str, float]:
         done = sum(event[0] == "validate" for event in self.events)
         self.events.append(("validate", version.number))
         return {"val/sums/avg@1": self.validations[done]}
@@ -185,7 +186,7 @@ class FakeRun:
             self.control,
             BackgroundWork(self.background()),
             prompts_per_step=1,
-            dumps=self.config.folder / "dumps" if self.config.coordinator.dump else None,
+            dumps=DumpFolder(self.config.folder / "dumps", self.config.coordinator.dump),
             meters=[],
             evaluate=self.validate,
         )

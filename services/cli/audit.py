@@ -13,8 +13,8 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from atoll.coordinator.journal.dump import read_dump
 from atoll.coordinator.journal.ledger import LEDGER
+from atoll.runtime.dump import DUMPS, dumps, read_dump
 from atoll.runtime.errors import UserError
 
 Event = dict[str, Any]
@@ -235,7 +235,7 @@ class Auditor:
 
 def audit(folder: Path) -> AuditReport:
     """Audits the run in `folder`, finished or in progress."""
-    dumps = list(_dumps(folder / "dumps"))  # read first: their content is in the ledger by then
+    batches = list(_batches(folder / DUMPS))  # read first: their content is in the ledger by then
     auditor = Auditor()
     path = folder / LEDGER
     if not path.exists():
@@ -246,7 +246,7 @@ def audit(folder: Path) -> AuditReport:
     if any(
         account.draws for account in auditor.accounts.values()
     ):  # otherwise those of a replay, with samples of another run
-        auditor.check_dumps(dumps)
+        auditor.check_dumps(batches)
     return auditor.report()
 
 
@@ -266,9 +266,12 @@ def _events(path: Path, unknown: list[str]) -> Iterator[Event]:
             yield event
 
 
-def _dumps(folder: Path) -> Iterator[tuple[int, set[str]]]:
-    for path in sorted(folder.glob("step-*.pb")):
-        step, groups = read_dump(path)
+def _batches(folder: Path) -> Iterator[tuple[int, set[str]]]:
+    for path in dumps(folder):
+        try:
+            step, groups = read_dump(path)
+        except FileNotFoundError:  # the run is in progress and keeps those of the last steps
+            continue
         ids = {
             sample.id
             for group in groups

@@ -20,6 +20,7 @@ COMMANDS = {
     "reload": "reload the user's own graders of a running run",
     "sessions": "show the open sessions of a run's agents, or one of them turn by turn",
     "audit": "show the fate of every sample of a run: trained, dropped, pending, lost",
+    "samples": "print prompts, answers and rewards of a step or of a validation",
     "plan": "estimate device memory and weight-push time before starting a run",
     "conformance": "test whether a reward, tool or environment server follows its protocol",
     "doctor": "check this machine and say what is missing",

@@ -7,8 +7,10 @@ from pathlib import Path
 from atoll.cli import progress
 from atoll.cli.launcher import launch
 from atoll.cli.main import EXIT_INTERRUPTED
+from atoll.cli.samples import SamplePrinter
 from atoll.config.load import load
 from atoll.config.schema import RunConfig
+from atoll.wire.info import RunStatus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +32,14 @@ def follow_to_end(config: RunConfig, *, resume: bool = False) -> int:
     """Does what `atoll run` does: starts every service here, shows progress until the run ends, then its
     summary. Returns the exit code: 0, or 130 if it was interrupted. Raises AtollError if the run fails."""
     print(f"run {config.run.name}: files and logs in {config.folder}")
+    printer = SamplePrinter(config.folder, config.console)
     with progress.view() as show:
-        completed = launch(config, lambda client: progress.follow(client, show), resume=resume)
+
+        def show_all(status: RunStatus) -> None:
+            show(status)
+            printer.show(status)
+
+        completed = launch(config, lambda client: progress.follow(client, show_all), resume=resume)
     summary = config.folder / "summary.json"
     if summary.exists():  # missing if interrupted twice
         progress.print_summary(json.loads(summary.read_text()), config.folder)

@@ -139,7 +139,9 @@ class CoordinatorSection(Section):
         14400.0  # time for a service to load its model and register
     )
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # time without a response or progress
-    dump: bool = False  # write every consumed batch to runs/NAME/dumps
+    dump: Literal["recent", "all", "none"] = (
+        "recent"  # samples to keep in runs/NAME/dumps: of ten steps, or of all, and of every validation
+    )
     server_networks: tuple[IPvAnyNetwork, ...] = ()  # private networks that registered servers may be in
     server_secrets: tuple[str, ...] = ()  # variables that their `auth` may name; PREFIX* for several
 
@@ -147,6 +149,11 @@ class CoordinatorSection(Section):
     @classmethod
     def _was_named_replace(cls, value: object) -> object:
         return "wait" if value == "replace" else value  # in the configs of earlier versions
+
+    @field_validator("dump", mode="before")
+    @classmethod
+    def _was_a_switch(cls, value: object) -> object:
+        return {True: "all", False: "none"}[value] if isinstance(value, bool) else value
 
     @field_validator("server_secrets")
     @classmethod
@@ -568,6 +575,13 @@ class ServerConfig(Section):
         return value
 
 
+class ConsoleSection(Section):
+    """What `atoll run` prints beside its progress."""
+
+    samples: NonNegativeInt = 0  # of a step, to print; 0: none
+    every: PositiveInt = 10  # steps
+
+
 class StoreSection(Section):
     url: str = "embedded"  # or redis://, rediss://, unix://
     max_mb: PositiveInt = (
@@ -603,6 +617,7 @@ class RunConfig(Section):
     agents: tuple[AgentConfig, ...] = ()
     servers: tuple[ServerConfig, ...] = ()
     store: StoreSection = StoreSection()
+    console: ConsoleSection = ConsoleSection()
 
     @property
     def folder(self) -> Path:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.fleet.replicas import Replicas
 from atoll.coordinator.journal.checkpoints import Checkpoints, CoordinatorState
-from atoll.coordinator.journal.dump import last_dump, set_dumps_aside
 from atoll.coordinator.journal.journal import Checkpoint, Journal, Restored
 from atoll.coordinator.journal.ledger import LEDGER, Ledger
 from atoll.coordinator.learners import Learners
@@ -40,11 +39,12 @@ from atoll.coordinator.weight_sync.canary import Canary
 from atoll.coordinator.weight_sync.sync import OwnWeights, WeightSync
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.trainer import TrainerClient
+from atoll.runtime.dump import DUMPS, DumpFolder, last_dump, set_dumps_aside
 from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.runtime.rendering import Renderer
 from atoll.runtime.store import Store
 from atoll.runtime.telemetry import METRICS_FILE, MetricsFile, load_metrics, metrics_of
-from atoll.wire.types import ExternalServer, Version
+from atoll.wire.types import ExternalServer, Group, Version
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,9 @@ class Assembly:
         self._journal = Journal(store, config.run.name, ledger, config.store.max_mb << 20)
         self._checkpoints = Checkpoints(config.folder / "checkpoints", config.checkpoint.keep)
         timeout_s = config.coordinator.request_timeout_s
+        self._dumps = DumpFolder(
+            config.folder / DUMPS, config.coordinator.dump, required=config.run.mode == "rollout_only"
+        )
         self._replicas = Replicas(caller, timeout_s)
         self._servers = servers
         graders = config.reward.graders
@@ -218,7 +221,7 @@ class Assembly:
         step = state.step if state else 0
         if data.rows and state and state.cursor:
             data.rows.load(state.cursor)
-        set_dumps_aside(config.folder / "dumps", after=step)
+        set_dumps_aside(config.folder / DUMPS, after=step)
         restored = await self._journal.restore(checkpoint)
         version = Version(restored.lineage, checkpoint.version.number if checkpoint else 0)
         metrics = MetricsFile(config.folder / METRICS_FILE, step if checkpoint else None)
@@ -259,7 +262,7 @@ class Assembly:
     ) -> tuple[Checkpoint, CoordinatorState] | tuple[None, None]:
         """Restores the last checkpoint in every trained model; in rollout_only, reads the last dump."""
         folder = self._config.folder
-        if not trained and (dump := await asyncio.to_thread(last_dump, folder / "dumps")):
+        if not trained and (dump := await asyncio.to_thread(last_dump, folder / DUMPS)):
             log.info("resumes after the dump of step %d", dump[0])
             return Checkpoint(*dump, None), CoordinatorState(*dump, None, None, AlgorithmState())
         if trained and (saved := self._checkpoints.steps()):
@@ -289,9 +292,12 @@ class Assembly:
             actor, rows_per_step = models["actor"], coordinator.prompts_per_step
             return SupervisedSteps(data.rows, data.held_out, actor, rows_per_step)
 
-        async def validate(version: Version) -> Mapping[str, float]:
+        async def validate(step: int, version: Version) -> Mapping[str, float]:
+            async def keep(name: str, groups: Sequence[Group]) -> None:
+                await self._dumps.write_answers(name, step, version, groups)
+
             sets, run = data.validation_sets, config.run.name
-            return await background.wait_for(evaluate(sets, generation, run, version.number))
+            return await background.wait_for(evaluate(sets, generation, run, version.number, keep))
 
         return GroupSteps(
             self._groups(data, generation, restored, version, state),
@@ -299,7 +305,7 @@ class Assembly:
             self._control,
             background,
             prompts_per_step=coordinator.prompts_per_step,
-            dumps=config.folder / "dumps" if coordinator.dump else None,
+            dumps=self._dumps,
             meters=[
                 self._rewards.take_metrics,
                 lambda: {"timing_s/reward": self._rewards.take_seconds()},

@@ -108,7 +108,7 @@ class RunControl:
         if not self._trains:
             raise UserError(
                 'Checkpoint: a run of mode "rollout_only" has no trainer to save; '
-                "coordinator.dump = true keeps what it generates"
+                'coordinator.dump = "all" keeps what it generates'
             )
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._checkpoints.append(future)

@@ -243,7 +243,7 @@ class Loop:
             return {}
         control, before = self._parts.control, self._parts.control.progress.state
         await control.report(state=RunState.VALIDATING)
-        metrics = dict(await self._parts.steps.validate(self._version))
+        metrics = dict(await self._parts.steps.validate(self._step, self._version))
         await control.report(state=before)
         value = metrics.get(f"val/{self._settings.validation.best}")
         if value is not None and (self._best is None or self._is_better(value, self._best.value)):

@@ -14,9 +14,9 @@ from atoll.coordinator.data.datasets import (
     read_pairs,
     read_prompts,
 )
-from atoll.coordinator.journal.dump import dumps
 from atoll.coordinator.supervised import HeldOutSet
 from atoll.coordinator.validation import ValidationSet
+from atoll.runtime.dump import dumps_by_step
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import read_spec
 from atoll.runtime.rendering import Renderer
@@ -54,13 +54,17 @@ def read_data(config: RunConfig) -> RunData:
 
 
 def _replay(folder: Path, steps: int) -> list[Path]:
-    paths = dumps(folder)
-    if len(paths) < steps:
+    paths = dumps_by_step(folder)
+    wanted = range(1, steps + 1)
+    if not paths.keys() >= set(wanted):
+        held, needed = f"{len(paths)} dumps", "as many"
+        if len(paths) >= steps:
+            held, needed = f"dumps of steps {min(paths)} to {max(paths)}", f"those of steps 1 to {steps}"
         raise UserError(
-            f"data.replay = {folder} holds {len(paths)} dumps, run.steps = {steps} needs as many: lower "
-            "run.steps, or use dumps of a longer run with coordinator.dump = true (runs/NAME/dumps)"
+            f"data.replay = {folder} holds {held}, run.steps = {steps} needs {needed}: lower run.steps, or "
+            'use dumps of a longer run with coordinator.dump = "all" (runs/NAME/dumps)'
         )
-    return paths[:steps]
+    return [paths[step] for step in wanted]
 
 
 def _warmup_rows(source: SourceConfig | None, renderer: Renderer, seed: int) -> SupervisedSource:

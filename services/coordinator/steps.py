@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 from atoll.coordinator.algorithm.algorithm import AlgorithmState, PreparedStep
@@ -16,8 +15,8 @@ from atoll.coordinator.algorithm.models import BatchRefusedError
 from atoll.coordinator.background import BackgroundWork
 from atoll.coordinator.control import RunControl
 from atoll.coordinator.data.datasets import Cursor
-from atoll.coordinator.journal.dump import write_dump
 from atoll.coordinator.rollouts.group_sources import GroupSource
+from atoll.runtime.dump import DumpFolder
 from atoll.runtime.telemetry import StepTimer
 from atoll.wire.types import Group, SampleId, Version
 
@@ -56,7 +55,9 @@ class StepSource(Protocol):
         """The step prepared last is trained on, and `version` is live."""
         ...
 
-    async def validate(self, version: Version) -> Mapping[str, float]: ...
+    async def validate(self, step: int, version: Version) -> Mapping[str, float]:
+        """After `step`, at `version`."""
+        ...
 
 
 class Recipe(Protocol):
@@ -90,12 +91,12 @@ class GroupSteps:
         background: BackgroundWork,
         *,
         prompts_per_step: int,
-        dumps: Path | None,
+        dumps: DumpFolder,
         meters: Sequence[Meter],
-        evaluate: Callable[[Version], Awaitable[Mapping[str, float]]],
+        evaluate: Callable[[int, Version], Awaitable[Mapping[str, float]]],
     ) -> None:
-        """`background`: what the source's groups come from. `dumps`: the folder for consumed groups; None:
-        they are not kept. `meters` are read once a step.
+        """`background`: what the source's groups come from. `dumps` gets what is consumed. `meters` are read
+        once a step. `evaluate` validates after a step, at a version.
         """
         self._source = source
         self._recipe = recipe
@@ -122,8 +123,15 @@ class GroupSteps:
             groups = await self._control.run_unless_stopped(self._background.wait_for(take))
         if groups is None:
             return None
-        if self._dumps:
-            await asyncio.to_thread(write_dump, self._dumps, step, version, groups)
+        writing = asyncio.create_task(self._dumps.write_batch(step, version, groups))
+        try:
+            return await self._prepare(step, version, groups, timer)
+        finally:
+            await writing  # before the step can be committed
+
+    async def _prepare(
+        self, step: int, version: Version, groups: Sequence[Group], timer: StepTimer
+    ) -> PreparedStep:
         oldest = self._source.oldest_trained(version)
         metrics = step_metrics(groups, version, oldest) | self._reasons.measure(groups)
         for meter in self._meters:
@@ -142,5 +150,5 @@ class GroupSteps:
     async def on_published(self, version: Version) -> None:
         await self._source.on_published(version)
 
-    async def validate(self, version: Version) -> Mapping[str, float]:
-        return await self._evaluate(version)
+    async def validate(self, step: int, version: Version) -> Mapping[str, float]:
+        return await self._evaluate(step, version)

@@ -57,7 +57,7 @@ class SupervisedSteps:
 
     async def on_published(self, version: Version) -> None: ...
 
-    async def validate(self, version: Version) -> dict[str, float]:
+    async def validate(self, step: int, version: Version) -> dict[str, float]:
         """val/SET/nll: the mean negative log-likelihood of a response token, in nats."""
         metrics = {}
         for held_out in self._held_out:

@@ -1,7 +1,7 @@
 """Periodic validation: several sets, each with its own sampling."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +11,8 @@ from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.producer import Producer
 from atoll.runtime.errors import AtollError
 from atoll.wire.types import Group, GroupId, Prompt, SampleId, Sampling, Trajectory
+
+Keep = Callable[[str, Sequence[Group]], Awaitable[None]]  # the answers to a set, by its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,10 @@ def set_metrics(name: str, groups: Sequence[Group]) -> dict[str, float]:
 
 
 async def evaluate(
-    sets: Sequence[ValidationSet], producer: Producer, run: str, version: int
+    sets: Sequence[ValidationSet], producer: Producer, run: str, version: int, keep: Keep | None = None
 ) -> dict[str, float]:
-    """Generates and grades every set; a group that cannot be graded is left out and counted.
+    """Generates and grades every set; a group that cannot be graded is left out and counted. `keep` gets the
+    groups of each set in the order of its rows.
 
     Raises AtollError if that leaves nothing of a set.
     """
@@ -45,8 +48,10 @@ async def evaluate(
         collector = _Collector(len(validation_set.prompts))
         groups = [
             PendingGroup(
-                # epoch = version: new draws at each validation, the same ones if it is repeated
-                replace(prompt, id=GroupId(f"{run}/val/{validation_set.name}", version, prompt.id.prompt)),
+                replace(
+                    prompt,
+                    id=GroupId.of_validation(run, validation_set.name, version, prompt.id.prompt),
+                ),
                 order,
                 validation_set.sampling,
                 [None] * validation_set.num_samples,
@@ -64,7 +69,10 @@ async def evaluate(
                 f"validation set {validation_set.name}: all {collector.num_dropped} groups were dropped, "
                 f"expected at least one graded; the last: {collector.last_reason}; fix that first"
             )
-        metrics |= set_metrics(validation_set.name, collector.groups)
+        answers = sorted(collector.groups, key=lambda group: group.prompt.id.prompt)
+        if keep:
+            await keep(validation_set.name, answers)
+        metrics |= set_metrics(validation_set.name, answers)
         metrics[f"val/{validation_set.name}/dropped"] = float(collector.num_dropped)
     return metrics
 

@@ -61,7 +61,7 @@ class Renderer:
             "the folder of a Hugging Face model has one; `atoll data` makes the examples' models",
         )
         settings = _read_json(model_path / "tokenizer_config.json", "copy it from the original model")
-        self.tokenizer = _load_tokenizer(model_path)
+        self.tokenizer = load_tokenizer(model_path)
         self.digest = tokenizer_digest(model_path)
         special = dict(_special_tokens(settings))
         template = _chat_template(model_path, settings)
@@ -126,7 +126,8 @@ class Renderer:
             )
 
 
-def _load_tokenizer(model_path: Path) -> Tokenizer:
+def load_tokenizer(model_path: Path) -> Tokenizer:
+    """Raises UserError if the folder has none that can be read."""
     path = model_path / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_buffer(path.read_bytes())

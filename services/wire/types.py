@@ -71,6 +71,18 @@ class GroupId(NamedTuple):
     def __str__(self) -> str:
         return f"{self.run}/{self.epoch}/{self.prompt}"
 
+    @classmethod
+    def of_validation(cls, run: str, name: str, version: int, prompt: int) -> "GroupId":
+        """Of row `prompt` of a validation set. Its epoch is the version: new draws at each validation, the
+        same ones if it is repeated."""
+        return cls(f"{run}/val/{name}", version, prompt)
+
+    @property
+    def validation_set(self) -> str | None:
+        """None: the group is of training."""
+        _, is_validation, name = self.run.partition("/val/")  # a run's name has no slash
+        return name if is_validation else None
+
 
 class SampleId(NamedTuple):
     """Stable over restarts and re-dispatch."""
@@ -261,6 +273,11 @@ class Trajectory(NamedTuple):
     def text(self) -> str:
         """Of the last turn."""
         return self.turns[-1].text
+
+    @property
+    def response(self) -> str:
+        """What graders score."""
+        return self.messages[-1].content if self.messages else self.text
 
     @property
     def num_produced(self) -> int:

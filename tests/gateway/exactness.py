@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from atoll.cli.launcher import launch
 from atoll.config.schema import RunConfig
-from atoll.coordinator.journal.dump import dumps, read_dump
 from atoll.runtime.clients.coordinator import CoordinatorClient
+from atoll.runtime.dump import dumps, read_dump
 from atoll.wire.types import Trajectory
 from tests.builders import run_config
 from tests.gateway.agent_runs import ROOT, config, engine_log

@@ -286,6 +286,12 @@ async def test_no_consumed_token_is_older_than_the_bound(
     assert min(ages) == 0
 
 
+def lost_in(source: GenerateSource) -> tuple[float, float]:
+    """The step's dropped and retried samples."""
+    metrics = source.take_metrics()
+    return metrics["rollout/num_dropped"], metrics["rollout/num_retried"]
+
+
 async def test_a_group_that_cannot_be_graded_is_dropped_whole_and_replaced(
     store: Store, tmp_path: Path
 ) -> None:
@@ -298,6 +304,8 @@ async def test_a_group_that_cannot_be_graded_is_dropped_whole_and_replaced(
     running.cancel()
     assert [group.prompt.id.prompt for group in groups] == [0, 1, 2, 5, 6, 7, 8, 9, 10, 11]
     assert source.drops == {"reward toy": 2}
+    assert lost_in(source) == (2 * 8, 0)
+    assert lost_in(source) == (0, 0)  # of the next step
 
 
 async def test_too_many_dropped_groups_stop_the_run_with_the_cause(store: Store, tmp_path: Path) -> None:
@@ -407,6 +415,8 @@ async def test_refill_goes_up_to_the_bound_for_each_batch(store: Store, tmp_path
         assert source.take_metrics() == {
             "dynamic_sampling/num_filtered": 20,
             "dynamic_sampling/kept_fraction": pytest.approx(10 / 30),
+            "rollout/num_dropped": 0,
+            "rollout/num_retried": 0,
         }
     running.cancel()
 
@@ -615,6 +625,7 @@ async def test_a_stale_baseline_is_generated_again_alone(store: Store, tmp_path:
     running.cancel()
     assert sorted(flow.asked) == [(id, 1, 0.0) for id in ids if id.index == 8]
     assert source.drops == {"stale": 10}
+    assert lost_in(source) == (0, 10)
     for group in taken:
         assert {sample.attempt for sample in group.samples} == {0}
         assert [(s.attempt, s.score, s.versions()) for s in of_baseline(group)] == [

@@ -10,9 +10,9 @@ import pytest
 from atoll.cli.audit import audit
 from atoll.cli.launcher import launch
 from atoll.config.schema import RunConfig
-from atoll.coordinator.journal.dump import read_dump
 from atoll.coordinator.run_data import read_data
 from atoll.runtime.clients.coordinator import CoordinatorClient
+from atoll.runtime.dump import read_dump
 from atoll.runtime.errors import AtollError
 from atoll.wire.types import Group, GroupId
 from tests.builders import arithmetic_run, run_config

@@ -18,8 +18,8 @@ import pytest
 
 from atoll.cli.launcher import launch
 from atoll.config.schema import RunConfig
-from atoll.coordinator.journal.dump import read_dump
 from atoll.runtime.clients.coordinator import CoordinatorClient
+from atoll.runtime.dump import read_dump
 from atoll.runtime.errors import AtollError, UserError
 from atoll.wire.info import RunStatus
 from atoll.wire.types import ExternalServer, Trajectory

@@ -22,11 +22,11 @@ from atoll.config.load import write_resolved
 from atoll.config.schema import RunConfig
 from atoll.coordinator.control import RunControl
 from atoll.coordinator.fleet.registry import Registry, ServiceJoined, ServiceLeft
-from atoll.coordinator.journal.dump import dumps, read_dump
 from atoll.coordinator.service import CoordinatorService
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.clients.trainer import TrainerClient
+from atoll.runtime.dump import dumps, read_dump
 from atoll.runtime.errors import ServiceUnavailableError
 from atoll.runtime.ports import reserve_port
 from atoll.runtime.server import Server

@@ -22,9 +22,9 @@ import pytest
 from atoll.cli.launcher import launch
 from atoll.config.load import validate
 from atoll.config.schema import RunConfig
-from atoll.coordinator.journal.dump import dumps, read_dump
 from atoll.gateway.session_store import SessionStore
 from atoll.runtime.clients.coordinator import CoordinatorClient
+from atoll.runtime.dump import dumps, read_dump
 from atoll.runtime.store import Store
 from atoll.wire.types import SessionId, Trajectory, TurnRecord
 from tests.gateway import agent_runs, told

@@ -8,8 +8,8 @@ import pytest
 
 from atoll.cli.audit import AuditReport, SampleFate, audit
 from atoll.cli.main import main
-from atoll.coordinator.journal.dump import write_dump
 from atoll.coordinator.journal.ledger import LEDGER, Ledger
+from atoll.runtime.dump import write_dump
 from atoll.runtime.errors import AtollError
 from atoll.wire.types import SampleId, Version
 from tests.builders import V0, group, node, sample, sample_id

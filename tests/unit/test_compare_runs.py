@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll.coordinator.journal.dump import write_dump
+from atoll.runtime.dump import write_dump
 from atoll.wire.types import WHOLE, TurnReward, Version
 from tests.builders import V0, group, node, sample, sample_id
 from tests.compare_runs import compare, main

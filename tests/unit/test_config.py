@@ -44,6 +44,11 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("overrides", "message"),
     [
         (["run.mode=train_only", "data.train=[]"], "starts no rollout service: set data.replay"),
+        (
+            ["console.samples=3", "coordinator.dump=none"],
+            'console.samples prints what coordinator.dump keeps: set coordinator.dump = "recent"',
+        ),
+        (["console.every=5"], "console.every applies to console.samples: set that, or remove it"),
         (["data.train=[]"], "no training data: add a [[data.train]] table"),
         (
             ["coordinator.samples_per_prompt=1"],
@@ -545,6 +550,14 @@ def test_the_resolved_config_is_the_same_config(toy: Path, tmp_path: Path) -> No
     assert read_resolved(tmp_path / "config.json") == config
     resolved = json.loads((tmp_path / "config.json").read_text())
     assert resolved["algorithm"]["loss"] == {"name": "ppo_clip", "clip_high": 0.28}
+
+
+@pytest.mark.parametrize(("before", "now"), [("true", "all"), ("false", "none")])
+def test_the_dump_switch_of_earlier_versions_still_says_what_is_kept(
+    toy: Path, before: str, now: str
+) -> None:
+    assert load(toy).coordinator.dump == "recent"
+    assert load(toy, [f"coordinator.dump={before}"]).coordinator.dump == now
 
 
 def test_an_age_that_earlier_versions_replaced_is_waited_for(toy: Path) -> None:

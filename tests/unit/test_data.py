@@ -21,8 +21,8 @@ from atoll.coordinator.data.datasets import (
     read_pairs,
     read_prompts,
 )
-from atoll.coordinator.journal.dump import write_dump
 from atoll.coordinator.run_data import read_data
+from atoll.runtime.dump import write_dump
 from atoll.runtime.errors import UserError
 from atoll.runtime.rendering import Renderer
 from atoll.wire.types import GroupId, Message, Prompt
@@ -425,3 +425,9 @@ def test_a_replay_of_fewer_dumps_than_the_run_has_steps(tmp_path: Path) -> None:
         assert [path.name for path in data.replay] == ["step-000001.pb", "step-000002.pb"][:steps]
     with pytest.raises(UserError, match=r"dumps holds 2 dumps, run\.steps = 3 needs as many: lower"):
         read_data(run_config(config, run={"mode": "train_only", "steps": 3}))
+    (tmp_path / "dumps" / "step-000001.pb").unlink()
+    with pytest.raises(
+        UserError,
+        match=r"holds dumps of steps 2 to 2, run\.steps = 1 needs those of steps 1 to 1: .*dump = \"all\"",
+    ):
+        read_data(run_config(config, run={"mode": "train_only", "steps": 1}))

@@ -9,8 +9,8 @@ import pytest
 
 from atoll.config.schema import FilterConfig
 from atoll.coordinator.algorithm.filters import DynamicSampling, scores_differ
-from atoll.coordinator.journal.dump import read_dump, write_dump
 from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.runtime.dump import read_dump, write_dump
 from atoll.runtime.errors import AtollError
 from atoll.wire.types import (
     Graded,

@@ -13,9 +13,9 @@ from atoll.coordinator.assembly import rows_before
 from atoll.coordinator.control import RunState
 from atoll.coordinator.data.datasets import SupervisedSource
 from atoll.coordinator.journal.checkpoints import BestValidation
-from atoll.coordinator.journal.dump import dumps, last_dump, read_dump, write_dump
 from atoll.coordinator.rollouts.group_sources import ReplaySource
 from atoll.coordinator.supervised import HeldOutSet, SupervisedSteps
+from atoll.runtime.dump import dumps, last_dump, read_dump, write_dump
 from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from atoll.runtime.telemetry import MetricsFile
 from atoll.wire.types import Group, StepKey, Trajectory, Version
@@ -481,7 +481,7 @@ async def test_a_dump_is_written_beside_the_event_loop(
         writers.append(threading.current_thread())
         return write_dump(folder, step, version, groups)
 
-    monkeypatch.setattr("atoll.coordinator.steps.write_dump", write)
+    monkeypatch.setattr("atoll.runtime.dump.write_dump", write)
     run = FakeRun(tmp_path, {"run": {"steps": 1}, "coordinator": {"dump": True}})
     await run.run()
     assert len(writers) == 1

@@ -19,7 +19,7 @@ from atoll.runtime.errors import (
     UserError,
 )
 from atoll.wire.codec.rewards import encode_score_item
-from atoll.wire.types import Graded, GradingError, ScoreItem, Verdict
+from atoll.wire.types import Graded, GradingError, GroupId, SampleId, ScoreItem, Verdict
 from tests import virtual_clock
 from tests.fake_rewards import FakeService, graded, rewards_of, scored
 from tests.fake_servers import Fake, World, item, now, reward_server, watched
@@ -107,6 +107,18 @@ async def test_a_part_that_fails_for_good_leaves_no_score() -> None:
     assert [verdict for verdict in verdicts if not isinstance(verdict, Graded)] == [broken]
     assert len(own.calls) == 1
     assert asked.take_metrics() == {"reward/retried": 0.0, "reward/dropped": 1.0}
+
+
+@timed
+async def test_responses_of_a_validation_or_the_warm_up_are_not_counted_as_the_steps() -> None:
+    """Its groups that cannot be graded are in the set's own metric."""
+    scoring = item(1)._replace(id=SampleId(GroupId.of_validation("toy", "warmup", 0, 1), 0))
+    passing = GradingError(scoring.id, "exact_match", "OSError: no route", retryable=True)
+    broken = GradingError(scoring.id, "exact_match", "ValueError: a bug", retryable=False)
+    asked = rewards_of(FakeService(passing, broken), retries=3)
+    verdicts = await scored(asked, [scoring])
+    assert verdicts == [broken]
+    assert asked.take_metrics() == {"reward/retried": 0.0, "reward/dropped": 0.0}
 
 
 @timed

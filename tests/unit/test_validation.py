@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.producer import GroupSink
 from atoll.coordinator.validation import ValidationSet, evaluate
 from atoll.runtime.errors import AtollError
-from atoll.wire.types import Graded
+from atoll.wire.types import Graded, Group
 from tests.builders import SAMPLING, node, prompt, sample
 
 SUMS = ValidationSet("sums", (prompt(0), prompt(1), prompt(2)), 2, SAMPLING)
@@ -42,6 +43,17 @@ async def test_a_group_that_cannot_be_graded_is_left_out_and_counted() -> None:
         "val/sums/response_length/mean": 2.0,
         "val/sums/dropped": 1.0,
     }
+
+
+async def test_the_answers_are_kept_in_the_order_of_their_rows() -> None:
+    kept: dict[str, list[tuple[str, list[float]]]] = {}
+
+    async def keep(name: str, groups: Sequence[Group]) -> None:
+        kept[name] = [(str(group.prompt.id), [sample.score for sample in group.samples]) for group in groups]
+
+    backwards = replace(SUMS, prompts=SUMS.prompts[::-1])
+    await evaluate([backwards], Generation(0), "toy", 4, keep)
+    assert kept == {"sums": [("toy/val/sums/4/1", [0.0, 1.0]), ("toy/val/sums/4/2", [0.0, 2.0])]}
 
 
 async def test_a_set_of_which_nothing_can_be_graded_is_an_error() -> None:

@@ -73,7 +73,7 @@ async def test_a_warm_up_is_saved_at_its_end_before_anything_else_can_fail(tmp_p
     run = FakeRun(tmp_path, {"validation": {"sets": [{"name": "sums", "path": "sums.parquet"}]}})
     warm_up(run)
 
-    async def killed(version: Version) -> None:
+    async def killed(step: int, version: Version) -> None:
         raise asyncio.CancelledError
 
     await run.checkpoints.finish()

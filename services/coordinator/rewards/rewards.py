@@ -79,7 +79,8 @@ class Rewards:
         return seconds
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call: number of retried responses, and of responses left without a reward."""
+        """Since the last call, of training: number of retried responses, and of responses left without a
+        reward. Validation and the warm-up's scoring have metrics of their own."""
         metrics = {"reward/retried": float(self._retried), "reward/dropped": float(self._dropped)}
         self._retried = self._dropped = 0
         return metrics
@@ -91,7 +92,7 @@ class Rewards:
         failed: dict[SampleId, GradingError] = {}
         for retry in range(self._retries + 1):
             if retry:
-                self._retried += len(waiting)
+                self._retried += sum(map(_is_of_training, waiting))
                 await asyncio.sleep(min(BACKOFF_S * 2 ** (retry - 1), MAX_BACKOFF_S))
             failed.clear()
             cause = "it sent no verdict for this response"
@@ -114,7 +115,9 @@ class Rewards:
             self._deliver(complete, deliver)
 
     def _deliver(self, verdicts: Sequence[Verdict], deliver: Deliver) -> None:
-        self._dropped += sum([isinstance(verdict, GradingError) for verdict in verdicts])
+        self._dropped += sum(
+            [isinstance(verdict, GradingError) and _is_of_training(verdict.id) for verdict in verdicts]
+        )
         deliver(verdicts)
 
 
@@ -166,6 +169,10 @@ def _take_final(
             failed[verdict.id] = verdict
         elif waiting.pop(verdict.id, None):
             yield verdict
+
+
+def _is_of_training(id: SampleId) -> bool:
+    return id.group.validation_set is None
 
 
 def _check_sendable(item: ScoreItem) -> GradingError | None:

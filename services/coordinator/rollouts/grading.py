@@ -113,7 +113,7 @@ def _score_item(sample: Trajectory, group: PendingGroup) -> ScoreItem:
     return ScoreItem(
         id=sample.id,
         prompt=group.prompt.text,
-        response=sample.messages[-1].content if sample.messages else sample.text,
+        response=sample.response,
         ground_truth=group.prompt.ground_truth,
         data_source=group.prompt.data_source,
         finish_reason=sample.finish_reason,

@@ -13,10 +13,10 @@ from typing import Protocol
 
 from atoll.coordinator.algorithm.filters import NO_COUNTS, Counters, DynamicSampling
 from atoll.coordinator.data.datasets import PromptSource
-from atoll.coordinator.journal.dump import read_dump
 from atoll.coordinator.journal.journal import InFlight, Journal, OpenSession, RestoredGroup
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.producer import Producer
+from atoll.runtime.dump import read_dump
 from atoll.runtime.errors import AtollError, UserError
 from atoll.wire.types import Group, GroupId, Prompt, SampleId, Sampling, Trajectory, Version
 
@@ -48,7 +48,7 @@ class GroupSource(Protocol):
         ...
 
     def take_metrics(self) -> Mapping[str, float]:
-        """Of the batch taken last: what a filter left out for it."""
+        """Of the batch taken last: what was left out for it."""
         ...
 
 
@@ -98,6 +98,7 @@ class GenerateSource:
         self.drops: dict[str, int] = {}  # kind of reason -> groups or samples, since the run began
         self._before = NO_COUNTS  # the restored groups are counted as issued in this life
         self._failed = 0  # groups dropped for an error, in this life
+        self._num_dropped = self._num_retried = 0  # samples, since `take_metrics`
         self._metrics: Mapping[str, float] = {}
 
     async def take(self, step: int, count: int, current: Version) -> list[Group]:
@@ -162,7 +163,13 @@ class GenerateSource:
         await self.admit()
 
     def take_metrics(self) -> Mapping[str, float]:
-        metrics, self._metrics = self._metrics, {}
+        """The filter's, and how many samples were dropped with their groups, or begun again."""
+        metrics = {
+            **self._metrics,
+            "rollout/num_dropped": float(self._num_dropped),
+            "rollout/num_retried": float(self._num_retried),
+        }
+        self._metrics, self._num_dropped, self._num_retried = {}, 0, 0
         return metrics
 
     async def admit(self) -> None:
@@ -265,6 +272,7 @@ class GenerateSource:
 
     async def on_retried(self, samples: Sequence[SampleId], reason: str) -> None:
         self._count(reason, len(samples))
+        self._num_retried += len(samples)
         await self._journal.retry(samples, reason)
 
     async def on_session(self, session: OpenSession) -> bool:
@@ -287,6 +295,7 @@ class GenerateSource:
     async def on_dropped(self, group: PendingGroup, reason: str) -> None:
         del self._pending[group.prompt.id]
         self._count_failed(reason)
+        self._num_dropped += len(group.ids())
         await self._journal.drop(group.ids(), reason)
         await self.admit()
         self._changed.set()

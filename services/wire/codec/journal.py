@@ -1,6 +1,6 @@
 """What the coordinator keeps of groups and samples <-> files and values of the store. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -35,21 +35,18 @@ def decode_prompt(message: types_pb2.Prompt) -> Prompt:
     )
 
 
-def encode_dump(step: int, version: Version, groups: Sequence[Group]) -> bytes:
-    """One consumed batch as a file's content."""
-    message = types_pb2.Dump(
-        step=step,
-        version=encode_version(version),
-        groups=[
-            types_pb2.Group(
-                prompt=encode_prompt(group.prompt),
-                samples=encode_trajectories(group.samples),
-                baseline=encode_trajectories([group.baseline] if group.baseline else []),
-            )
-            for group in groups
-        ],
-    )
-    return message.SerializeToString()
+def encode_dump(step: int, version: Version, groups: Sequence[Group]) -> Iterator[bytes]:
+    """One consumed batch as a file's content, in pieces that follow one another: each holds the interpreter
+    for one group only, and the batch is never in memory twice."""
+    yield types_pb2.Dump(step=step).SerializeToString()
+    for group in groups:
+        encoded = types_pb2.Group(
+            prompt=encode_prompt(group.prompt),
+            samples=encode_trajectories(group.samples),
+            baseline=encode_trajectories([group.baseline] if group.baseline else []),
+        )
+        yield types_pb2.Dump(groups=[encoded]).SerializeToString()
+    yield types_pb2.Dump(version=encode_version(version)).SerializeToString()
 
 
 def decode_dump(content: bytes) -> tuple[int, Version, list[Group]]:
