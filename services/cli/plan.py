@@ -11,15 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from atoll.config.load import load
-from atoll.config.schema import (
-    CriticSection,
-    ReferenceSection,
-    Role,
-    RoleSection,
-    RunConfig,
-    ScorerSection,
-    TrainerSection,
-)
+from atoll.config.schema import Role, RoleSection, RunConfig, TrainerSection
 from atoll.runtime.errors import UserError
 from atoll.runtime.memory import BYTES, RankMemory, host_memory, rank_memory
 from atoll.runtime.model_spec import ModelSpec, read_spec, with_value_head
@@ -162,12 +154,7 @@ def _advice(config: RunConfig, row: StageMemory) -> str:
 
 
 def _spec(config: RunConfig, role: Role) -> ModelSpec:
-    match config.roles[role]:
-        case CriticSection(path=path) | ReferenceSection(path=path) | ScorerSection(path=path):
-            folder = path or config.model.path
-        case _:
-            folder = config.model.path
-    spec = read_spec(folder, ("language", "value"))
+    spec = read_spec(config.model_folder(role), ("language", "value"))
     return with_value_head(spec) if role in ("critic", "cost_critic") else spec
 
 

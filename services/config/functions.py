@@ -29,7 +29,8 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class FunctionKind:
-    """The interface of the functions of one setting: one positional parameter, the others by keyword."""
+    """The interface of the functions of one setting: one positional parameter unless `takes_argument` is
+    False, the others by keyword."""
 
     setting: str
     file: str  # file with the dict of built-in functions; "": there are none
@@ -37,6 +38,7 @@ class FunctionKind:
     signature: str
     traits: tuple[str, ...] = ()  # that one may have; their meaning is documented next to the dict
     is_async: bool = False
+    takes_argument: bool = True
 
     @property
     def keyword(self) -> str:
@@ -77,8 +79,13 @@ REWEIGHT = FunctionKind(
     "(scores: NDArray, *, ...) -> NDArray",
 )
 GRADER = FunctionKind(
-    "reward.graders", "atoll/reward/score.py", "GRADERS", "(item: ScoreItem, *, ...) -> float | Grade"
+    "reward.graders",
+    "atoll/reward/score.py",
+    "GRADERS",
+    "(item: ScoreItem, *, ...) -> float | Grade",
+    ("needs_ground_truth", "needs_data_source"),
 )
+ROWS = FunctionKind("data.train", "", "", "(*, ...) -> Iterable[dict]", takes_argument=False)
 
 AGENT = FunctionKind("agents.function", "", "", "(session: AgentSession) -> float | None", is_async=True)
 
@@ -217,10 +224,12 @@ def _users_definition(kind: FunctionKind, name: str) -> Definition | None:
     keyword = "async def" if isinstance(definition, ast.AsyncFunctionDef) else "def"
     if keyword != kind.keyword:
         raise ConfigError(f"{where}: got `{keyword} {function_name}`, expected `{expected}`")
-    if not _takes_one(definition.args):
+    if not (_takes_one(definition.args) if kind.takes_argument else _takes_none(definition.args)):
         got = f"{keyword} {function_name}({ast.unparse(definition.args)})"
+        shape = "one positional parameter, the others keyword-only"
         raise ConfigError(
-            f"{where}: got `{got}`, expected `{expected}`: one positional parameter, the others keyword-only"
+            f"{where}: got `{got}`, expected `{expected}`: "
+            f"{shape if kind.takes_argument else 'keyword-only parameters'}"
         )
     return definition
 
@@ -229,6 +238,10 @@ def _takes_one(arguments: ast.arguments) -> bool:
     positional = len(arguments.posonlyargs) + len(arguments.args)
     required = positional - len(arguments.defaults)
     return required <= 1 and (positional >= 1 or arguments.vararg is not None)
+
+
+def _takes_none(arguments: ast.arguments) -> bool:
+    return not arguments.posonlyargs and not arguments.args
 
 
 def _check_parameters(

@@ -9,7 +9,7 @@ from typing import get_args, get_origin
 from pydantic import BaseModel
 
 from atoll.config.functions import built_in
-from atoll.config.schema import FunctionConfig, RunConfig
+from atoll.config.schema import FunctionConfig, RunConfig, Section
 
 HEAD = """# Configuration
 
@@ -33,7 +33,8 @@ def document() -> str:
 
 def _section(prefix: str, section: type[BaseModel]) -> Iterator[str]:
     """The lines of a section: a table of its plain settings, then its sub-tables, each with a heading."""
-    source = inspect.getsource(section).splitlines()
+    parents = (parent for parent in reversed(section.__mro__) if issubclass(parent, Section))
+    source = [line for parent in parents for line in inspect.getsource(parent).splitlines()]
     comments = {match["name"]: match["comment"] for line in source if (match := _COMMENT.fullmatch(line))}
     rows, tables = [], []
     for name, field in section.model_fields.items():

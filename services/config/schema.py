@@ -2,6 +2,7 @@
 
 # long because all settings are in one place
 
+import difflib
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -95,16 +96,40 @@ class ModelSection(Section):
     path: Path  # Hugging Face folder: config.json, tokenizer.json, safetensors
 
 
-class SourceConfig(Section):
-    path: Path  # .parquet (verl's schema), .jsonl, or a Hugging Face dataset folder
-    weight: Annotated[float, Field(gt=0)] = 1.0  # relative share of draws
+class DatasetConfig(Section):
+    """A file of rows, or a function of yours that returns them, with its parameters. See docs/data.md."""
+
+    model_config = ConfigDict(extra="allow")
+    path: Path  # .parquet, .jsonl, .json, a Hugging Face dataset folder, or file.py:function
     agent: str = ""  # name of one of [[agents]], which gets the rows; "": the policy answers in one turn
 
+    @model_validator(mode="after")
+    def _takes_parameters(self) -> "DatasetConfig":
+        settings = type(self).model_fields.keys() - {"path"}
+        if functions.is_users_own(str(self.path)):
+            functions.check(functions.ROWS, str(self.path), self.parameters, settings)
+        elif self.parameters:
+            name = min(self.parameters)
+            near = difflib.get_close_matches(name, settings, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(
+                f"dataset {self.path}: {name}: unknown key; {hint}Only a path = file.py:function has "
+                "parameters"
+            )
+        return self
 
-class ValidationSetConfig(Section):
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Of the function."""
+        return dict(self.model_extra or {})
+
+
+class SourceConfig(DatasetConfig):
+    weight: Annotated[float, Field(gt=0)] = 1.0  # relative share of draws
+
+
+class ValidationSetConfig(DatasetConfig):
     name: str
-    path: Path
-    agent: str = ""  # as in [[data.train]]
     num_samples: PositiveInt = 1  # k of avg@k and pass@k
     max_prompts: PositiveInt | None = None
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
@@ -219,6 +244,13 @@ class GraderConfig(FunctionConfig):
                     f"reward.graders: data_source: default = {default!r}, expected another grader"
                 )
             functions.check(self.kind, default, {})
+
+    def reads(self, field: Literal["ground_truth", "data_source"]) -> bool:
+        """Whether it fails without this field of a row. The user's own functions and external servers may do
+        without."""
+        if self.server is not None or (field == "data_source" and self.parameters.get("default")):
+            return False
+        return self.has(f"needs_{field}")
 
     @property
     def server(self) -> str | None:
@@ -637,6 +669,12 @@ class RunConfig(Section):
         if algorithm.constraint and algorithm.constraint.cost is None:
             roles["cost_model"] = self.cost_model
         return {role: section for role, section in roles.items() if section is not None}
+
+    def model_folder(self, role: Role) -> Path:
+        """The folder that a role's model is loaded from."""
+        section = self.roles[role]
+        path = section.path if isinstance(section, CriticSection | ReferenceSection | ScorerSection) else None
+        return path or self.model.path
 
     @property
     def datasets(self) -> tuple[SourceConfig | ValidationSetConfig, ...]:

@@ -1,15 +1,23 @@
 """Reads a run's input files before its services are needed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from atoll.config.schema import RunConfig, SamplingConfig, SourceConfig, ValidationSetConfig
+from atoll.config.schema import (
+    DatasetConfig,
+    RunConfig,
+    SamplingConfig,
+    SourceConfig,
+    TokenLimit,
+    ValidationSetConfig,
+)
+from atoll.coordinator.data.dataset_rows import Dataset
 from atoll.coordinator.data.datasets import (
     Pair,
     PromptSource,
     SupervisedSource,
-    drop_overlong,
     drop_overlong_prompts,
     read_pairs,
     read_prompts,
@@ -40,17 +48,40 @@ def read_data(config: RunConfig) -> RunData:
     renderer = Renderer(config.model.path)
     sampling = _sampling(config.rollout.sampling, renderer, config.run.seed)
     if config.run.mode == "supervised":
-        return RunData(renderer, sampling, rows=_rows(config, renderer), held_out=_held_out(config, renderer))
-    warms_up = config.run.mode != "rollout_only" and config.warmup.steps
+        rows = _supervised_source(config, config.data.train, renderer, config.data.shuffle)
+        return RunData(renderer, sampling, rows=rows, held_out=_held_out(config, renderer))
     generates = config.run.mode in ("train", "rollout_only")
     return RunData(
         renderer,
         sampling,
         prompts=None if config.data.replay else _prompt_source(config, renderer),
         replay=_replay(config.data.replay, config.run.steps) if config.data.replay else (),
-        warmup=_warmup_rows(config.warmup.source, renderer, config.run.seed) if warms_up else None,
+        warmup=_supervised_source(config, [_warmup_source(config)], renderer) if _warms_up(config) else None,
         validation_sets=_validation_sets(config, renderer) if generates else (),
     )
+
+
+def data_checks(
+    config: RunConfig, renderer: Renderer, max_rows: int
+) -> Iterator[tuple[str, Callable[[], Sized]]]:
+    """For each dataset its setting, and a function that reads its first rows as `read_data` reads all of them
+    and raises the same errors."""
+    data, mode = config.data, config.run.mode
+    read = _pairs if mode == "supervised" else _prompts
+    if data.replay:
+        yield f"data.replay {data.replay}", partial(_replay, data.replay, config.run.steps)
+    else:
+        for source in data.train:
+            yield f"data.train {source.path}", partial(read, config, source, renderer, max_rows)
+    for entry in config.validation.sets if mode != "train_only" else ():
+        yield f"validation.sets {entry.path}", partial(read, config, entry, renderer, max_rows)
+    if _warms_up(config):
+        source = _warmup_source(config)
+        yield f"warmup.source {source.path}", partial(_pairs, config, source, renderer, max_rows)
+
+
+def _warms_up(config: RunConfig) -> bool:
+    return config.run.mode not in ("rollout_only", "supervised") and config.warmup.steps > 0
 
 
 def _replay(folder: Path, steps: int) -> list[Path]:
@@ -67,44 +98,38 @@ def _replay(folder: Path, steps: int) -> list[Path]:
     return [paths[step] for step in wanted]
 
 
-def _warmup_rows(source: SourceConfig | None, renderer: Renderer, seed: int) -> SupervisedSource:
-    assert source is not None  # by a rule of the config
-    return SupervisedSource([read_pairs(source.path, renderer)], [1.0], seed, shuffle=True)
+def _supervised_source(
+    config: RunConfig, sources: Sequence[SourceConfig], renderer: Renderer, shuffle: bool = True
+) -> SupervisedSource:
+    rows = [_pairs(config, source, renderer) for source in sources]
+    return SupervisedSource(rows, [source.weight for source in sources], config.run.seed, shuffle)
 
 
-def _rows(config: RunConfig, renderer: Renderer) -> SupervisedSource:
-    data = config.data
-    rows = [_pairs(config, source.path, renderer) for source in data.train]
-    weights = [source.weight for source in data.train]
-    return SupervisedSource(rows, weights, config.run.seed, data.shuffle)
+def _warmup_source(config: RunConfig) -> SourceConfig:
+    assert config.warmup.source is not None  # by a rule of the config
+    return config.warmup.source
 
 
 def _held_out(config: RunConfig, renderer: Renderer) -> list[HeldOutSet]:
     return [
-        HeldOutSet(entry.name, _pairs(config, entry.path, renderer)[: entry.max_prompts])
+        HeldOutSet(entry.name, _pairs(config, entry, renderer)[: entry.max_prompts])
         for entry in config.validation.sets
     ]
 
 
-def _pairs(config: RunConfig, path: Path, renderer: Renderer) -> list[Pair]:
+def _pairs(
+    config: RunConfig, source: DatasetConfig, renderer: Renderer, max_rows: int | None = None
+) -> list[Pair]:
     """The rows with their answers that the model can take as a whole."""
-    limit = read_spec(config.model.path).max_positions
-    pairs = read_pairs(path, renderer)
-    return drop_overlong(
-        path,
-        pairs,
-        [len(prompt) + len(response) for prompt, response in pairs],
-        limit,
-        config.data.overlong_prompts,
-        what="prompt and response",
-        expected=f"the model's max_position_embeddings = {limit}; shorten it",
-    )
+    limit = TokenLimit("the model's max_position_embeddings", read_spec(config.model.path).max_positions)
+    return read_pairs(_dataset(config, source, max_rows), renderer, limit, config.data.overlong_prompts)
 
 
 def _prompt_source(config: RunConfig, renderer: Renderer) -> PromptSource:
     data, run = config.data, config.run
     return PromptSource(
-        data.train,
+        [_dataset(config, source) for source in data.train],
+        [source.weight for source in data.train],
         renderer,
         run=run.name,
         seed=run.seed,
@@ -118,7 +143,7 @@ def _validation_sets(config: RunConfig, renderer: Renderer) -> list[ValidationSe
     return [
         ValidationSet(
             name=entry.name,
-            prompts=_validation_prompts(config, entry, renderer),
+            prompts=tuple(_prompts(config, entry, renderer)),
             num_samples=entry.num_samples,
             sampling=_sampling(entry.sampling, renderer, config.run.seed),
         )
@@ -126,12 +151,25 @@ def _validation_sets(config: RunConfig, renderer: Renderer) -> list[ValidationSe
     ]
 
 
-def _validation_prompts(
-    config: RunConfig, entry: ValidationSetConfig, renderer: Renderer
-) -> tuple[Prompt, ...]:
-    prompts = read_prompts(entry.path, renderer, config.run.name, agent=entry.agent)[: entry.max_prompts]
-    overlong = config.data.overlong_prompts
-    return tuple(drop_overlong_prompts(entry.path, prompts, config.longest_prompt, overlong))
+def _prompts(
+    config: RunConfig, source: DatasetConfig, renderer: Renderer, max_rows: int | None = None
+) -> list[Prompt]:
+    prompts = read_prompts(_dataset(config, source, max_rows), renderer, config.run.name)
+    return drop_overlong_prompts(source.path, prompts, config.longest_prompt, config.data.overlong_prompts)
+
+
+def _dataset(config: RunConfig, source: DatasetConfig, max_rows: int | None = None) -> Dataset:
+    """With the fields that graders of its samples cannot do without."""
+    graders = () if source.agent in config.ungraded_agents else config.reward.graders
+    required = {
+        field: f"the grader {grader.name}"
+        for field in ("ground_truth", "data_source")
+        for grader in graders
+        if grader.reads(field)
+    }
+    limits = [max_rows, source.max_prompts if isinstance(source, ValidationSetConfig) else None]
+    max_rows = min((limit for limit in limits if limit is not None), default=None)
+    return Dataset(source.path, source.parameters, source.agent, required, max_rows)
 
 
 def _sampling(config: SamplingConfig, renderer: Renderer, seed: int) -> Sampling:

@@ -46,6 +46,19 @@ GRADERS: Mapping[str, Callable[..., Any]] = {
     "length_cost": length_cost,
 }
 
+# What a grader needs of a row: needs_ground_truth, needs_data_source. `code` can take tests in extra_info.
+TRAITS: Mapping[str, tuple[str, ...]] = {
+    "data_source": ("needs_ground_truth", "needs_data_source"),
+    "exact_match": ("needs_ground_truth",),
+    "normalized_match": ("needs_ground_truth",),
+    "token_f1": ("needs_ground_truth",),
+    "edit_similarity": ("needs_ground_truth",),
+    "search_r1": ("needs_ground_truth",),
+    "multiple_choice": ("needs_ground_truth",),
+    "gsm8k": ("needs_ground_truth",),
+    "maths": ("needs_ground_truth",),
+}
+
 # How graders run that are not inline in the service. Inline graders take time linear in the response.
 # Isolated: in worker processes, which can be killed; user-defined graders always run there.
 ISOLATED = frozenset({"maths", "regex", "json_schema", "language_consistency"})

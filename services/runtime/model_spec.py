@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from atoll.config.schema import ParallelConfig
 from atoll.runtime.errors import UserError
+from atoll.runtime.hub import missing_model
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 Head = Literal["language", "value"]  # on top of the last hidden state: logits, or one number
@@ -179,10 +180,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise UserError(
-            f"{folder} is not a model folder: no config.json; expected a Hugging Face folder with "
-            "config.json, *.safetensors and tokenizer.json"
-        ) from error
+        raise UserError(f"{folder} is not a model folder: no config.json; {missing_model(folder)}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not JSON: {error}; copy the model folder again") from error
     if not isinstance(config, dict):

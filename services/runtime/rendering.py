@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from atoll.runtime.errors import UserError
+from atoll.runtime.hub import missing_model
 from atoll.runtime.tokenizer import tokenizer_digest
 from atoll.wire.types import Int32, Message
 
@@ -58,7 +59,7 @@ class Renderer:
         """
         model = _read_json(
             model_path / "config.json",
-            "the folder of a Hugging Face model has one; `atoll data` makes the examples' models",
+            missing_model(model_path),
         )
         settings = _read_json(model_path / "tokenizer_config.json", "copy it from the original model")
         self.tokenizer = load_tokenizer(model_path)

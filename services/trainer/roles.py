@@ -12,7 +12,6 @@ from atoll.config.schema import (
     Role,
     RoleSection,
     RunConfig,
-    ScorerSection,
     TrainerSection,
 )
 from atoll.runtime.errors import UserError
@@ -104,7 +103,7 @@ def _actor(config: RunConfig, forward: Forward, section: TrainerSection) -> Role
 
 
 def _forward(config: RunConfig, role: Role, section: RoleSection) -> Forward:
-    folder = _folder(config, role)
+    folder = config.model_folder(role)
     spec = _spec(role, folder)
     check_layout(spec, section.parallel, section_name(role))
     return Forward(
@@ -129,17 +128,6 @@ def _freeze(forward: Forward) -> Forward:
     for parameter in forward.model.parameters:
         parameter.requires_grad_(False)
     return forward
-
-
-def _folder(config: RunConfig, role: Role) -> Path:
-    match role, config.roles[role]:
-        case "reference", _:
-            return config.reference.path or config.model.path
-        case _, ScorerSection(path=path):
-            return path
-        case _, CriticSection(path=path):
-            return path or config.model.path
-    return config.model.path
 
 
 def _spec(role: Role, folder: Path) -> ModelSpec:

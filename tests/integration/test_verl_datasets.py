@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from atoll.config.schema import GraderConfig
-from atoll.coordinator.data.dataset_rows import read_rows
+from atoll.coordinator.data.dataset_rows import Dataset, read_rows
 from atoll.wire.types import FinishReason, Graded, GradingError, GroupId, SampleId, ScoreItem
 from tests.integration.test_reward_service import grading
 
@@ -66,7 +66,7 @@ def items(folder: Path, rows: Sequence[tuple[str, Any, str, float]]) -> list[Sco
             response_length=10,
             extra=row.extra,
         )
-        for index, (row, (_, _, response, _)) in enumerate(zip(read_rows(file), rows, strict=True))
+        for index, (row, (_, _, response, _)) in enumerate(zip(read_rows(Dataset(file)), rows, strict=True))
     ]
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -11,8 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from atoll.config.schema import LocalEngineConfig, SourceConfig, TokenLimit
-from atoll.coordinator.data.dataset_rows import read_rows, read_supervised_rows
+from atoll.config.errors import ConfigError
+from atoll.config.schema import LocalEngineConfig, TokenLimit
+from atoll.coordinator.data.dataset_rows import (
+    Dataset,
+    DatasetRow,
+    SupervisedRow,
+    read_rows,
+    read_supervised_rows,
+)
 from atoll.coordinator.data.datasets import (
     Cursor,
     Mixture,
@@ -21,7 +29,7 @@ from atoll.coordinator.data.datasets import (
     read_pairs,
     read_prompts,
 )
-from atoll.coordinator.run_data import read_data
+from atoll.coordinator.run_data import _dataset, read_data
 from atoll.runtime.dump import write_dump
 from atoll.runtime.errors import UserError
 from atoll.runtime.rendering import Renderer
@@ -55,6 +63,11 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
         pq.write_table(pa.Table.from_pylist(records), path)
     elif path.suffix == ".jsonl":
         write_jsonl(path, records)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(records))
+    elif path.suffix == ".py":
+        path.write_text(f"ROWS = {records!r}\n\ndef rows(*, skip=0):\n    yield from ROWS[skip:]\n")
+        return path.with_name(f"{path.name}:rows")
     else:
         from datasets import Dataset
 
@@ -75,21 +88,30 @@ def longest(tokens: int) -> TokenLimit:
 
 
 def source(renderer: Renderer, *paths: Path, weights: tuple[float, ...] = (), **changes: Any) -> PromptSource:
-    configs = [
-        SourceConfig(path=path, weight=weight)
-        for path, weight in zip(paths, weights or (1.0,) * len(paths), strict=True)
-    ]
     settings: dict[str, Any] = {"run": "toy", "seed": 3, "shuffle": True, "longest": longest(64)}
-    return PromptSource(configs, renderer, **(settings | {"overlong": "refuse"} | changes))
+    settings |= {"overlong": "refuse"} | changes
+    return PromptSource(
+        [Dataset(path) for path in paths], weights or [1.0] * len(paths), renderer, **settings
+    )
 
 
-FORMATS = ["rows.parquet", "rows.jsonl", "rows"]
+FORMATS = ["rows.parquet", "rows.jsonl", "rows.json", "rows", "rows.py"]
+VERL = {"ground_truth": "the grader data_source", "data_source": "the grader data_source"}
+
+
+def rows_of(path: Path, **settings: Any) -> list[DatasetRow]:
+    """Of a run with the grader data_source, which reads all that verl's rows have."""
+    return read_rows(Dataset(path, **({"required": VERL} | settings)))
+
+
+def answers_of(path: Path) -> list[SupervisedRow]:
+    return read_supervised_rows(Dataset(path))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, [record("12+34=", "46"), record("é\u2028=", "0"), record("5+5=", "10")])
-    rows = read_rows(path)
+    rows = rows_of(path)
     assert [row.messages for row in rows] == [
         [{"role": "user", "content": text}] for text in ("12+34=", "é\u2028=", "5+5=")
     ]
@@ -103,7 +125,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
 def test_several_right_answers_reach_graders_as_json(tmp_path: Path, name: str) -> None:
     """As in verl's rows of Search-R1."""
     truth = {"style": "rule", "ground_truth": {"target": ["Röntgen", "W. Röntgen"]}}
-    rows = read_rows(write(tmp_path / name, [record("Who?", "", reward_model=truth)] * 2))
+    rows = rows_of(write(tmp_path / name, [record("Who?", "", reward_model=truth)] * 2))
     assert {row.ground_truth for row in rows} == {'{"target": ["Röntgen", "W. Röntgen"]}'}
 
 
@@ -111,20 +133,150 @@ def test_several_right_answers_reach_graders_as_json(tmp_path: Path, name: str) 
 def test_warmup_rows_need_prompt_and_response_only(tmp_path: Path, renderer: Renderer, name: str) -> None:
     rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "response": str(i + 1)} for i in range(5)]
     path = write(tmp_path / name, rows)
-    draws = SupervisedSource([read_pairs(path, renderer)], [1.0], seed=0, shuffle=True).draw(10)
+    draws = SupervisedSource(
+        [read_pairs(Dataset(path), renderer, longest(64), "refuse")], [1.0], seed=0, shuffle=True
+    ).draw(10)
     pairs = Counter((tuple(prompt.tolist()), tuple(response.tolist())) for prompt, response in draws)
     # ids of tests/conftest.py: digit d is 3 + d, + is 13, = is 17; <eos> 1 ends a response
     assert pairs == {((3 + i, 13, 4, 17), (4 + i, 1)): 2 for i in range(5)}
 
 
+USER = {"role": "user", "content": "1+1="}
+ANSWERS = {"ground_truth": "the grader exact_match"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("row", "truth"),
+    [
+        ({"prompt": "1+1=", "answer": "2"}, "2"),
+        ({"prompt": "1+1=", "answer": 2}, "2"),
+        ({"prompt": "1+1=", "answer": 2.0}, "2"),  # pandas' integers beside missing ones
+        ({"prompt": "1+1=", "answer": 0.5}, "0.5"),
+        ({"prompt": [USER], "answer": ["2", "two"]}, '["2", "two"]'),
+        ({"prompt": [USER], "reward_model": {"style": "rule", "ground_truth": 2}}, "2"),  # verl's hellaswag
+        ({"prompt": [USER], "reward_model": {"ground_truth": "2"}, "answer": "it is 2"}, "2"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}], "answer": "2"}, "2"),
+        ({"prompt": "1+1=", "answer": "2", "images": [], "agent_name": None, "difficulty": 3}, "2"),
+    ],
+)
+def test_rows_for_graders(tmp_path: Path, name: str, row: dict[str, Any], truth: str) -> None:
+    path = write(tmp_path / name, [row] * 2)
+    assert rows_of(path, required=ANSWERS) == [DatasetRow([USER], truth, "", {})] * 2
+
+
+def test_a_number_of_numpy_is_a_number(tmp_path: Path) -> None:
+    code = "import numpy\ndef rows():\n    return [{'prompt': '1+1=', 'answer': numpy.int64(2)}]\n"
+    (tmp_path / "mine.py").write_text(code)
+    assert rows_of(tmp_path / "mine.py:rows", required=ANSWERS)[0].ground_truth == "2"
+
+
+def test_rows_need_only_what_a_grader_reads(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1+1="}, {"prompt": "2+2=", "answer": ""}])
+    assert [row.ground_truth for row in rows_of(path, required={})] == ["", ""]
+    with pytest.raises(
+        UserError, match=r"row 0 .*answer or .*: missing, and the grader exact_match reads it"
+    ):
+        rows_of(path, required=ANSWERS)
+
+
+@pytest.mark.parametrize(
+    ("graders", "required"),
+    [
+        (["maths"], {"ground_truth": "the grader maths"}),
+        (["data_source"], VERL),
+        ([{"name": "data_source", "default": "maths"}], {"ground_truth": "the grader data_source"}),
+        (["server:judge", "length_cost", "examples/own_functions.py:close"], {}),
+    ],
+)
+def test_a_run_knows_what_its_graders_read(graders: list[object], required: dict[str, str]) -> None:
+    config = run_config(reward={"graders": graders}, data={"train": [{"path": "rows.jsonl"}]})
+    assert _dataset(config, config.data.train[0]).required == required
+
+
+def test_rows_of_an_agent_that_brings_its_reward_need_no_truth() -> None:
+    agent = {"name": "search", "function": "examples/agents.py:calculator", "reward": "session"}
+    train = [{"path": "rows.jsonl", "agent": "search"}, {"path": "other.jsonl"}]
+    config = run_config(data={"train": train}, agents=[agent])
+    required = [_dataset(config, source).required for source in config.data.train]
+    assert required == [{}, {"ground_truth": "the grader exact_match"}]
+
+
+def test_rows_for_an_agent_keep_verls_fields_of_agents(tmp_path: Path) -> None:
+    info = {"tools_kwargs": {"calc": {"digits": 2}}}
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [record("1+1=", "2", agent_name="tool_agent", extra_info=info)]
+    )
+    assert rows_of(path, agent="search")[0].extra == {"tools_kwargs": '{"calc": {"digits": 2}}'}
+
+
+ASSISTANT = {"role": "assistant", "content": "2"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1=", "response": "2"},  # verl
+        {"messages": [USER, ASSISTANT]},
+        {"prompt": "1+1=", "completion": "2"},  # TRL
+        {"prompt": [USER], "completion": [ASSISTANT]},
+    ],
+    ids=["response", "messages", "completion", "conversation"],
+)
+def test_rows_with_answers(tmp_path: Path, name: str, row: dict[str, Any]) -> None:
+    path = write(tmp_path / name, [row] * 2)
+    assert answers_of(path) == [SupervisedRow([USER], "2", 0), SupervisedRow([USER], "2", 1)]
+
+
+def test_every_answer_of_a_conversation_is_learned(tmp_path: Path) -> None:
+    system, more = {"role": "system", "content": "add"}, {"role": "user", "content": "+1="}
+    last = {"role": "assistant", "content": "3"}
+    single = [USER, ASSISTANT]
+    rows = [{"messages": single}, {"messages": [system, USER, ASSISTANT, more, last]}]
+    assert answers_of(write_jsonl(tmp_path / "rows.jsonl", rows)) == [
+        SupervisedRow([USER], "2", 0),
+        SupervisedRow([system, USER], "2", 1),
+        SupervisedRow([system, USER, ASSISTANT, more], "3", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [USER]}, "field messages: got no assistant message after another one"),
+        ({"prompt": "1+1="}, r"field response: missing; the row has \['prompt'\], expected \{.*\{\"messages"),
+        ({"prompt": "1+1=", "completion": [USER]}, "field completion: got 1 messages, expected one of the"),
+        ({"prompt": "1+1=", "response": "2", "images": ["x.png"]}, "field images is not supported"),
+        ({"messages": [USER, ASSISTANT], "tools": [{"name": "x"}]}, "field tools is not supported"),
+    ],
+)
+def test_a_bad_row_with_answers(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    good = {"messages": [USER, ASSISTANT, USER, ASSISTANT]}
+    path = write_jsonl(tmp_path / "rows.jsonl", [good, row])
+    with pytest.raises(UserError, match=rf"rows\.jsonl, row 1 \(the first is 0\): .*{message}"):
+        answers_of(path)
+
+
+def test_an_overlong_answer_names_the_row_of_its_file(tmp_path: Path, renderer: Renderer) -> None:
+    rows = [{"messages": [USER, ASSISTANT, USER, ASSISTANT]}, {"prompt": "1+1=", "response": "2" * 60}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    limit = TokenLimit("the model's max_position_embeddings", 64)
+    match = r"row 1 .*prompt and response: got 65 tokens .* at most the model's max_.* = 64; shorten it"
+    with pytest.raises(UserError, match=match):
+        read_pairs(Dataset(path), renderer, limit, "refuse")
+    assert len(read_pairs(Dataset(path), renderer, limit, "filter")) == 2
+
+
 BAD = {
     "missing": (
         lambda r: r.pop("data_source"),
-        r"field data_source: missing; the row has \['ability', 'extra",
+        r"field data_source: missing, and the grader data_source reads it; the row has \['ability', 'extra.*"
+        r'expected \{"prompt": TEXT .*see docs/data\.md',
     ),
     "missing inside": (
         lambda r: r["reward_model"].pop("ground_truth"),
-        "field reward_model.ground_truth: missing",
+        "field answer or reward_model.ground_truth: missing, and the grader data_source reads it",
     ),
     "wrong type": (
         lambda r: r.update(reward_model="46"),
@@ -132,17 +284,39 @@ BAD = {
     ),
     "no right answer": (
         lambda r: r["reward_model"].update(ground_truth=[]),
-        r"got list \[\], expected a string",
+        r"got list \[\], expected text, a number or a list of answers",
     ),
-    "number as text": (lambda r: r["reward_model"].update(ground_truth=46), "got int 46, expected a string"),
-    "text as prompt": (lambda r: r.update(prompt="1+1="), "field prompt: got str '1[+]1=', expected a list"),
+    "no number": (lambda r: r["reward_model"].update(ground_truth=math.nan), "got float nan, expected text"),
+    "number as prompt": (lambda r: r.update(prompt=12), "field prompt: got int 12, expected a list"),
+    "no prompt": (lambda r: r.pop("prompt"), r"field prompt: missing; the row has \['ability', 'data_source"),
     "no message": (lambda r: r.update(prompt=[]), "field prompt: got an empty list"),
     "no role": (
         lambda r: r["prompt"][0].pop("role"),
-        r"field prompt\[0\].role: missing; the row has \['content'",
+        r"field prompt\[0\].role: missing",
     ),
     "empty": (lambda r: r["prompt"][0].update(content=""), r"field prompt\[0\].content: got an empty string"),
     "extra": (lambda r: r.update(extra_info=[1]), r"field extra_info: got list \[1\], expected an object"),
+    "images": (lambda r: r.update(images=[{"bytes": ""}]), "field images is not supported: .* text only"),
+    "image part": (
+        lambda r: r["prompt"][0].update(content=[{"type": "image"}, {"type": "text", "text": "?"}]),
+        r"field prompt\[0\]\.content\[0\]: got dict {'type': 'image'}, expected {\"type\": \"text\"",
+    ),
+    "agent": (
+        lambda r: r.update(agent_name="tool_agent"),
+        "field agent_name is not supported: .* set data.train.agent",
+    ),
+    "tools": (
+        lambda r: r["extra_info"].update(tools_kwargs={"calc": {}}),
+        r"field extra_info\.tools_kwargs is not supported: .* set data.train.agent",
+    ),
+    "interaction": (
+        lambda r: r["extra_info"].update(interaction_kwargs={"name": "gsm8k"}),
+        r"field extra_info\.interaction_kwargs is not supported: .* set data.train.agent",
+    ),
+    "tool calls": (
+        lambda r: r["prompt"].append({"role": "assistant", "content": "", "tool_calls": [{}]}),
+        r"field prompt\[1\]\.tool_calls is not supported: expected role and content",
+    ),
 }
 
 
@@ -153,7 +327,7 @@ def test_a_bad_row_names_file_row_and_field(tmp_path: Path, case: str) -> None:
     spoil(rows[2])
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     with pytest.raises(UserError, match=rf"rows\.jsonl, row 2 \(the first is 0\): .*{message}"):
-        read_rows(path)
+        rows_of(path)
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows"])
@@ -161,15 +335,18 @@ def test_a_column_that_is_missing(tmp_path: Path, name: str) -> None:
     rows = sums(3)
     for row in rows:
         del row["reward_model"]
-    with pytest.raises(UserError, match=rf"{name}, row 0 .*field reward_model: missing"):
-        read_rows(write(tmp_path / name, rows))
+    with pytest.raises(
+        UserError,
+        match=rf"{name}, row 0 .*reward_model.ground_truth: missing.*has \['ability', .*, 'prompt'\]",
+    ):
+        rows_of(write(tmp_path / name, rows))
 
 
 def test_a_parquet_row_without_its_field(tmp_path: Path) -> None:
     rows = sums(3)
     del rows[1]["reward_model"]["ground_truth"]  # Parquet stores it as null
-    with pytest.raises(UserError, match=r"rows\.parquet, row 1 .*field reward_model\.ground_truth: missing"):
-        read_rows(write(tmp_path / "rows.parquet", rows))
+    with pytest.raises(UserError, match=r"rows\.parquet, row 1 .*reward_model\.ground_truth: missing"):
+        rows_of(write(tmp_path / "rows.parquet", rows))
 
 
 def test_a_broken_json_line(tmp_path: Path) -> None:
@@ -178,10 +355,67 @@ def test_a_broken_json_line(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"rows\.jsonl, row 3 .*line 4 is not valid JSON: Expecting value: .*column 17"
     ):
-        read_rows(path)
+        rows_of(path)
     path.write_text("[1]\n")
     with pytest.raises(UserError, match=r"row 0 .*got list \[1\], expected one JSON object a line"):
-        read_rows(path)
+        rows_of(path)
+
+
+def test_empty_lines_are_no_rows(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", sums(2))
+    path.write_text(path.read_text() + "\n  \n")
+    assert len(rows_of(path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"prompt": "1"}\n{"prompt": "2"}',
+            r"Extra data: line 2 .*a file with one row per line is named \.jsonl",
+        ),
+        ('{"prompt": "1"}', r"got dict .*, expected one array of rows"),
+        ("[1]", r"row 0 .*got int 1, expected a JSON object"),
+    ],
+)
+def test_json_that_holds_no_rows(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        rows_of(tmp_path / "rows.json")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [['prompt']]", r"row 0 .*got list \['prompt'\], expected a dict"),
+        ("return None", r"raised TypeError after 0 rows: 'NoneType'"),
+        ("yield {'prompt': '1+1='}; {}['x']", r"raised KeyError after 1 rows: 'x' \(.*mine\.py, line 2\)"),
+        ("raise SystemExit(1)", "raised SystemExit after 0 rows: 1"),
+    ],
+)
+def test_a_function_that_gives_no_rows(tmp_path: Path, body: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def rows():\n    {body}\n")
+    with pytest.raises(UserError, match=rf"mine\.py:rows.* {message}"):
+        rows_of(tmp_path / "mine.py:rows", required={})
+
+
+def test_rows_of_a_function_with_parameters(tmp_path: Path, renderer: Renderer) -> None:
+    path = write(tmp_path / "mine.py", sums(5))
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 64}')
+    train = [{"path": path, "skip": 3}]
+    prompts = read_data(run_config(model={"path": tmp_path}, data={"train": train})).prompts
+    assert prompts is not None
+    assert sorted(prompt.text for prompt in prompts.draw(2)) == ["3+1=", "4+1="]
+    # a resumed run is refused if the function returns other rows
+    same, other = source(renderer, path), source(renderer, write(tmp_path / "mine.py", sums(6)[1:]))
+    with pytest.raises(UserError, match="the same number of rows as before, but different ones"):
+        other.load(same.cursor)
+
+
+def test_only_as_many_rows_are_read_as_asked_for(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [*sums(2), {}])
+    assert len(rows_of(path, max_rows=2)) == 2
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
@@ -193,20 +427,37 @@ def test_an_empty_dataset(tmp_path: Path, name: str) -> None:
         path.write_text("")
     for read in (read_rows, read_supervised_rows):
         with pytest.raises(UserError, match="the dataset is empty: got 0 rows, expected at least 1"):
-            read(path)
+            read(Dataset(path))
 
 
 def test_paths_that_hold_no_dataset(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such dataset"):
-        read_rows(tmp_path / "absent.parquet")
+        rows_of(tmp_path / "absent.parquet")
     (tmp_path / "rows.csv").write_text("a,b")
     with pytest.raises(UserError, match=r"got suffix '\.csv', expected \.parquet, \.jsonl"):
-        read_rows(tmp_path / "rows.csv")
+        rows_of(tmp_path / "rows.csv")
     (tmp_path / "rows.parquet").write_text("PAR?")
     with pytest.raises(UserError, match="not a readable Parquet file"):
-        read_rows(tmp_path / "rows.parquet")
-    with pytest.raises(UserError, match=r"state\.json is missing"):
-        read_rows(tmp_path)
+        rows_of(tmp_path / "rows.parquet")
+    with pytest.raises(
+        UserError, match=r"state\.json is missing; name one of its 1 data files, .*/rows\.parquet"
+    ):
+        rows_of(tmp_path)
+
+
+def test_an_id_of_the_hub_is_answered_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as raised:
+        rows_of(Path("openai/gsm8k"))
+    assert str(raised.value).splitlines()[1:] == [
+        "  hf download --repo-type dataset openai/gsm8k --local-dir data/gsm8k",
+        'and set path to one of its data files (path = "data/gsm8k" names them)',
+    ]
+    (tmp_path / "openai").mkdir()  # a folder of the user's: the path may be misspelled
+    with pytest.raises(UserError, match="no such dataset; correct the path"):
+        rows_of(Path("openai/gsm8k"))
 
 
 def test_a_folder_of_splits_says_which(tmp_path: Path) -> None:
@@ -216,13 +467,13 @@ def test_a_folder_of_splits_says_which(tmp_path: Path) -> None:
         tmp_path / "d"
     )
     with pytest.raises(UserError, match=r"splits \['train', 'test'\]; name one of them, such as .*d/train"):
-        read_rows(tmp_path / "d")
-    assert len(read_rows(tmp_path / "d" / "train")) == 2
+        rows_of(tmp_path / "d")
+    assert len(rows_of(tmp_path / "d" / "train")) == 2
 
 
 def test_prompts_carry_what_graders_and_engines_need(tmp_path: Path, renderer: Renderer) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [record("1+1=", "2"), record("12+34=", "46")])
-    prompt = read_prompts(path, renderer, "toy", first=5)[1]
+    prompt = read_prompts(Dataset(path), renderer, "toy", first=5)[1]
     assert prompt.id == GroupId("toy", 0, 6)
     assert prompt.token_ids.tolist() == [4, 5, 13, 6, 7, 17]
     assert (prompt.text, prompt.ground_truth, prompt.data_source) == ("12+34=", "46", "arithmetic")
@@ -232,9 +483,9 @@ def test_prompts_carry_what_graders_and_engines_need(tmp_path: Path, renderer: R
 def test_rows_for_an_agent_have_messages_instead_of_tokens(tmp_path: Path, renderer: Renderer) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [record("1+1=", "2"), record("123456+1=", "123457")])
     other = write_jsonl(tmp_path / "other.jsonl", sums(1))
-    configs = [SourceConfig(path=path, agent="search"), SourceConfig(path=other)]
+    datasets = [Dataset(path, agent="search"), Dataset(other)]
     settings: dict[str, Any] = {"run": "toy", "seed": 3, "shuffle": False, "overlong": "refuse"}
-    prompts = PromptSource(configs, renderer, longest=longest(8), **settings).draw(4)
+    prompts = PromptSource(datasets, [1, 1], renderer, longest=longest(8), **settings).draw(4)
     long = prompts[2]
     assert (long.id.prompt, long.agent, long.text, long.ground_truth) == (1, "search", "123456+1=", "123457")
     assert long.messages == (Message("user", "123456+1="),)
@@ -250,8 +501,8 @@ def test_a_cursor_tells_rows_of_an_agent_apart_and_older_ones_of_plain_rows_stay
     def digests(agent: str, *rows: dict[str, Any]) -> tuple[str, ...]:
         path = write_jsonl(tmp_path / "rows.jsonl", list(rows))
         settings: dict[str, Any] = {"run": "toy", "seed": 3, "shuffle": True, "overlong": "refuse"}
-        configs = [SourceConfig(path=path, agent=agent)]
-        return PromptSource(configs, renderer, longest=longest(64), **settings).cursor.digests
+        datasets = [Dataset(path, agent=agent)]
+        return PromptSource(datasets, [1], renderer, longest=longest(64), **settings).cursor.digests
 
     def expected(*parts: bytes) -> tuple[str]:
         whole = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
@@ -400,9 +651,9 @@ def test_a_prompt_that_the_template_refuses(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"row 1 .*field prompt: the chat template refuses it: no system prompt"
     ):
-        read_prompts(path, Renderer(tmp_path), "toy")
+        read_prompts(Dataset(path), Renderer(tmp_path), "toy")
     with pytest.raises(UserError, match=r"row 0 .*field prompt: '' has no token"):
-        read_prompts(write_jsonl(path, rows[:1]), Renderer(tmp_path), "toy")
+        read_prompts(Dataset(write_jsonl(path, rows[:1])), Renderer(tmp_path), "toy")
 
 
 def test_a_draw_is_cheap() -> None:
@@ -431,3 +682,24 @@ def test_a_replay_of_fewer_dumps_than_the_run_has_steps(tmp_path: Path) -> None:
         match=r"holds dumps of steps 2 to 2, run\.steps = 1 needs those of steps 1 to 1: .*dump = \"all\"",
     ):
         read_data(run_config(config, run={"mode": "train_only", "steps": 1}))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            {"path": "rows.jsonl", "wieght": 2},
+            r"dataset rows\.jsonl: wieght: unknown key; did you mean weight\?",
+        ),
+        ({"path": "{mine}:rows", "split": "test"}, r"data\.train: .*mine\.py:rows has no parameter 'split'"),
+        ({"path": "{mine}:rows", "skip": "3"}, r"skip = '3' \(str\), expected int"),
+        ({"path": "{mine}:of_item"}, r"got `def of_item\(item\)`, expected .*: keyword-only parameters"),
+        ({"path": "{mine}:absent"}, r"no function 'absent'; it defines rows, of_item"),
+    ],
+)
+def test_a_dataset_is_checked_with_the_config(tmp_path: Path, source: dict[str, Any], message: str) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def rows(*, skip: int = 0):\n    yield\n\n\ndef of_item(item):\n    pass\n")
+    source["path"] = source["path"].format(mine=mine)
+    with pytest.raises(ConfigError, match=message):
+        run_config(data={"train": [source]})

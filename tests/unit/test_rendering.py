@@ -1,12 +1,14 @@
 """The renderer against transformers, and its refusals."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jinja2
 import pytest
 
 from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import read_spec
 from atoll.runtime.rendering import Renderer, as_template_message
 from atoll.wire.types import Message, ToolCall
 from tests.conftest import write_tokenizer
@@ -179,8 +181,18 @@ def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config\.json: missing; the folder of a Hugging Face model has one"):
+    with pytest.raises(UserError, match=r"config\.json: missing; expected a Hugging Face folder with config"):
         Renderer(tmp_path)
+
+
+@pytest.mark.parametrize("read", [Renderer, read_spec])
+def test_an_id_of_the_hub_is_answered_with_the_command(read: Callable[[Path], object]) -> None:
+    with pytest.raises(UserError) as raised:
+        read(Path("Qwen/Qwen2.5-0.5B-Instruct"))
+    assert str(raised.value).splitlines()[1:] == [
+        "  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct",
+        'and set path = "models/Qwen2.5-0.5B-Instruct"',
+    ]
 
 
 def test_a_tokenizer_that_is_too_large_for_the_model(tmp_path: Path) -> None:

@@ -1,34 +1,69 @@
-"""Reads and validates dataset rows: Parquet and JSONL in verl's schema, Hugging Face dataset folders.
+"""Turns the records of a dataset into prompts with what graders read, or conversations with their answers.
 
+    {"prompt": "12+34=", "answer": 46}
     {"data_source": "arithmetic", "prompt": [{"role": "user", "content": "12+34="}], "ability": "math",
      "reward_model": {"style": "rule", "ground_truth": "46"}, "extra_info": {"split": "train", "index": 7}}
 
-Rows for supervised warm-up need `prompt` and `response` only.
+docs/data.md shows all forms.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 
+from atoll.coordinator.data.dataset_files import excerpt, read_records, row_error
 from atoll.runtime.errors import UserError
 from atoll.runtime.rendering import Messages
 
-COLUMNS = ("data_source", "prompt", "reward_model", "extra_info", "response")
+_MEDIA = dict.fromkeys(
+    ("images", "image", "videos", "video", "audios", "audio"),
+    "models read text only: remove the field, or leave such rows out",
+)
+_OF_AGENTS = dict.fromkeys(
+    ("agent_name", "tools_kwargs", "interaction_kwargs", "tools"),
+    "only an agent can use it: set data.train.agent to the name of one of [[agents]] (docs/agents.md), or "
+    "remove the field",
+)
+_OF_MESSAGES = dict.fromkeys(
+    ("tool_calls", "reasoning_content"), "expected role and content: put it into the content as text"
+)
+COLUMNS = (
+    *("prompt", "messages", "answer", "response", "completion"),
+    *("reward_model", "data_source", "extra_info"),
+    *_MEDIA,
+    *_OF_AGENTS,
+)
+_PROMPT_FORMS = 'expected {"prompt": TEXT or MESSAGES, "answer": TEXT} or a row of verl, see docs/data.md'
+_ANSWER_FORMS = (
+    'expected {"prompt": TEXT or MESSAGES, "response": TEXT} or {"messages": MESSAGES}, see docs/data.md'
+)
 
-RawRow = Mapping[str, Any]  # one row as the file has it
+Fields = Mapping[str, Any]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Where rows come from, and what they must have."""
+
+    path: Path  # a file, a folder or file.py:function
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # of the function
+    agent: str = ""  # that gets the rows
+    required: Mapping[str, str] = field(default_factory=dict)  # ground_truth, data_source -> who reads it
+    max_rows: int | None = None  # to read; None: all
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetRow:
     messages: Messages
-    ground_truth: str
-    data_source: str
+    ground_truth: str  # "": none
+    data_source: str  # "": none
     extra: Mapping[str, str]
 
 
@@ -36,167 +71,165 @@ class DatasetRow:
 class SupervisedRow:
     messages: Messages
     response: str
+    number: int  # of the dataset's row, from 0; a row of several answers gives several of these
 
 
 class FieldError(ValueError):
     """A field of one row is missing, empty or of the wrong type."""
 
 
-def read_rows(path: Path) -> list[DatasetRow]:
-    """All rows of a dataset. Raises UserError that names file, row (from 0) and field."""
-    return _read_validated(path, _row)
+def read_rows(dataset: Dataset) -> list[DatasetRow]:
+    """All rows as prompts. Raises UserError that names file, row (from 0) and field."""
+    return _read_validated(dataset, lambda _, fields: [_row(fields, dataset)], _PROMPT_FORMS)
 
 
-def read_supervised_rows(path: Path) -> list[SupervisedRow]:
-    """All rows of a warm-up dataset. Raises UserError that names file, row (from 0) and field."""
-    return _read_validated(path, _supervised_row)
+def read_supervised_rows(dataset: Dataset) -> list[SupervisedRow]:
+    """All answers with what comes before them. Raises UserError that names file, row (from 0) and field."""
+    return _read_validated(dataset, _supervised_rows, _ANSWER_FORMS)
 
 
-def row_error(path: Path, number: int, problem: object) -> UserError:
-    return UserError(f"{path}, row {number} (the first is 0): {problem}")
-
-
-def _read_validated(path: Path, convert: Callable[[RawRow], T]) -> list[T]:
-    rows = []
-    records = _read_records(path)
-    for number, record in enumerate(records):
+def _read_validated(dataset: Dataset, convert: Callable[[int, Fields], Iterable[T]], forms: str) -> list[T]:
+    rows: list[T] = []
+    records = read_records(dataset.path, dataset.parameters, COLUMNS)
+    for number, record in enumerate(islice(records, dataset.max_rows)):
         try:
-            rows.append(convert(record))
+            rows += convert(number, record.fields)
         except FieldError as error:
-            raise row_error(path, number, error) from None
+            problem = f"{error}; the row has {sorted(record.columns)}, {forms}"
+            raise row_error(dataset.path, number, problem) from None
     if not rows:
-        raise UserError(f"{path}: the dataset is empty: got 0 rows, expected at least 1")
+        raise UserError(f"{dataset.path}: the dataset is empty: got 0 rows, expected at least 1")
     return rows
 
 
-def _row(record: RawRow) -> DatasetRow:
-    reward_model = _field(record, "reward_model", dict)
+def _row(record: Fields, dataset: Dataset) -> DatasetRow:
+    extra = _optional(record, "extra_info", dict)
+    for name, advice in (_MEDIA | ({} if dataset.agent else _OF_AGENTS)).items():
+        _refuse(record, name, advice)
+        _refuse(extra, name, advice, "extra_info.")
+    source = record.get("data_source")
+    if source is None and "data_source" in dataset.required:
+        raise FieldError(f"field data_source: missing, and {dataset.required['data_source']} reads it")
     return DatasetRow(
-        messages=_messages(record),
-        ground_truth=_ground_truth(reward_model),
-        data_source=_text(record, "data_source"),
-        extra=_extra(record),
+        messages=_prompt(record),
+        ground_truth=_ground_truth(record, dataset.required.get("ground_truth")),
+        data_source="" if source is None else _text(record, "data_source"),
+        extra={key: _as_text(value) for key, value in extra.items() if value is not None},
     )
 
 
-def _ground_truth(reward_model: RawRow) -> str:
-    """Graders read text: lists of answers or test cases are passed as JSON."""
-    truth = reward_model.get("ground_truth")
-    if truth and isinstance(truth, dict | list):
-        return json.dumps(truth, ensure_ascii=False, default=str)
-    return _text(reward_model, "ground_truth", "reward_model.")
+def _ground_truth(record: Fields, reader: str | None) -> str:
+    """Graders read text: numbers are written out, lists of answers and test cases are passed as JSON.
+
+    `reader`: who needs it, if somebody does.
+    """
+    name, truth = "reward_model.ground_truth", _optional(record, "reward_model", dict).get("ground_truth")
+    if truth is None:
+        name, truth = "answer", record.get("answer")
+    if truth is None and reader is not None:
+        raise FieldError(f"field answer or reward_model.ground_truth: missing, and {reader} reads it")
+    if truth is None or (truth == "" and reader is None):
+        return ""
+    is_empty = isinstance(truth, str | list | dict) and not truth
+    if is_empty or (isinstance(truth, float) and not math.isfinite(truth)):
+        raise FieldError(f"field {name}: got {excerpt(truth)}, expected text, a number or a list of answers")
+    return _as_text(truth)
 
 
-def _supervised_row(record: RawRow) -> SupervisedRow:
-    return SupervisedRow(messages=_messages(record), response=_text(record, "response"))
+def _as_text(value: object) -> str:
+    """Text as it is, 46.0 as "46", other values as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and value.is_integer():  # a column of integers with gaps is of floats
+        value = int(value)
+    return json.dumps(value, ensure_ascii=False, default=_as_json)
 
 
-def _messages(record: RawRow) -> Messages:
-    messages = _field(record, "prompt", list)
+def _as_json(value: object) -> object:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+def _supervised_rows(number: int, record: Fields) -> Iterator[SupervisedRow]:
+    for name in (*_MEDIA, *_OF_AGENTS):
+        _refuse(record, name, "rows with answers are text alone: remove the field, or leave such rows out")
+    if record.get("messages") is None:
+        yield SupervisedRow(_prompt(record), _answer(record), number)
+        return
+    messages = _messages(_field(record, "messages", list), "messages")
+    answers = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
+    if not answers:
+        raise FieldError("field messages: got no assistant message after another one, nothing to learn")
+    for i in answers:
+        yield SupervisedRow(messages[:i], messages[i]["content"], number)
+
+
+def _answer(record: Fields) -> str:
+    """`response` as verl has it, or `completion` as TRL has it: text, or one message of the assistant."""
+    name = "completion" if record.get("response") is None and "completion" in record else "response"
+    value = record.get(name)
+    if not isinstance(value, list):
+        return _text(record, name)
+    messages = _messages(value, name)
+    if [message["role"] for message in messages] != ["assistant"]:
+        raise FieldError(f"field {name}: got {len(messages)} messages, expected one of the assistant")
+    return messages[0]["content"]
+
+
+def _prompt(record: Fields) -> Messages:
+    if isinstance(record.get("prompt"), str):
+        return [{"role": "user", "content": _text(record, "prompt")}]
+    return _messages(_field(record, "prompt", list), "prompt")
+
+
+def _messages(messages: list[Any], name: str) -> list[dict[str, str]]:
     if not messages:
-        raise FieldError("field prompt: got an empty list, expected messages with role and content")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise FieldError(
-                f"field prompt[{i}]: got {_excerpt(message)}, expected an object with role and content"
-            )
-    return [
-        {key: _text(message, key, f"prompt[{i}].") for key in ("role", "content")}
-        for i, message in enumerate(messages)
-    ]
+        raise FieldError(f"field {name}: got an empty list, expected messages with role and content")
+    return [_message(message, f"{name}[{i}]") for i, message in enumerate(messages)]
 
 
-def _text(record: RawRow, key: str, parent: str = "") -> str:
+def _message(message: object, place: str) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise FieldError(f"field {place}: got {excerpt(message)}, expected an object with role and content")
+    for name, advice in _OF_MESSAGES.items():
+        _refuse(message, name, advice, f"{place}.")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(_part(part, f"{place}.content[{i}]") for i, part in enumerate(content))
+    role = _text(message, "role", f"{place}.")
+    return {"role": role, "content": _text({**message, "content": content}, "content", f"{place}.")}
+
+
+def _part(part: object, place: str) -> str:
+    if not isinstance(part, dict) or part.get("type", "text") != "text":
+        raise FieldError(f'field {place}: got {excerpt(part)}, expected {{"type": "text", "text": TEXT}}')
+    return _text(part, "text", f"{place}.")
+
+
+def _refuse(record: Fields, name: str, advice: str, parent: str = "") -> None:
+    value = record.get(name)
+    if value is not None and not (isinstance(value, str | list | dict) and len(value) == 0):
+        raise FieldError(f"field {parent}{name} is not supported: {advice}")
+
+
+def _text(record: Fields, key: str, parent: str = "") -> str:
     text: str = _field(record, key, str, parent)
     if not text:
         raise FieldError(f"field {parent}{key}: got an empty string, expected text")
     return text
 
 
-def _field(record: RawRow, key: str, kind: type, parent: str = "") -> Any:
+def _optional(record: Fields, key: str, kind: type) -> Any:
+    """An empty one if it is missing."""
+    return kind() if record.get(key) is None else _field(record, key, kind)
+
+
+def _field(record: Fields, key: str, kind: type, parent: str = "") -> Any:
     value = record.get(key)
     if value is None:  # Parquet fills a column's missing values with None
-        raise FieldError(f"field {parent}{key}: missing; the row has {sorted(record)}")
+        raise FieldError(f"field {parent}{key}: missing")
     if not isinstance(value, kind):
-        raise FieldError(f"field {parent}{key}: got {_excerpt(value)}, expected {_KINDS[kind]}")
+        raise FieldError(f"field {parent}{key}: got {excerpt(value)}, expected {_KINDS[kind]}")
     return value
 
 
 _KINDS: Mapping[type, str] = {str: "a string", list: "a list of messages", dict: "an object"}
-
-
-def _excerpt(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
-
-
-def _extra(record: RawRow) -> dict[str, str]:
-    """Graders read text: other values are passed as JSON."""
-    info = record.get("extra_info")
-    if info is None:
-        return {}
-    if not isinstance(info, dict):
-        raise FieldError(f"field extra_info: got {_excerpt(info)}, expected an object")
-    return {
-        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        for key, value in info.items()
-        if value is not None
-    }
-
-
-def _read_records(path: Path) -> Sequence[RawRow]:
-    if not path.exists():
-        raise UserError(f"{path}: no such dataset; correct the path, or build example data with `atoll data`")
-    if path.is_dir():
-        return _read_arrow_folder(path)
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    if path.suffix == ".jsonl":
-        return _read_jsonl(path)
-    raise UserError(
-        f"{path}: unknown kind of dataset: got suffix {path.suffix!r}, expected .parquet, .jsonl "
-        "or a folder written by datasets.save_to_disk"
-    )
-
-
-def _read_parquet(path: Path) -> list[RawRow]:
-    try:
-        with pq.ParquetFile(path) as file:
-            present = [name for name in COLUMNS if name in file.schema_arrow.names]
-            records: list[RawRow] = file.read(columns=present).to_pylist()
-    except pa.ArrowException as error:
-        raise UserError(f"{path}: not a readable Parquet file: {error}") from None
-    return records
-
-
-def _read_jsonl(path: Path) -> list[RawRow]:
-    records: list[RawRow] = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines):
-            try:
-                record = json.loads(line)
-            except ValueError as error:  # no JSON, or no UTF-8
-                raise row_error(path, number, f"line {number + 1} is not valid JSON: {error}") from None
-            if not isinstance(record, dict):
-                raise row_error(path, number, f"got {_excerpt(record)}, expected one JSON object a line")
-            records.append(record)
-    return records
-
-
-def _read_arrow_folder(path: Path) -> list[RawRow]:
-    """What `datasets.save_to_disk` writes: Arrow streams, listed in state.json."""
-    splits = path / "dataset_dict.json"
-    if splits.exists():
-        names = json.loads(splits.read_text())["splits"]
-        raise UserError(f"{path}: holds the splits {names}; name one of them, such as {path / names[0]}")
-    state = path / "state.json"
-    if not state.exists():
-        raise UserError(
-            f"{path}: not a dataset folder: state.json is missing; write it with datasets.save_to_disk"
-        )
-    records: list[RawRow] = []
-    for file in json.loads(state.read_text())["_data_files"]:
-        with pa.memory_map(str(path / file["filename"])) as source, pa.ipc.open_stream(source) as reader:
-            table = reader.read_all()
-            records += table.select([name for name in COLUMNS if name in table.column_names]).to_pylist()
-    return records

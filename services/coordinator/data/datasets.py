@@ -11,8 +11,9 @@ from typing import Literal, TypeVar
 import jinja2
 import numpy as np
 
-from atoll.config.schema import SourceConfig, TokenLimit
-from atoll.coordinator.data.dataset_rows import read_rows, read_supervised_rows, row_error
+from atoll.config.schema import TokenLimit
+from atoll.coordinator.data.dataset_files import row_error
+from atoll.coordinator.data.dataset_rows import Dataset, read_rows, read_supervised_rows
 from atoll.runtime.errors import UserError
 from atoll.runtime.rendering import Messages, Renderer
 from atoll.wire.types import GroupId, Int32, Int64, Message, Prompt
@@ -122,7 +123,8 @@ class PromptSource:
 
     def __init__(
         self,
-        sources: Sequence[SourceConfig],
+        datasets: Sequence[Dataset],
+        weights: Sequence[float],
         renderer: Renderer,
         *,
         run: str,
@@ -131,18 +133,19 @@ class PromptSource:
         longest: TokenLimit,
         overlong: Literal["filter", "refuse"],
     ) -> None:
-        """`longest`: of a prompt. Raises UserError that names file, row and field of the first bad row."""
+        """`weights`: of each dataset. `longest`: of a prompt. Raises UserError that names file, row and field
+        of the first bad row."""
         self._run = run
         self._sources: list[list[Prompt]] = []
         first = 0
-        for source in sources:
-            prompts = read_prompts(source.path, renderer, run, first, source.agent)
+        for dataset in datasets:
+            prompts = read_prompts(dataset, renderer, run, first)
             first += len(prompts)
-            self._sources.append(drop_overlong_prompts(source.path, prompts, longest, overlong))
+            self._sources.append(drop_overlong_prompts(dataset.path, prompts, longest, overlong))
         self._by_number = {prompt.id.prompt: prompt for prompts in self._sources for prompt in prompts}
         self._mixture = Mixture(
             [len(prompts) for prompts in self._sources],
-            [source.weight for source in sources],
+            weights,
             seed,
             shuffle,
             [
@@ -205,15 +208,16 @@ def _digest(rows: Iterable[Iterable[Int32 | str]]) -> str:
     return digest.hexdigest()
 
 
-def read_prompts(path: Path, renderer: Renderer, run: str, first: int = 0, agent: str = "") -> list[Prompt]:
-    """All rows of a dataset as prompts of epoch 0, numbered from `first`. Those for an `agent` have messages
+def read_prompts(dataset: Dataset, renderer: Renderer, run: str, first: int = 0) -> list[Prompt]:
+    """All rows of a dataset as prompts of epoch 0, numbered from `first`. Those for an agent have messages
     and no tokens: what the policy sees is what the agent sends.
 
     Raises UserError that names file, row and field.
     """
-    rows = read_rows(path)
-    texts = _render(path, [row.messages for row in rows], renderer)
-    ids = [np.empty(0, np.int32)] * len(rows) if agent else _encode(path, texts, renderer)
+    rows, agent = read_rows(dataset), dataset.agent
+    numbers = range(len(rows))
+    texts = _render(dataset.path, numbers, [row.messages for row in rows], renderer)
+    ids = [np.empty(0, np.int32)] * len(rows) if agent else _encode(dataset.path, numbers, texts, renderer)
     return [
         Prompt(
             id=GroupId(run, 0, first + number),
@@ -229,17 +233,26 @@ def read_prompts(path: Path, renderer: Renderer, run: str, first: int = 0, agent
     ]
 
 
-def read_pairs(path: Path, renderer: Renderer) -> list[Pair]:
-    """All rows of a dataset with their answers. Raises UserError that names file, row and field."""
-    rows = read_supervised_rows(path)
-    prompts = _encode(path, _render(path, [row.messages for row in rows], renderer), renderer)
+def read_pairs(
+    dataset: Dataset, renderer: Renderer, longest: TokenLimit, overlong: Literal["filter", "refuse"]
+) -> list[Pair]:
+    """All answers of a dataset with what comes before them; `longest`: both together. Raises UserError that
+    names file, row and field."""
+    path, rows = dataset.path, read_supervised_rows(dataset)
+    numbers = [row.number for row in rows]
+    texts = _render(path, numbers, [row.messages for row in rows], renderer)
+    prompts = _encode(path, numbers, texts, renderer)
     responses = renderer.encode_responses([row.response for row in rows])
-    return list(zip(prompts, responses, strict=True))
+    pairs = list(zip(prompts, responses, strict=True))
+    lengths = [len(prompt) + len(response) for prompt, response in pairs]
+    return _drop_overlong(
+        path, pairs, lengths, longest, overlong, "prompt and response", "shorten it", numbers
+    )
 
 
-def _render(path: Path, rows: Sequence[Messages], renderer: Renderer) -> list[str]:
+def _render(path: Path, numbers: Sequence[int], rows: Sequence[Messages], renderer: Renderer) -> list[str]:
     texts = []
-    for number, messages in enumerate(rows):
+    for number, messages in zip(numbers, rows, strict=True):
         try:
             texts.append(renderer.render(messages))
         except jinja2.TemplateError as error:
@@ -247,48 +260,45 @@ def _render(path: Path, rows: Sequence[Messages], renderer: Renderer) -> list[st
     return texts
 
 
-def _encode(path: Path, texts: Sequence[str], renderer: Renderer) -> list[Int32]:
+def _encode(path: Path, numbers: Sequence[int], texts: Sequence[str], renderer: Renderer) -> list[Int32]:
     ids = renderer.encode_prompts(texts)
-    for number, token_ids in enumerate(ids):
+    for number, text, token_ids in zip(numbers, texts, ids, strict=True):
         if len(token_ids) == 0:
-            raise row_error(path, number, f"field prompt: {texts[number]!r} has no token in this tokenizer")
+            raise row_error(path, number, f"field prompt: {text!r} has no token in this tokenizer")
     return ids
 
 
 def drop_overlong_prompts(
     path: Path, prompts: Sequence[Prompt], longest: TokenLimit, overlong: Literal["filter", "refuse"]
 ) -> list[Prompt]:
-    """As drop_overlong."""
+    """Those of at most `longest` tokens. Raises UserError that names the longest of the others if none may be
+    dropped or none would be left."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
-    expected = f"{longest.setting} = {longest.tokens}; raise it"
-    return drop_overlong(
-        path, prompts, lengths, longest.tokens, overlong, what="field prompt", expected=expected
-    )
+    numbers = range(len(prompts))
+    return _drop_overlong(path, prompts, lengths, longest, overlong, "field prompt", "raise it", numbers)
 
 
-def drop_overlong(
+def _drop_overlong(
     path: Path,
     rows: Sequence[T],
     lengths: Sequence[int],
-    limit: int,
+    limit: TokenLimit,
     overlong: Literal["filter", "refuse"],
-    *,
     what: str,
-    expected: str,
+    advice: str,
+    numbers: Sequence[int],
 ) -> list[T]:
-    """Keeps rows whose `what` has at most `limit` tokens. Raises UserError, naming the longest of the others
-    and what is `expected`, if none may be dropped or none would be left.
-    """
-    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
-    dropped = len(rows) - len(kept)
+    """As drop_overlong_prompts, for any rows. `numbers`: of the rows in their dataset."""
+    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit.tokens]
+    total, dropped = len(rows), len(rows) - len(kept)
     if dropped and (overlong == "refuse" or not kept):
-        number, longest = max(enumerate(lengths), key=lambda item: item[1])
+        longest, number = max(zip(lengths, numbers, strict=True), key=lambda item: item[0])
         raise row_error(
             path,
             number,
             f"{what}: got {longest} tokens (the longest of {dropped} over-long rows), expected at most "
-            f'{expected}, or set data.overlong_prompts = "filter"',
+            f'{limit.setting} = {limit.tokens}; {advice}, or set data.overlong_prompts = "filter"',
         )
     if dropped:
-        log.warning("%s: left out %d of %d rows of more than %d tokens", path, dropped, len(rows), limit)
+        log.warning("%s: left out %d of %d rows of more than %d tokens", path, dropped, total, limit.tokens)
     return kept
