@@ -92,7 +92,8 @@ class SandboxedGrader:
                 async with asyncio.timeout(self._deadline_s):
                     return check_grade(await self._grade(item, self._sandbox))
             except TimeoutError:  # programs have their own limits: the machine is slow
-                return Failure(f"no grade within {self._deadline_s:g} s (deadline_s)", retryable=True)
+                cause = f"no grade within {self._deadline_s:g} s (deadline_s)"
+                return Failure(cause, retryable=True, timed_out=True)
             except Exception as error:
                 return failure(error)
 

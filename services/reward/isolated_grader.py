@@ -12,27 +12,46 @@ SIGTERM, which these ignore, and loses the cause if a grader cannot be loaded.
 """
 
 import asyncio
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
 import socket
 from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Self
 
 from atoll.config import functions
 from atoll.config.errors import ConfigError
 from atoll.config.schema import GraderConfig
-from atoll.reward.score import GRADERS, QUICK, Failure, Outcome, combine, judge, judge_quickly
+from atoll.reward.score import (
+    BUDGETED,
+    GRADERS,
+    QUICK,
+    Failure,
+    Grader,
+    Outcome,
+    combine,
+    error_place,
+    judge,
+    judge_quickly,
+)
 from atoll.runtime.errors import UserError
 from atoll.runtime.parent_death import die_with_parent
 from atoll.wire.codec.rewards import encode_score_item, encode_verdict, parse_score_item, parse_verdict
 from atoll.wire.types import Grade, Graded, ScoreItem
 
+log = logging.getLogger(__name__)
+
 LOAD_TIMEOUT_S = 120.0  # for importing the user's file
 STOP_TIMEOUT_S = 5.0
 NICENESS = 5  # of workers, so that the service stays responsive
+BUDGET_S = 3.0  # of CPU time for one response of a BUDGETED grader
+STEP_ASIDE_S = 0.5  # after which such a response frees its place for the next one
+MAX_ASIDE = 4  # of these at once
+LOWEST_NICENESS = 19  # theirs
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -47,7 +66,8 @@ class IsolatedGrader:
     """One grader in up to `concurrency` workers, each of which grades one response at a time.
 
     Workers start on demand. One that hangs, crashes, or whose call is cancelled is killed; the next response
-    gets a new one.
+    gets a new one. BUDGETED graders may have MAX_ASIDE workers more, so that what is expensive to grade does
+    not hold up other responses.
     """
 
     def __init__(self, config: GraderConfig) -> None:
@@ -58,36 +78,57 @@ class IsolatedGrader:
             self._source = functions.source_of(config.name) if config.is_users_own else None
         except ConfigError as error:
             raise UserError(str(error)) from error
-        quick = QUICK.get(config.name)
+        quick, over_budget = QUICK.get(config.name), BUDGETED.get(config.name)
         self._quick = partial(quick, **config.parameters) if quick else None
+        self._over_budget = partial(over_budget, **config.parameters) if over_budget else None
         self._free = asyncio.Semaphore(config.concurrency or 1)
+        self._aside = asyncio.Semaphore(MAX_ASIDE)
         self._idle: list[_GraderProcess] = []
 
     async def load(self) -> None:
         """Starts a worker. Raises UserError if the grader cannot be loaded."""
-        self._idle.append(await _GraderProcess.start(self._config, self._source))
+        self._idle.append(await self._start())
 
     async def grade(self, item: ScoreItem) -> Outcome:
         if self._quick is not None and (outcome := judge_quickly(self._quick, item)) is not None:
             return outcome
-        async with self._free:
+        async with AsyncExitStack() as place:
+            await place.enter_async_context(self._free)
             try:
                 worker = await self._worker()
             except UserError as error:
                 return Failure(str(error), retryable=True)
+            asking = asyncio.create_task(self._ask(worker, item))
             try:
-                async with asyncio.timeout(self._config.deadline_s):
-                    outcome = await worker.ask(item)
-                self._idle.append(worker)
-                return outcome
-            except TimeoutError:
-                # not retried: it would most likely hang again
-                return Failure(f"no grade within {self._config.deadline_s:g} s (deadline_s)", retryable=False)
-            except (EOFError, ConnectionError):
-                return Failure(f"its process died ({await worker.ending()}); see the log", retryable=True)
+                await asyncio.wait({asking}, timeout=STEP_ASIDE_S if self._over_budget else None)
+                if asking.done() or self._aside.locked():
+                    return await asking
+                async with self._aside:
+                    worker.step_aside()
+                    await place.aclose()
+                    return await asking
             finally:
-                if worker not in self._idle:
-                    worker.kill()
+                asking.cancel()
+
+    async def _ask(self, worker: "_GraderProcess", item: ScoreItem) -> Outcome:
+        try:
+            async with asyncio.timeout(self._config.deadline_s):
+                outcome = await worker.ask(item)
+            if not worker.is_aside:
+                self._idle.append(worker)
+            return outcome
+        except TimeoutError:
+            # not retried: it would most likely hang again
+            cause = f"no grade within {self._config.deadline_s:g} s (deadline_s)"
+            return Failure(cause, retryable=False, timed_out=True)
+        except (EOFError, ConnectionError):
+            ending = await worker.ending()
+            if self._over_budget is not None and worker.is_over_budget:
+                return self._over_budget(item)
+            return Failure(f"its process died ({ending}); see the log", retryable=True)
+        finally:
+            if worker not in self._idle:
+                worker.kill()
 
     async def close(self) -> None:
         """Call once nothing is being graded."""
@@ -101,7 +142,11 @@ class IsolatedGrader:
             if not (worker := self._idle.pop()).has_ended:
                 return worker
             worker.kill()
-        return await _GraderProcess.start(self._config, self._source)
+        return await self._start()
+
+    async def _start(self) -> "_GraderProcess":
+        budget_s = BUDGET_S if self._over_budget else None
+        return await _GraderProcess.start(self._config, self._source, budget_s)
 
 
 class _GraderProcess:
@@ -116,12 +161,13 @@ class _GraderProcess:
         self._process = process
         self._reader = reader
         self._writer = writer
+        self.is_aside = False
 
     @classmethod
-    async def start(cls, config: GraderConfig, source: bytes | None) -> Self:
+    async def start(cls, config: GraderConfig, source: bytes | None, budget_s: float | None) -> Self:
         """Raises UserError if the grader cannot be loaded there."""
         ours, theirs = socket.socketpair()
-        process = _CONTEXT.Process(target=_serve, args=(theirs, config, source), daemon=True)
+        process = _CONTEXT.Process(target=_serve, args=(theirs, config, source, budget_s), daemon=True)
 
         def fork() -> None:
             with theirs:  # else the socket would stay open after the process has ended
@@ -155,6 +201,18 @@ class _GraderProcess:
     def has_ended(self) -> bool:
         return self._reader.at_eof()
 
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether it has ended because a response took more than the budget."""
+        return bool(self._process.exitcode == -signal.SIGPROF)
+
+    def step_aside(self) -> None:
+        """Leaves the CPU to the others from now on, for good: only root may raise a priority again."""
+        self.is_aside = True
+        assert self._process.pid is not None  # it has been started
+        with suppress(ProcessLookupError):  # it has just ended
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_NICENESS)
+
     async def ask(self, item: ScoreItem) -> Outcome:
         """Raises EOFError or ConnectionError if the process ends."""
         frame = encode_score_item(item).SerializeToString()
@@ -182,8 +240,11 @@ class _GraderProcess:
         return await self._reader.readexactly(size)
 
 
-def _serve(connection: socket.socket, config: GraderConfig, source: bytes | None) -> None:
-    """Worker process: grades responses until the service closes the socket or dies."""
+def _serve(
+    connection: socket.socket, config: GraderConfig, source: bytes | None, budget_s: float | None
+) -> None:
+    """Worker process: grades responses until the service closes the socket or dies, or until one takes more
+    than `budget_s` of CPU time: then the kernel ends it by SIGPROF, whatever it is in the middle of."""
     die_with_parent()
     os.nice(NICENESS)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -198,8 +259,34 @@ def _serve(connection: socket.socket, config: GraderConfig, source: bytes | None
         send(str(error).encode())
         return
     send(b"")
+    file = config.name.rpartition(":")[0] if config.is_users_own else ""
+    grade = with_logged_errors(grade, config.name, file) if file else grade
     with connection.makefile("rb") as requests:
         while header := requests.read(4):
             item = parse_score_item(requests.read(int.from_bytes(header, "little")))
-            verdict = combine(item.id, {config.name: 1.0}, {config.name: judge(grade, item)})
+            signal.setitimer(signal.ITIMER_PROF, budget_s or 0)
+            outcome = judge(grade, item, file)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            verdict = combine(item.id, {config.name: 1.0}, {config.name: outcome})
             send(encode_verdict(verdict).SerializeToString())
+
+
+def with_logged_errors(grade: Grader, name: str, file: str) -> Grader:
+    """Logs the traceback of the first error of each line of `file`."""
+    places: set[str] = set()
+
+    def logged(item: ScoreItem) -> float | Grade:
+        try:
+            return grade(item)
+        except (Exception, SystemExit) as error:
+            if (place := error_place(error, file)) not in places:
+                places.add(place)
+                log.error(
+                    "%s raised an error on %s; later ones of this line are not logged",
+                    name,
+                    item.id,
+                    exc_info=True,
+                )
+            raise
+
+    return logged

@@ -1,8 +1,10 @@
 """Built-in graders, how each one runs, and how grades are combined."""
 
 import math
+import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, SupportsFloat
 
 from atoll.reward.sources import data_source
@@ -14,6 +16,7 @@ from atoll.reward.verifiers.gsm8k import gsm8k, gsm8k_format
 from atoll.reward.verifiers.json_schema import json_schema
 from atoll.reward.verifiers.language import language_consistency
 from atoll.reward.verifiers.length import length_cost, length_target, overlong
+from atoll.reward.verifiers.maths import grade_over_budget as maths_over_budget
 from atoll.reward.verifiers.maths import grade_quickly as quick_maths
 from atoll.reward.verifiers.maths import maths
 from atoll.reward.verifiers.repetition import repetition
@@ -68,6 +71,10 @@ ROUTED = frozenset({"data_source"})  # names one of the others for each item
 # Fast paths of isolated graders, run in the service; None: the grader itself must decide
 QUICK: Mapping[str, Callable[..., Grade | None]] = {"maths": quick_maths}
 
+# Isolated graders whose work depends on what the response says. A response that takes more than a budget of
+# CPU time gets this grade: an error would let a policy get rid of responses that would be graded as wrong.
+BUDGETED: Mapping[str, Callable[..., Grade]] = {"maths": maths_over_budget}
+
 # Modules imported before the grader's workers are forked, since importing them takes a second
 PRELOADED: Mapping[str, str] = {"maths": "atoll.reward.verifiers.maths_symbolic"}
 
@@ -82,16 +89,27 @@ class Failure:
 
     cause: str
     retryable: bool
+    timed_out: bool = False
 
 
 Outcome = Grade | Failure
 
 
-def judge(grade: Grader, item: ScoreItem) -> Outcome:
+def judge(grade: Grader, item: ScoreItem, file: str = "") -> Outcome:
+    """`file`: the user's, if the grader is in one; errors name its line."""
     try:
         return check_grade(grade(item))
     except (Exception, SystemExit) as error:  # user graders may raise anything; the cause is reported
-        return failure(error)
+        failed = failure(error)
+        place = error_place(error, file)
+        return replace(failed, cause=f"{failed.cause} ({place})") if place else failed
+
+
+def error_place(error: BaseException, file: str) -> str:
+    """The innermost line of `file` that the error passed through, such as `graders.py:12`; "" if none."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    lines = [line for frame, line in frames if frame.f_code.co_filename == file]
+    return f"{Path(file).name}:{lines[-1]}" if lines else ""
 
 
 def judge_quickly(grade: Callable[[ScoreItem], Grade | None], item: ScoreItem) -> Outcome | None:
@@ -129,7 +147,7 @@ def combine(sample: SampleId, weights: Mapping[str, float], outcomes: Mapping[st
     grades = {}
     for name, outcome in outcomes.items():
         if isinstance(outcome, Failure):
-            return GradingError(sample, name, outcome.cause, outcome.retryable)
+            return GradingError(sample, name, outcome.cause, outcome.retryable, outcome.timed_out)
         grades[name] = outcome
     score = sum([weights[name] * grade.value for name, grade in grades.items()])
     if not math.isfinite(score):  # finite grades, but a non-finite weight or an overflow

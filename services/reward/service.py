@@ -23,7 +23,7 @@ from atoll.wire.codec.rewards import (
     encode_verdict,
 )
 from atoll.wire.info import RewardInfo
-from atoll.wire.types import ProgramLimits
+from atoll.wire.types import ProgramLimits, ScoreItem
 from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -73,7 +73,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         """If a grader hangs or crashes, only that response's verdict fails. Each verdict frees a place."""
         left = self._take_places(len(request.items))
         try:
-            async with aclosing(self._panel.verdicts(decode_score(request))) as ready:
+            async with aclosing(self._panel.verdicts(_decode_items(request))) as ready:
                 async for verdicts in ready:
                     left -= len(verdicts)
                     self._held -= len(verdicts)
@@ -88,8 +88,11 @@ class RewardService(reward_pb2_grpc.RewardServicer):
                 "Execute: this reward service has no sandbox: add [reward.sandbox] to the run's TOML file"
             )
         source, stdin, limits = decode_execute(request)
-        if not (limits.timeout_s > 0 and limits.memory_bytes > 0 and limits.output_bytes > 0):
-            raise UserError(f"Execute: got {limits}, expected limits above 0, or none for the default")
+        if not (0 < limits.timeout_s < math.inf and limits.memory_bytes > 0 and limits.output_bytes > 0):
+            raise UserError(
+                f"Execute: got {limits}, expected limits above 0 and a finite timeout_s, "
+                "or none for the default"
+            )
         self._take_places(1)
         try:
             bounded = self._bounded(limits, context.time_remaining() or math.inf)
@@ -142,3 +145,10 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             output_bytes=min(limits.output_bytes, most.output_kb << 10),
             disk_bytes=min(limits.disk_bytes, most.disk_mb << 20),
         )
+
+
+def _decode_items(request: reward_pb2.ScoreRequest) -> list[ScoreItem]:
+    try:
+        return decode_score(request)
+    except ValueError as error:
+        raise UserError(f"Score: {error}") from None

@@ -21,7 +21,7 @@ class Route:
 
 GSM8K = Route("gsm8k")
 BOXED = Route("maths", {"answer": "boxed"})
-DAPO = Route("maths", {"answer": "line", "wrong": -1.0})
+DAPO = Route("maths", {"answer": "line_or_boxed", "wrong": -1.0})
 ANY = Route("maths", {"answer": "any"})
 CODE = Route("code", {"pass_fraction": True})
 SEARCH = Route("search_r1")

@@ -477,6 +477,7 @@ class GradingError:
     grader: str
     cause: str
     retryable: bool
+    timed_out: bool = False  # the grader's deadline has passed
 
 
 Verdict = Graded | GradingError

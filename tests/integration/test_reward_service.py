@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from atoll.coordinator.control import RunControl
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.coordinator.service import CoordinatorService
-from atoll.reward import graders
+from atoll.reward import graders, isolated_grader
 from atoll.reward.graders import GraderPanel
 from atoll.reward.sandbox.base import Dialogue
 from atoll.reward.service import RewardService
@@ -37,6 +38,7 @@ from atoll.wire.codec.rewards import decode_verdict, encode_score_item, encode_v
 from atoll.wire.types import (
     Execution,
     FinishReason,
+    Grade,
     Graded,
     GradingError,
     GroupId,
@@ -181,9 +183,9 @@ async def test_a_grader_that_hangs_crashes_or_raises_costs_one_verdict(grader: G
         "hang": ("no grade within 5 s (deadline_s)", False),
         "abort": ("its process died (signal SIGABRT); see the log", True),
         "exit": ("its process died (exit code 0); see the log", True),
-        "quit": ("SystemExit: enough", False),
-        "raise": ("LookupError: no such column", False),
-        "away": ("ConnectionResetError: judge:8000", True),
+        "quit": ("SystemExit: enough (mine.py:16)", False),
+        "raise": ("LookupError: no such column (mine.py:18)", False),
+        "away": ("ConnectionResetError: judge:8000 (mine.py:20)", True),
     }
     items = [item(index, response) for index, response in enumerate([*bad, "45", "46"])]
     async with grading(GraderConfig(name="exact_match"), hasty) as client:
@@ -192,7 +194,8 @@ async def test_a_grader_that_hangs_crashes_or_raises_costs_one_verdict(grader: G
         ids = {str(item.id): item.id for item in items}
         verdicts = {ids[verdict.id]: decode_verdict(verdict, ids[verdict.id]) for verdict in arrived}
         for scored, (cause, retryable) in zip(items[:6], bad.values(), strict=True):
-            assert verdicts[scored.id] == GradingError(scored.id, grader.name, cause, retryable)
+            timed_out = scored.response == "hang"
+            assert verdicts[scored.id] == GradingError(scored.id, grader.name, cause, retryable, timed_out)
         assert verdicts[items[6].id] == Graded(items[6].id, 0.6 * 2, {"exact_match": 0.0, grader.name: 0.6})
         assert verdicts[items[7].id] == Graded(
             items[7].id, 1.0 + 0.7 * 2, {"exact_match": 1.0, grader.name: 0.7}
@@ -208,6 +211,62 @@ async def test_maths_that_takes_no_time_takes_no_worker() -> None:
         verdicts = await client.score([item(index, answer) for index, answer in enumerate(answers)])
         assert [verdict.value for verdict in verdicts if isinstance(verdict, Graded)] == [1.0, -1.0]
         assert workers() == []
+
+
+async def test_a_response_that_is_too_expensive_to_grade_is_wrong_and_no_error(
+    grader: GraderConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `maths` has it: the kernel ends the comparison, also in the middle of an operation in C."""
+    monkeypatch.setattr(isolated_grader, "BUDGET_S", 0.2)
+    monkeypatch.setattr(isolated_grader, "BUDGETED", {grader.name: lambda item: Grade(-1.0, "unreadable")})
+    async with grading(grader) as client:
+        (verdict,) = await client.score([item(1, "hang")])
+        assert verdict == Graded(item(1, "").id, -2.0, {grader.name: -1.0}, {grader.name: "unreadable"})
+        (verdict,) = await client.score([item(1, "abort")])  # a crash remains an error
+        assert isinstance(verdict, GradingError)
+    assert await all_gone(workers())
+
+
+async def test_expensive_responses_do_not_hold_up_those_behind_them(
+    grader: GraderConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their budget never ends here: if they kept the only place, the others would have no verdict."""
+    monkeypatch.setattr(isolated_grader, "BUDGET_S", 1e6)
+    monkeypatch.setattr(isolated_grader, "STEP_ASIDE_S", 0.01)
+    monkeypatch.setattr(isolated_grader, "MAX_ASIDE", 100)
+    monkeypatch.setattr(isolated_grader, "BUDGETED", {grader.name: lambda item: Grade(-1.0, "unreadable")})
+    patient = grader.model_copy(update={"deadline_s": 1e6})
+    async with grading(patient) as client:
+        items = [item(index, "hang" if index < 3 else "46") for index in range(13)]
+        arrived: list[str] = []
+        async with aclosing(replies(client, items)) as messages:
+            while len(arrived) < 10:
+                arrived += [verdict.id for verdict in (await anext(messages)).verdicts]
+        assert set(arrived) == {str(honest.id) for honest in items[3:]}
+    assert await all_gone(workers())
+
+
+async def test_a_malformed_item_is_refused_by_its_number(grader: GraderConfig) -> None:
+    good = encode_score_item(item(0, "46"))
+    bad_id = encode_score_item(item(0, "46"))
+    bad_id.id = "7"
+    bad_reason = encode_score_item(item(0, "46"))
+    bad_reason.finish_reason = "eos"
+    problems = {
+        "item 1 .*id: got '7', expected RUN/EPOCH/PROMPT/INDEX": bad_id,
+        "item 1 .*finish_reason: got 'eos', expected one of stop, length, abort": bad_reason,
+    }
+    async with (
+        grading(GraderConfig(name="exact_match")) as client,
+        grpc.aio.insecure_channel(client.address) as channel,
+    ):
+        score = reward_pb2_grpc.RewardStub(channel).Score
+        for problem, bad in problems.items():
+            request = reward_pb2.ScoreRequest(items=[good, bad])
+            with pytest.raises(grpc.aio.AioRpcError, match=problem) as caught:
+                await score(request, timeout=60, metadata=Caller(token=TOKEN).metadata).read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert len(await client.score([item(1, "46")])) == 1  # their places are free again
 
 
 async def test_a_worker_that_is_killed_while_idle_costs_nothing(grader: GraderConfig) -> None:
@@ -471,6 +530,8 @@ async def test_execute_stays_within_the_services_limits() -> None:
         )
         with pytest.raises(UserError, match="expected limits above 0"):
             await client.execute("", b"", replace(small, timeout_s=-1.0))
+        with pytest.raises(UserError, match="expected limits above 0 and a finite timeout_s"):
+            await client.execute("", b"", replace(small, timeout_s=math.inf))
         asked, bounded = sandbox.limits
         assert (asked.timeout_s, asked.memory_bytes, asked.output_bytes) == (2.0, 50 << 20, 1000)
         assert 50 < bounded.timeout_s < 61  # the call's own deadline

@@ -11,7 +11,7 @@ from atoll.reward.verifiers.text_match import search_r1
 from tests.unit.verifier_items import graded, item
 
 BOXED = Route("maths", {"answer": "boxed"})
-DAPO = Route("maths", {"answer": "line", "wrong": -1.0})
+DAPO = Route("maths", {"answer": "line_or_boxed", "wrong": -1.0})
 ANY = Route("maths", {"answer": "any"})
 CODE = Route("code", {"pass_fraction": True})
 # the names known to verl's default_compute_score as of January 2026

@@ -16,7 +16,7 @@ from atoll.reward.verifiers.gsm8k import extract_answer, gsm8k
 from atoll.reward.verifiers.maths import Place, grade_quickly, maths
 from atoll.reward.verifiers.maths_latex import canonical
 from atoll.reward.verifiers.maths_numbers import TooLargeError, rational
-from atoll.wire.types import FinishReason, GroupId, SampleId, ScoreItem
+from atoll.wire.types import FinishReason, Grade, GroupId, SampleId, ScoreItem
 
 DATA = Path(__file__).parents[1] / "data"
 KINDS = {"equal", "different", "no answer", "unbalanced box", "too long", "not a value", "unreadable"}
@@ -262,3 +262,87 @@ def test_arithmetic_by_hand(text: str, value: Fraction | int | None) -> None:
 def test_what_is_too_large_is_refused(text: str) -> None:
     with pytest.raises(TooLargeError):
         rational(text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "value"),
+    [
+        ("(A) 5", "A", 1.0),
+        ("(A) 5", "5", 1.0),
+        ("(B) 5", "A", 0.0),
+        ("(A)(B)", "A", 0.0),
+        ("(A) or (B)", "A", 0.0),
+        ("(A)+5", "A", 0.0),
+        ("2^.5", r"\sqrt{2}", 1.0),
+        ("2^.5", "2", 0.0),
+        ("5.", "5", 1.0),
+        ("5...", "5", 0.0),  # an unfinished decimal
+        ("1,2,3,...", "1,2,3", 0.0),
+        (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", "-2", 1.0),  # 1 * 4 - 2 * 3
+        (r"\begin{vmatrix}1&2\\3&4\end{vmatrix} = -2", "-2", 1.0),
+        (r"\begin{vmatrix}1&2&3\\4&5&6\\7&8&10\end{vmatrix}", "-3", 1.0),  # 1 * 2 - 2 * (-2) + 3 * (-3)
+        (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", "2", 0.0),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "-2", 0.0),
+        (r"17 \bmod 5 = 2", "2", 1.0),
+        (r"17 \bmod 5 = 3", "3", 0.0),
+        (r"1 + 16 \bmod 5", "2", 0.0),  # unclear of what
+        (r"x \equiv 2 \bmod 5", "2", 0.0),
+        (r"\lim_{x\to 0} \frac{\sin x}{x} = 1", "1", 1.0),
+        (r"\lim_{x\to 0} \frac{\sin x}{x} = 2", "1", 0.0),
+        (r"\lim_{x\to 0} x", "0", 0.0),  # nobody worked it out
+        (r"\gcd(12, 18) = 6", "6", 1.0),
+    ],
+)
+def test_answers_that_were_missed_or_accepted_wrongly(answer: str, truth: str, value: float) -> None:
+    assert maths(item(rf"\boxed{{{answer}}}", truth)).value == value
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        (r"so it is \boxed 3", 1.0),
+        (r"so $\boxed 3$ is it.", 1.0),
+        (r"\boxed{3}, no, \boxed 4", 0.0),
+        (r"\boxed 3 or 4", 0.0),
+        ("We add.\nThe result is $3$", 1.0),
+        ("We add.\nThe result is not $3$", 0.0),
+        ("The answer is 3...", 0.0),
+    ],
+)
+def test_statements_that_were_missed_or_accepted_wrongly(response: str, value: float) -> None:
+    assert maths(item(response, "3")).value == value
+
+
+@pytest.mark.parametrize(
+    ("response", "value", "reason"),
+    [
+        ("Answer: 5", 1.0, "equal"),
+        (r"\boxed{5}", 1.0, "equal"),
+        (r"\boxed 5", 1.0, "equal"),
+        ("\\boxed{6}\nAnswer: 5", 1.0, "equal"),  # the line is preferred
+        ("Answer: 6\n\\boxed{5}", -1.0, "different"),
+        ("5", -1.0, "no answer: no box"),
+    ],
+)
+def test_verls_rule_for_dapo(response: str, value: float, reason: str) -> None:
+    grade = maths(item(response, "5"), answer="line_or_boxed", wrong=-1.0)
+    assert (grade.value, grade.reason) == (value, reason)
+
+
+def test_towers_are_refused_whatever_their_bases() -> None:
+    towers = [
+        "e^{e^{e^{e^{e^{x}}}}}",
+        "x^{x^{x^{x^{x}}}}",
+        "e^{e^{e^{e^x}}}",
+        r"\exp(\exp(\exp(\exp(x))))",
+        r"e^{\sinh(e^{\exp{x}})}",
+    ]
+    for tower in towers:
+        reason = "unreadable: more than 3 exponentials in each other"
+        assert maths(item(rf"\boxed{{{tower}}}", "x^2")) == Grade(0.0, reason)
+    assert maths(item(r"\boxed{e^{e^{x}} e^x}", "e^{x+e^x}")).value == 1.0  # what people do write
+
+
+def test_a_truth_that_no_answer_can_equal_is_an_error() -> None:
+    with pytest.raises(ValueError, match="got an answer of 1001 characters, expected 1000 at most"):
+        maths(item(r"\boxed{5}", "5" * 1001))

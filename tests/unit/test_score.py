@@ -11,6 +11,7 @@ from atoll.config.errors import ConfigError
 from atoll.config.functions import load
 from atoll.config.schema import GraderConfig
 from atoll.reward.graders import GraderPanel
+from atoll.reward.isolated_grader import with_logged_errors
 from atoll.reward.score import (
     GRADERS,
     ISOLATED,
@@ -238,7 +239,7 @@ def test_reasons_are_short_and_stand_by_component(reason: str, kept: str) -> Non
         (6, 0.0),  # 8 - 2 tokens are free
         (7, -0.25),  # half of the buffer: -1/2 * 0.5
         (8, -0.5),
-        (10, -1.0),  # -4/2 * 0.5
+        (10, -0.5),  # DAPO's eq. 13 ends at -1, times 0.5
     ],
 )
 def test_overlong(tokens: int, value: float) -> None:
@@ -295,3 +296,19 @@ def test_a_reason_that_quotes_a_response_fits_a_message_and_a_line() -> None:
         == r"exception: \ud800 \x1b[2J\n" + "\u00e9"
     )
     assert failure(ValueError("a\ud800\nb")).cause == r"ValueError: a\ud800\nb"
+
+
+def test_a_graders_error_names_its_line_and_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "g.py"
+    file.write_text(
+        "def column(item):\n    return item.extra['answer']\n\ndef grade(item):\n    return column(item)\n"
+    )
+    config = GraderConfig(name=f"{file}:grade")
+    grade = with_logged_errors(load(config, {}), config.name, str(file))
+    for _ in range(3):
+        assert judge(grade, item(""), str(file)) == Failure("KeyError: 'answer' (g.py:2)", retryable=False)
+    (record,) = caplog.records
+    assert "raised an error on" in record.getMessage()
+    assert "line 5, in grade" in (record.exc_text or "")

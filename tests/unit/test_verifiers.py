@@ -119,6 +119,34 @@ def test_exact_match_takes_the_place_of_the_answer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "truth"),
+    [
+        *(
+            (name, "")
+            for name in ("exact_match", "normalized_match", "token_f1", "edit_similarity", "search_r1")
+        ),
+        ("search_r1", '{"target": ""}'),
+        ("normalized_match", '["Paris", " "]'),
+        ("gsm8k", ""),
+        ("gsm8k", "five"),
+        ("gsm8k", "1/2"),
+        ("maths", ""),
+    ],
+)
+def test_a_truth_that_no_answer_can_equal_is_an_error_and_no_zero(name: str, truth: str) -> None:
+    with pytest.raises(ValueError, match=r"row 7 \(the first is 0\) has no ground truth|ground truth: got"):
+        GRADERS[name](item("<answer></answer>", truth))
+
+
+def test_truths_as_their_grader_writes_answers() -> None:
+    assert GRADERS["gsm8k"](item("#### 5,600", "$5,600 ")) == 1.0
+    assert GRADERS["gsm8k"](item("#### 5601", "5,600")) == 0.0
+    assert exact_match(item("Answer: $46$", "$46$"), answer="line") == 1.0
+    with pytest.raises(ValueError, match="expected one line"):
+        exact_match(item("Answer: 46", "4\n6"), answer="line")
+
+
+@pytest.mark.parametrize(
     ("text", "normal"),
     [
         # worked out by SQuAD's rule: lower case, then no punctuation, then no articles, then single spaces
@@ -380,6 +408,7 @@ LONG = {
     "backslashes": "\\a" * (MEGABYTE // 2),
     "characters": "我" * (MEGABYTE // 3),
 }
+TRUTHS = {"gsm8k": "46"}  # "B" for the others
 PARAMETERS: dict[str, dict[str, Any]] = {
     "json_schema": {"schema": PERSON},
     "language_consistency": {"language": "de"},
@@ -405,7 +434,7 @@ def test_a_megabyte_takes_a_time_linear_in_it(name: str) -> None:
     grade: Callable[..., float | Grade] = load(config, GRADERS)
     for kind, response in LONG.items():
         begun = time.process_time()
-        value, _ = graded(grade(item(response, "B")))
+        value, _ = graded(grade(item(response, TRUTHS.get(name, "B"))))
         assert math.isfinite(value)
         seconds = time.process_time() - begun
         # what is linear takes up to 2 s here; what is not, minutes

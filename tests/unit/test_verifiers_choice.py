@@ -129,3 +129,23 @@ def test_ten_choices() -> None:
 def test_a_ground_truth_that_is_no_choice_is_an_error(truth: str) -> None:
     with pytest.raises(ValueError, match="expected one letter of ABCD"):
         multiple_choice(item("Answer: B", truth))
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        ("C is correct", 1.0),
+        ("Thus, option C is correct.", 1.0),
+        ("**C** is the correct answer.", 1.0),
+        ("It is not B. (C) is correct", 1.0),
+        ("B is correct", 0.0),
+        ("A is correct", 0.0),
+        ("B or C is correct", 0.0),
+        ("C is not correct", 0.0),
+        ("I doubt that C is correct", 0.0),
+        ("Whether C is correct, I cannot say", 0.0),
+        ("C is correct only for x > 0", 0.0),
+    ],
+)
+def test_a_choice_that_is_called_correct(response: str, value: float) -> None:
+    assert graded(multiple_choice(item(f"Let me see.\n{response}", "C")))[0] == value

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from atoll.coordinator.rewards.servers import Servers
@@ -217,7 +217,7 @@ class ServerGrader:
     def _part(self, verdict: Verdict) -> Verdict:
         """Components of the server's own stand beside its value, as server:NAME/COMPONENT."""
         if isinstance(verdict, GradingError):
-            return GradingError(verdict.id, self.grader, verdict.cause, verdict.retryable)
+            return replace(verdict, grader=self.grader)
         own, name = verdict.components, self.grader
         return Graded(
             verdict.id,

@@ -2,11 +2,13 @@
 
 import json
 import re
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from atoll.wire.types import ScoreItem
 
 Place = Literal["response", "tag", "line"]
+
+LINE_MARKS = " \t\r*_$"  # around the answer of a line
 
 _LINE = re.compile(r"\banswer[ \t*_]*:([^\n]*)", re.IGNORECASE)
 
@@ -22,7 +24,7 @@ def extract_answer_text(response: str, place: Place) -> str | None:
             return answers[-1].strip() if answers else None
         case "line":
             lines = _LINE.findall(response)
-            return lines[-1].strip(" \t\r*_$") if lines else None
+            return lines[-1].strip(LINE_MARKS) if lines else None
 
 
 def extract_tagged(text: str, tag: str) -> list[str]:
@@ -37,21 +39,37 @@ def extract_tagged(text: str, tag: str) -> list[str]:
     return contents
 
 
+def ground_truth(item: ScoreItem) -> str:
+    """Raises ValueError if the row has none."""
+    if not item.ground_truth.strip():
+        raise ValueError(
+            f"row {item.id.group.prompt} (the first is 0) has no ground truth, but this grader needs one: "
+            "add it to the row, or remove the grader"
+        )
+    return item.ground_truth
+
+
 def accepted_answers(item: ScoreItem) -> list[str]:
     """The ground truth, or several if it is JSON: `["46", "forty-six"]`, `{"target": ...}`.
 
-    Raises ValueError if `target` has no text: no response could match it.
+    Raises ValueError if there is none, or one without text: no response could match it.
     """
+    text = ground_truth(item)
     try:
-        truth = json.loads(item.ground_truth)
+        truth = json.loads(text)
     except ValueError:
-        return [item.ground_truth]
+        return [text]
     if isinstance(truth, dict) and "target" in truth:
-        truth = truth["target"]
-        if isinstance(truth, str):
-            return [truth]
-        if not (isinstance(truth, list) and truth and all(isinstance(answer, str) for answer in truth)):
-            raise ValueError(f"ground truth: got the target {truth!r}, expected a text or a list of texts")
-    if isinstance(truth, list) and truth and all(isinstance(answer, str) for answer in truth):
-        return truth
-    return [item.ground_truth]
+        target = truth["target"]
+        truth = [target] if isinstance(target, str) else target
+        if not _are_texts(truth):
+            raise ValueError(f"ground truth: got the target {target!r}, expected a text or a list of texts")
+    if not _are_texts(truth):
+        return [text]
+    if not all(answer.strip() for answer in truth):
+        raise ValueError(f"ground truth: got {text}, expected texts that are not empty")
+    return list(truth)
+
+
+def _are_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)

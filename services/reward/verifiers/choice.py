@@ -16,6 +16,7 @@ _MARKER = re.compile(
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _NEGATION = re.compile(r"\b(?:not|neither|none|except)\b|n['’]t\b", re.IGNORECASE)
+_CONDITION = re.compile(r"\b(?:if|whether|unless|suppose|doubt)\b", re.IGNORECASE)
 _ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
 _BEGINS = re.compile(r"[\W_]*[A-Z][\W_]*[).:]")
 # joins the letters of a list
@@ -27,8 +28,8 @@ def multiple_choice(item: ScoreItem, *, choices: int = 4) -> float | Grade:
 
     A statement is a box, or the rest of the line after "answer is" or "Answer:". The last one within the last
     TAIL_CHARACTERS counts; without any, the last line counts if it is a single letter, begins like "(B)
-    Paris", or is a choice's text. The first capital letter of a statement counts; a list ("A or B") counts as
-    none.
+    Paris", says "B is correct", or is a choice's text. The first capital letter of a statement counts; a list
+    ("A or B") counts as none.
 
     The ground truth is a letter or a choice's text. The texts are the list `extra_info.choices` of the row;
     without it, there are `choices` letters.
@@ -50,7 +51,7 @@ def multiple_choice(item: ScoreItem, *, choices: int = 4) -> float | Grade:
             named |= _listed(before[-1], letters)
     else:
         line = last.rstrip().rpartition("\n")[2]
-        named = _named(line, letters, texts, begins=True)
+        named = _named(line, letters, texts, begins=True) or _called_correct(line, letters)
     if len(named) == 1:
         return float(named == right)
     return Grade(0.0, "several" if named else "no answer")
@@ -81,6 +82,18 @@ def _named(statement: str, letters: str, texts: Sequence[str], *, begins: bool =
     return named
 
 
+def _called_correct(line: str, letters: str) -> set[str]:
+    """The choices of which a line says that they are correct, without a condition."""
+    named = set()
+    for match in _correct(letters).finditer(line):
+        clause = re.split("[.,;:]", line[: match.start()])[-1]
+        if not (_NEGATION.search(clause) or _CONDITION.search(clause)):
+            named.add(match[1])
+            if other := re.search(_later(letters).pattern + _AND + r"\Z", clause):
+                named.add(other[1])
+    return named
+
+
 def _listed(statement: str, letters: str) -> set[str]:
     """The letter of a statement that consists of a letter only."""
     match = re.fullmatch(f"{_AND}{_later(letters).pattern}{_AND}", _COMMAND.sub("", statement))
@@ -89,6 +102,11 @@ def _listed(statement: str, letters: str) -> set[str]:
 
 def _first(letters: str) -> re.Pattern[str]:
     return re.compile(rf"[\W_]*(?:(?:[Oo]ption|[Cc]hoice)[\W_]*)?([{letters}])(?![A-Za-z0-9'’])")
+
+
+def _correct(letters: str) -> re.Pattern[str]:
+    unconditional = r"(?:correct|right)(?! (?:only|if|when|for|unless)\b)"
+    return re.compile(rf"(?<![A-Za-z0-9])([{letters}])[)*_ \t]* is (?:the )?{unconditional}")
 
 
 def _later(letters: str) -> re.Pattern[str]:

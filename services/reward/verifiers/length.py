@@ -4,12 +4,12 @@ from atoll.wire.types import ScoreItem
 
 
 def overlong(item: ScoreItem, *, max_tokens: int, buffer: int, penalty: float = 1.0) -> float:
-    """0 up to max_tokens - buffer tokens, then linearly down to -penalty at max_tokens, and further beyond.
+    """0 up to max_tokens - buffer tokens, then linearly down to -penalty at max_tokens and beyond.
 
     Source: DAPO's soft overlong punishment, https://arxiv.org/abs/2503.14476, eq. 13.
     """
     excess = item.response_length - (max_tokens - buffer)
-    return min(-excess / buffer * penalty, 0.0)
+    return -min(max(excess / buffer, 0.0), 1.0) * penalty
 
 
 def length_target(item: ScoreItem, *, tokens: int | None = None, alpha: float = 0.0003) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal
 
+from atoll.reward.verifiers.answers import ground_truth
 from atoll.reward.verifiers.maths_latex import canonical
 from atoll.reward.verifiers.maths_numbers import TooLargeError
 from atoll.reward.verifiers.maths_values import (
@@ -31,20 +32,22 @@ MAX_BOXES = 4  # checked, from the end
 TAIL_CHARACTERS = 4000  # that are searched for an answer without a box
 CACHED = 65_536  # pairs of answer and ground truth
 
-Place = Literal["any", "boxed", "line", "hash"]
+Place = Literal["any", "boxed", "line", "line_or_boxed", "hash"]
 Verdict = tuple[bool, str]  # equal or not, and the reason
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*(?=\{)|\s+(?=[^\s{]))")
+_UNBRACED = re.compile(r"[^$\n]*")  # what a box without braces may hold
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _ANSWER_LINE = re.compile(r"answer\s{0,4}(?:\*\*)?\s{0,4}[:：][ \t]*\n?([^\n]*)", re.IGNORECASE)
 _ANSWER_IS = re.compile(
     r"answer(?:\s+is\s{0,4}:?|\s{0,4}(?:\*\*)?\s{0,4}[:：])[ \t]*\n?([^\n]*)", re.IGNORECASE
 )
-_STATEMENT_END = re.compile(r"[.!](?=\s|$)|[。；]|,?\s(?:because|since|as|so|which)\b", re.IGNORECASE)
+_STATEMENT_END = re.compile(r"(?<!\.)[.!](?=\s|$)|[。；]|,?\s(?:because|since|as|so|which)\b", re.IGNORECASE)
 _FORMULA = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 # may precede a formula without changing what it states
 _THEREFORE = re.compile(
-    r"\W*(?:\b(?:therefore|thus|hence|so|finally|consequently|we|get|have|find|obtain|it|this|gives|is)\b\W*)*",
+    r"\W*(?:\b(?:therefore|thus|hence|so|finally|consequently|we|get|have|find|obtain|it|this|gives|is|the"
+    r"|result)\b\W*)*",
     re.IGNORECASE,
 )
 
@@ -60,7 +63,7 @@ class _NeedsSymbolicError(Exception):
 def maths(
     item: ScoreItem,
     *,
-    answer: Literal["any", "boxed", "line", "hash"] = "any",
+    answer: Literal["any", "boxed", "line", "line_or_boxed", "hash"] = "any",
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> Grade:
@@ -68,9 +71,9 @@ def maths(
     reason.
 
     `answer` is where to find it. "boxed": in the last balanced \boxed or \fbox (MATH). "line": after the last
-    "Answer:" (DAPO, with wrong = -1). "hash": after the last #### (GSM8K). "any": the first that exists of a
-    box; ####; after the last "answer is" or "Answer:"; the only formula of a concluding last line; the whole
-    of a short response.
+    "Answer:" (DAPO, with wrong = -1). "line_or_boxed": as "line", or as "boxed" if there is none. "hash":
+    after the last #### (GSM8K). "any": the first that exists of a box; ####; after the last "answer is" or
+    "Answer:"; the only formula of a concluding last line; the whole of a short response.
 
     May take as long as SymPy does, so run it in a process that can be killed. Raises ValueError for an empty
     ground truth.
@@ -81,7 +84,7 @@ def maths(
 def grade_quickly(
     item: ScoreItem,
     *,
-    answer: Literal["any", "boxed", "line", "hash"] = "any",
+    answer: Literal["any", "boxed", "line", "line_or_boxed", "hash"] = "any",
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> Grade | None:
@@ -92,14 +95,29 @@ def grade_quickly(
         return None
 
 
+def grade_over_budget(
+    item: ScoreItem,
+    *,
+    answer: Place = "any",
+    right: float = 1.0,
+    wrong: float = 0.0,
+) -> Grade:
+    """The verdict of `maths` on a response whose comparison had to be stopped."""
+    return Grade(wrong, "unreadable: it takes too long to work out")
+
+
 def find_answer(response: str, place: Place) -> str:
     """Raises NoAnswerError."""
     match place:
         case "boxed":
             return _boxed_answer(response)
         case "line":
-            line = _last(_ANSWER_LINE, response)
-            return _boxed_answer(line) if _BOX.search(line) else line.strip(" *")
+            return _line_answer(response)
+        case "line_or_boxed":
+            try:
+                return _line_answer(response)
+            except NoAnswerError:
+                return _boxed_answer(response)
         case "hash":
             return _hash_answer(response)
         case "any" if _BOX.search(response):
@@ -112,14 +130,13 @@ def find_answer(response: str, place: Place) -> str:
         return _bare_answer(response.strip())
     while inner := _ANSWER_IS.search(line):  # "Final Answer: The final answer is"
         line = inner[1]
-    end = _STATEMENT_END.search(line)
-    return line[: end.start() if end else None].strip(" *")
+    return _statement(line)
 
 
 def _grade(
     item: ScoreItem, place: Place, right: float, wrong: float, verdict: Callable[[str, str], Verdict]
 ) -> Grade:
-    gold = _canonical_truth(item.ground_truth)
+    gold = _canonical_truth(ground_truth(item))
     try:
         found = find_answer(item.response, place)
     except NoAnswerError as error:
@@ -180,16 +197,24 @@ def _canonical_truth(truth: str) -> str:
         )
     except NoAnswerError as error:
         raise ValueError(f"ground truth {truth!r}: {error}") from error
+    if len(answer) > MAX_ANSWER_CHARACTERS:
+        raise ValueError(
+            f"ground truth: got an answer of {len(answer)} characters, expected {MAX_ANSWER_CHARACTERS} "
+            "at most"
+        )
     if not (text := canonical(answer)):
         raise ValueError(f"ground truth {truth!r}: expected an answer")
     return text
 
 
 def _boxed_answer(response: str) -> str:
-    """The content of the last balanced box; of nested boxes, the outermost one."""
+    r"""The content of the last balanced box; of nested boxes, the outermost one. If the last box has no
+    braces, as in `\boxed 3`, the rest of the formula or of the line."""
     boxes = list(_BOX.finditer(response))[-MAX_BOXES:]
     if not boxes:
         raise NoAnswerError("no answer: no box")
+    if unbraced := _UNBRACED.match(response, boxes[-1].end()) if response[boxes[-1].end()] != "{" else None:
+        return _statement(unbraced[0])
     start, stop = 0, -1
     for box in reversed(boxes):
         closing = _closing_brace(response, box.end())
@@ -198,6 +223,17 @@ def _boxed_answer(response: str) -> str:
     if stop < 0:
         raise NoAnswerError("unbalanced box")
     return _BOX.sub("", response[start:stop])
+
+
+def _line_answer(response: str) -> str:
+    line = _last(_ANSWER_LINE, response)
+    return _boxed_answer(line) if _BOX.search(line) else line.strip(" *")
+
+
+def _statement(line: str) -> str:
+    """What stands before the end of a line's first statement."""
+    end = _STATEMENT_END.search(line)
+    return line[: end.start() if end else None].strip(" *")
 
 
 def _closing_brace(text: str, opening: int) -> int:

@@ -96,7 +96,7 @@ _SPELLINGS = tuple(
         ("sqrt(", r"(?<![\\A-Za-z])sqrt\(([^()]*)\)", r"\\sqrt{\1}"),  # typed
         ("pi", r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
         ("^(", r"\^\(([^()]*)\)", r"^{\1}"),
-        ("^", r"\^(-?\d{2,})", r"^{\1}"),
+        ("^", r"\^(-?(?:\d*\.\d+|\d{2,}))", r"^{\1}"),
         (" ", r"\s+", " "),
     )
 )
@@ -123,7 +123,8 @@ def canonical(text: str) -> str:
     text = _SPACE.sub("", text)
     if " " in text:
         text = _THOUSANDS_SPACED.sub(_join, text)
-    return text.strip().rstrip(".,;:").strip()
+    text = text.strip().rstrip(",;:")
+    return text if text.endswith("..") else text.rstrip(".,;:").strip()  # two dots leave something out
 
 
 def split(text: str, separator: str) -> list[str]:

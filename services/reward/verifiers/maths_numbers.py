@@ -38,6 +38,8 @@ def rational(text: str) -> Fraction | None:
         return Fraction(int(text))
     if r"\overline" in text:
         text = _REPEATING.sub(_repeating, text)
+    if r"\bmod" in text:
+        return _remainder(*text.split(r"\bmod"))
     if not _ONLY_ARITHMETIC.fullmatch(text):
         return None
     if mixed := _MIXED.fullmatch(text):
@@ -48,6 +50,16 @@ def rational(text: str) -> Fraction | None:
         return _Arithmetic(text).value()
     except _NotRationalError:
         return None
+
+
+def _remainder(dividend: str, *divisors: str) -> Fraction | None:
+    """Of a single division; None for a sum, of which it is unclear what is divided."""
+    if len(divisors) != 1 or re.search(r"(?<=[^\^{(])[-+]", dividend):
+        return None
+    above, below = rational(dividend.strip()), rational(divisors[0].strip())
+    if above is None or below is None or below <= 0 or (above.denominator, below.denominator) != (1, 1):
+        return None
+    return above % below
 
 
 def _repeating(match: re.Match[str]) -> str:

@@ -16,7 +16,7 @@ from sympy import Eq, Expr, I, Rational
 
 from atoll.reward.verifiers.maths_numbers import MAX_FACTORIAL, TooLargeError, rational
 from atoll.reward.verifiers.maths_units import TRIGONOMETRY
-from atoll.reward.verifiers.maths_values import UnreadableError
+from atoll.reward.verifiers.maths_values import WORK, UnreadableError
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
 
@@ -24,6 +24,7 @@ MAX_CHARACTERS = 400
 MAX_DIGITS = 40  # SymPy factorises integers under roots and logarithms
 MAX_EXPONENT_OF_SUM = 32  # expanded by SymPy; terms grow with its power
 MAX_EXPONENT = 5000
+MAX_TOWER = 3  # exponentials in each other's exponents: mpmath needs as many bits as the second one's value
 DIGITS = 50  # of precision when expressions are evaluated
 TOLERANCE = 1e-40  # relative to the larger value
 POINTS = (Rational(37, 23), Rational(-71, 13), Rational(3, 29))  # values for their variables, in rotation
@@ -33,9 +34,9 @@ _LATEX = (  # units are removed before; math-verify takes the t of 2\pi t for on
     LatexExtractionConfig(boxed_match_priority=-1, normalization_config=replace(_SPELLING, units=False)),
 )
 _DECIMAL = re.compile(r"(\d*)\.(\d+)")
-_WORK = re.compile(r"\\(?:sum|prod|int|iint|oint|lim|limsup|liminf|sup|inf|max|min|gcd|lcm)(?![A-Za-z])")
 _DOTS = re.compile(r"\\[lcv]?dots(?:[a-z](?![A-Za-z]))?|\.\.\.|…")
 _EXPONENT = re.compile(r"(.)\^(?:(\d)|(?=(\{)))", re.DOTALL)
+_GROWTH = re.compile(r"(?:\^|\\(?:exp|sinh|cosh)(?![A-Za-z]))")
 _FACTORIAL = re.compile(r"(\d+|\))!")
 _BINOMIAL = re.compile(r"\\binom(?=\{)")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|[A-Za-z])\^\\circ")
@@ -61,7 +62,7 @@ def check(latex: str) -> None:
     """Raises UnreadableError or TooLargeError for expressions that may keep SymPy busy for long."""
     if len(latex) > MAX_CHARACTERS:
         raise TooLargeError(f"more than {MAX_CHARACTERS} characters")
-    if work := _WORK.search(latex):
+    if work := WORK.search(latex):
         raise UnreadableError(f"{work[0]} is not worked out")
     if dots := _DOTS.search(latex):
         raise UnreadableError(f"{dots[0]} leaves something out")
@@ -75,6 +76,8 @@ def check(latex: str) -> None:
             raise TooLargeError(f"exponent {exponent}")
         if value is None and "^" in exponent and re.search(r"\d\^", exponent):
             raise TooLargeError(f"exponent {exponent}")
+    if _tower(latex) > MAX_TOWER:
+        raise TooLargeError(f"more than {MAX_TOWER} exponentials in each other")
     for match in _FACTORIAL.finditer(latex):
         if match[1] == ")" or len(match[1]) > 4 or int(match[1]) > MAX_FACTORIAL:
             raise TooLargeError("a factorial")
@@ -120,11 +123,18 @@ def _primes(latex: str) -> int:
     return latex.count("'") + latex.count(r"\prime")
 
 
+def _tower(latex: str) -> int:
+    """How many exponents, or arguments of functions that grow like them, stand in each other, whatever their
+    bases: e and x are as expensive as numbers."""
+    arguments = (_group(latex[match.end() :]) for match in _GROWTH.finditer(latex))
+    return max((1 + _tower(argument) for argument in arguments), default=0)
+
+
 def _group(latex: str) -> str:
-    """The content of the group at the beginning of the text."""
+    """The content of the brackets at the beginning of the text; "" if it begins otherwise."""
     depth = 0
     for position, character in enumerate(latex):
-        depth += (character == "{") - (character == "}")
+        depth += (character in "{([") - (character in "})]")
         if depth == 0:
             return latex[1:position]
     return latex[1:]

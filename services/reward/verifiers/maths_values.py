@@ -14,6 +14,7 @@ from atoll.reward.verifiers.maths_latex import find_separators, nesting_depth, s
 from atoll.reward.verifiers.maths_numbers import MAX_DEPTH, TooLargeError, rational
 from atoll.reward.verifiers.maths_units import PERCENT, split_unit
 
+MAX_DETERMINANT = 5  # rows
 Symbolic = Callable[[str, str], bool]  # (answer, gold) in canonical LaTeX: are they equal?
 
 _AND = r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*|[,;]"
@@ -21,6 +22,9 @@ _RELATION = (
     r"\\(?:leq|geq|neq|approx|equiv|sim|simeq|cong|propto|in|notin|subset|subseteq|to|rightarrow|Rightarrow"
     r"|implies|iff|mid|pmod|bmod|mod)(?![A-Za-z])|[<>=]"
 )
+_OTHER_RELATION = _RELATION.replace("|bmod", "")
+# asks for something to be worked out: in \lim_{x \to 0} x = 0, the left side restates the question
+WORK = re.compile(r"\\(?:sum|prod|int|iint|oint|lim|limsup|liminf|sup|inf|max|min|gcd|lcm)(?![A-Za-z])")
 _INEQUALITY = re.compile(r"[<>]|\\leq|\\geq")
 _SET_OPERATION = r"\\(?:cup|cap|setminus)(?![A-Za-z])|\\backslash"
 _GREEK = (
@@ -42,7 +46,10 @@ _NO_WORD = re.compile(
     r"""\s|["“”;]|,(?!\d)|(?<!\d),|\.(?!\d)|(?<=[^\W\d_]{2})(?:[!?]|-(?=[^\W\d_]{2}))"""
     r"""|(?<=[^\W\d_])['’](?=[^\W\d_])"""
 )
-_CHOICE = re.compile(r"\\text\{\(([A-Z])\)\}\s*(.+)|\(\\text\{([A-Z])\}\)\s*(.+)")
+_CHOICE = re.compile(  # with its value; (A)+5, (A)(B) and (A) or (B) are no options
+    r"\\text\{\(([A-Z])\)\}\s*(.+)|\(\\text\{([A-Z])\}\)\s*(.+)"
+    r"|\(([A-Z])\)(?![-+*/^=(]|.*(?:\b(?:and|or)\b|\([A-Z]\)))(.+)"
+)
 _LETTERS = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 _CONSTANTS = {"e", "i"}
 _SET_BUILDER = re.compile(r"[A-Za-z](?:\\mid(?![A-Za-z])|[|:])([^,;|:]+)")  # x \mid 1<x<2
@@ -152,7 +159,7 @@ def equal(answer: Value, gold: Value, symbolic: Symbolic) -> bool:
 def without_choice(text: str) -> str:
     """The value of an option with its value: `12` of `\\text{(B)} 12`."""
     option = _CHOICE.fullmatch(text)
-    return (option[2] or option[4]) if option else text
+    return next(group for group in option.groups()[1::2] if group) if option else text
 
 
 def choice(text: str) -> str:
@@ -162,7 +169,7 @@ def choice(text: str) -> str:
     if alone:
         return (alone[1] or alone[2]).upper()
     option = _CHOICE.fullmatch(text)
-    return (option[1] or option[3]) if option else ""
+    return next(group for group in option.groups()[::2] if group) if option else ""
 
 
 def words(text: str) -> str:
@@ -186,6 +193,9 @@ def _items(parts: Sequence[str]) -> tuple[Value, ...]:
 
 def _relation(text: str, relations: Sequence[str]) -> Value:
     parts = split(text, _RELATION)
+    if r"\bmod" in relations and r"\equiv" not in relations:  # an operator: 17 \bmod 5 = 2
+        relations = find_separators(text, _OTHER_RELATION)
+        parts = split(text, _OTHER_RELATION)
     if set(relations) <= {">", r"\geq"}:  # 2 > x > 1 is 1 < x < 2
         text = parts[-1] + "".join(
             ("<" if relation == ">" else r"\leq ") + part
@@ -212,17 +222,39 @@ def _is_remark(exact: Sequence[str], rounded: str) -> bool:
 
 
 def _is_name(text: str) -> bool:
-    if _RATIO.fullmatch(text):
+    if _RATIO.fullmatch(text) or WORK.match(text):
         return True
     pair = split_brackets(text)
     names = split(pair[1], ",") if pair else [text]
     return all(_NAME.fullmatch(name) for name in names)
 
 
-def _matrix(environment: str, rows: str, latex: str) -> ValueList:
+def _matrix(environment: str, rows: str, latex: str) -> Value:
     lines = [line for line in split(rows, r"\\\\") if line]
     items = tuple(ValueList("row", tuple(map(read, split(line, "&"))), line) for line in lines)
+    if environment == "vmatrix" and (number := _determinant(items)) is not None:
+        return Scalar(number, latex)
     return ValueList("det" if environment in ("vmatrix", "Vmatrix") else "matrix", items, latex)
+
+
+def _determinant(rows: Sequence[ValueList]) -> Fraction | None:
+    """None if an entry is no number, or if there are too many."""
+    numbers = [
+        [item.number for item in row.items if isinstance(item, Scalar) and item.number is not None]
+        for row in rows
+    ]
+    if not 0 < len(rows) <= MAX_DETERMINANT or any(len(row) != len(rows) for row in numbers):
+        return None
+    return _expand(numbers)
+
+
+def _expand(matrix: Sequence[Sequence[Fraction]]) -> Fraction:
+    """Laplace's expansion along the first row."""
+    if not matrix:
+        return Fraction(1)
+    minors = ([[*row[:i], *row[i + 1 :]] for row in matrix[1:]] for i in range(len(matrix)))
+    terms = ((-1) ** i * matrix[0][i] * _expand(minor) for i, minor in enumerate(minors))
+    return sum(terms, Fraction(0))
 
 
 def _bracketed(opening: str, content: str, closing: str, latex: str) -> Value:

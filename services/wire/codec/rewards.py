@@ -18,6 +18,8 @@ from atoll.wire.types import (
 )
 from atoll.wire.v1 import reward_pb2
 
+Question = tuple[str, str, str, dict[str, str]]  # prompt, ground truth, data source, extra
+
 
 def encode_score_item(item: ScoreItem) -> reward_pb2.ScoreItem:
     message = reward_pb2.ScoreItem()
@@ -53,13 +55,17 @@ def encode_score(items: Sequence[ScoreItem], *, by_group: bool) -> reward_pb2.Sc
 
 
 def decode_score(request: reward_pb2.ScoreRequest) -> list[ScoreItem]:
-    """Raises ValueError for an item whose question is missing."""
-    if not request.questions:
-        return [decode_score_item(item) for item in request.items]
+    """Raises ValueError that says which item is malformed."""
     questions = [_question(question) for question in request.questions]
-    if missing := [item.question for item in request.items if item.question >= len(questions)]:
+    if questions and (missing := [i.question for i in request.items if i.question >= len(questions)]):
         raise ValueError(f"an item has question {missing[0]}, but there are {len(questions)}")
-    return [_response(item, questions[item.question]) for item in request.items]
+    items = []
+    for number, message in enumerate(request.items):
+        try:
+            items.append(_response(message, questions[message.question] if questions else _question(message)))
+        except ValueError as error:
+            raise ValueError(f"item {number} (the first is 0): {error}") from None
+    return items
 
 
 def _put_question(message: reward_pb2.ScoreItem | reward_pb2.Question, item: ScoreItem) -> None:
@@ -70,7 +76,7 @@ def _put_question(message: reward_pb2.ScoreItem | reward_pb2.Question, item: Sco
         message.extra.update(item.extra)
 
 
-def _question(message: reward_pb2.ScoreItem | reward_pb2.Question) -> tuple[str, str, str, dict[str, str]]:
+def _question(message: reward_pb2.ScoreItem | reward_pb2.Question) -> Question:
     return message.prompt, message.ground_truth, message.data_source, dict(message.extra)
 
 
@@ -85,20 +91,36 @@ def _put_response(message: reward_pb2.ScoreItem, item: ScoreItem) -> None:
         message.environment.update(item.environment)
 
 
-def _response(message: reward_pb2.ScoreItem, question: tuple[str, str, str, dict[str, str]]) -> ScoreItem:
+def _response(message: reward_pb2.ScoreItem, question: Question) -> ScoreItem:
     prompt, ground_truth, data_source, extra = question
     return ScoreItem(
-        id=SampleId.parse(message.id),
+        id=_sample_id(message.id),
         prompt=prompt,
         response=message.response,
         ground_truth=ground_truth,
         data_source=data_source,
-        finish_reason=FinishReason(message.finish_reason),
+        finish_reason=_finish_reason(message.finish_reason),
         response_length=message.response_length,
         extra=extra,
         messages=tuple(map(decode_message, message.messages)),
         environment=dict(message.environment),
     )
+
+
+def _sample_id(text: str) -> SampleId:
+    try:
+        return SampleId.parse(text)
+    except ValueError:
+        expected = "RUN/EPOCH/PROMPT/INDEX, such as run/0/7/1"
+        raise ValueError(f"id: got {text!r}, expected {expected}") from None
+
+
+def _finish_reason(text: str) -> FinishReason:
+    try:
+        return FinishReason(text)
+    except ValueError:
+        expected = ", ".join(reason.value for reason in FinishReason)
+        raise ValueError(f"finish_reason: got {text!r}, expected one of {expected}") from None
 
 
 def encode_message(message: Message) -> reward_pb2.Message:
@@ -128,7 +150,10 @@ def encode_verdict(verdict: Verdict) -> reward_pb2.Verdict:
     return reward_pb2.Verdict(
         id=str(verdict.id),
         error=reward_pb2.GradingError(
-            grader=verdict.grader, cause=verdict.cause, retryable=verdict.retryable
+            grader=verdict.grader,
+            cause=verdict.cause,
+            retryable=verdict.retryable,
+            timed_out=verdict.timed_out,
         ),
     )
 
@@ -140,7 +165,8 @@ def decode_verdict(message: reward_pb2.Verdict, sample: SampleId) -> Verdict:
         components = {name: graded.components[name] for name in graded.components}  # dict() is slow
         return Graded(sample, graded.value, components, dict(reasons) if reasons else {})
     if message.HasField("error"):
-        return GradingError(sample, message.error.grader, message.error.cause, message.error.retryable)
+        error = message.error
+        return GradingError(sample, error.grader, error.cause, error.retryable, error.timed_out)
     return GradingError(
         sample, grader="", cause="the service sent a verdict without outcome", retryable=False
     )

@@ -135,12 +135,13 @@ class ScoreItem(_message.Message):
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     QUESTION_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """"run/epoch/prompt/index" """
+    """"RUN/EPOCH/PROMPT/INDEX": a name and three numbers"""
     prompt: _builtins.str
     response: _builtins.str
     ground_truth: _builtins.str
     data_source: _builtins.str
     finish_reason: _builtins.str
+    """of the last turn: "stop", "length" or "abort" """
     response_length: _builtins.int
     """tokens that the policy produced"""
     question: _builtins.int
@@ -364,19 +365,23 @@ class GradingError(_message.Message):
     GRADER_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
+    TIMED_OUT_FIELD_NUMBER: _builtins.int
     grader: _builtins.str
     cause: _builtins.str
     retryable: _builtins.bool
+    timed_out: _builtins.bool
+    """the grader's deadline has passed"""
     def __init__(
         self,
         *,
         grader: _builtins.str = ...,
         cause: _builtins.str = ...,
         retryable: _builtins.bool = ...,
+        timed_out: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "grader", b"grader", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "grader", b"grader", "retryable", b"retryable", "timed_out", b"timed_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -415,7 +420,7 @@ class ExecuteRequest(_message.Message):
     """Python"""
     stdin: _builtins.bytes
     timeout_s: _builtins.float
-    """wall time"""
+    """wall time; finite"""
     memory_bytes: _builtins.int
     """address space"""
     output_bytes: _builtins.int
