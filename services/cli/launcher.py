@@ -35,9 +35,10 @@ Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
 def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
     """Runs to the end, in config.folder. Returns False if the user stopped it early.
 
-    `follow` shows progress; it is cancelled at the end. The first Ctrl-C (or SIGTERM, or
-    SIGHUP of a terminal that closes) stops the run after the step in progress, the second at once. Raises UserError if the folder belongs to
-    another run, ServiceDiedError if a service is lost permanently; all other processes have ended by then.
+    `follow` shows progress; it is cancelled at the end. The first Ctrl-C (or SIGTERM, or SIGHUP of a terminal
+    that closes) stops the run after the step in progress, the second at once. Raises UserError if the folder
+    belongs to another run, ServiceDiedError if a service is lost permanently; all other processes have ended
+    by then.
     """
     check_interpreter("rollout.python", config.rollout.python)
     for agent in config.agents:

@@ -32,8 +32,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed, 2 wrong usage or input, 130 interrupted (Ctrl-C, SIGTERM, SIGHUP,
-    `atoll stop`); `audit` has a 3.
+    """Returns the exit code: 0 done, 1 failed, 2 wrong usage or input, 130 interrupted (Ctrl-C, SIGTERM,
+    SIGHUP, `atoll stop`); `audit` has a 3.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(

@@ -105,6 +105,15 @@ def withhold_tokens() -> None:
         os.environ.pop(variable, None)
 
 
+def bypass_proxies_on_loopback() -> None:
+    """From now on, HTTP clients in this process and its children ignore `http_proxy` and the like for
+    loopback addresses: SGLang's server asks itself, agents ask a gateway."""
+    given = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+    if given.strip() != "*":  # all hosts, if nothing else is listed
+        given = ",".join(filter(None, (given, "localhost", "127.0.0.1", "::1")))
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = given
+
+
 def secret(reference: str) -> str:
     """The secret that "env:VARIABLE" refers to. Raises ConfigError if the variable is not set."""
     variable = reference.removeprefix("env:")

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 import grpc.aio
 
 from atoll.config.errors import ConfigError
-from atoll.config.load import access_token, read_resolved, trainer_rank
+from atoll.config.load import access_token, bypass_proxies_on_loopback, read_resolved, trainer_rank
 from atoll.config.schema import Role, RunConfig
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
@@ -92,6 +92,7 @@ def run_service(
     """
     arguments = parse_arguments(service)
     configure_logging(arguments.name)
+    bypass_proxies_on_loopback()
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(_serve(service, build, arguments))

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shutil
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
@@ -48,10 +49,17 @@ def make(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="session")
 def whole(make: Make, assets: Path) -> RunConfig:
-    """An uninterrupted on-policy run, and nothing is left of it but its folder."""
+    """An uninterrupted on-policy run, and nothing is left of it but its folder. The proxy of its environment
+    is not connected to."""
     config = make("whole", validation={"sets": [{"name": "sums", "path": assets / "validation.parquet"}]})
     before = set(psutil.Process().children(recursive=True))
-    assert launch(config, watch, resume=False)
+    with pytest.MonkeyPatch.context() as environment, socket.create_server(("127.0.0.1", 0)) as proxy:
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            environment.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        assert launch(config, watch, resume=False)
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
     assert set(psutil.Process().children(recursive=True)) <= before
     return config
 

@@ -1,12 +1,16 @@
 """Configs: what a file may be built on, and which combinations are refused with which words."""
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.request import proxy_bypass
 
+import openai
 import pytest
 
 from atoll.config.errors import ConfigError
-from atoll.config.load import load, read_resolved, write_resolved
+from atoll.config.load import bypass_proxies_on_loopback, load, read_resolved, write_resolved
+from tests.http_servers import raw_http, reply
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -562,3 +566,34 @@ def test_the_dump_switch_of_earlier_versions_still_says_what_is_kept(
 
 def test_an_age_that_earlier_versions_replaced_is_waited_for(toy: Path) -> None:
     assert load(toy, ["coordinator.on_age=replace"]).coordinator.on_age == "wait"
+
+
+@pytest.mark.parametrize(
+    ("given", "is_direct"), [("", False), ("localhost", False), ("judge.example", True), ("*", True)]
+)
+def test_loopback_is_added_to_the_hosts_without_a_proxy(
+    given: str, is_direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", given)
+    bypass_proxies_on_loopback()
+    assert all(proxy_bypass(host) for host in ("127.0.0.1", "127.0.0.1:8000", "localhost"))
+    assert bool(proxy_bypass("judge.example")) == is_direct
+
+
+async def test_an_agents_own_client_reaches_a_gateway_beside_a_dead_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def models(_request: object) -> AsyncIterator[bytes]:
+        yield reply({"object": "list", "data": []})
+
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "")
+    bypass_proxies_on_loopback()
+    async with raw_http(models) as gateway:
+        client = openai.AsyncOpenAI(api_key="k", base_url=gateway.url, max_retries=0)
+        assert (await client.models.list()).data == []
+        await client.close()
