@@ -4,6 +4,7 @@ reward hacks."""
 import asyncio
 import gzip
 import json
+import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -446,6 +447,12 @@ def f(x): raise E
 
 # exceptions in a group
 def f(x): raise ExceptionGroup("", [ValueError()])
+
+# no more items
+def f(x): raise StopIteration
+
+# no more items, later
+def f(x): raise StopAsyncIteration
 """
 SEND = """
 import os
@@ -524,6 +531,13 @@ def f():
             "nowhere",
         ),
         ({"test": "def check(candidate):\n    assert 1 == 1", "entry_point": "f"}, "never call the response"),
+        (
+            {
+                "test": "def check(candidate):\n    assert candidate(1) in (0, 1) and helper(2)",
+                "entry_point": "f",
+            },
+            "NameError: name 'helper'",  # whatever the response returns
+        ),
         ({"test_list": ["assert f(lambda x: x) == 1"]}, "it calls f with builtins.function"),
         ({"test_list": ["assert f(1) == 1"], "test_setup_code": "1 / 0"}, "ZeroDivisionError"),
         ({"fn_name": "f", "inputs": [["a" * 5_000_000]], "outputs": [1]}, "a value of "),
@@ -552,6 +566,36 @@ async def test_tests_that_choke_on_a_value_are_the_responses_fault(sandbox: Sand
     tests = {"test_list": ["assert len(f(1)) == 3"]}
     grade = await code(item("def f(x): return None", tests), sandbox)
     assert (grade.value, grade.reason.partition(":")[0]) == (0.0, "wrong answer")
+
+
+@pytest.mark.parametrize(
+    ("case", "response"),
+    [
+        ("assert eval(f(2)) == 4", "def f(x): return 'nothing'"),  # a NameError
+        ("exec(f(2))\nassert f(3) == 9", "def f(x): return 'import nothing'"),
+        ("assert f([f(2)]) == 4", f"def f(x): return {'[' * 99 + ']' * 99}"),  # nested too deep
+        ("assert {}[f(2)] == 4", "def f(x): return x"),
+        ("assert all(map(f, [2])) and f(2) == 4", "def f(x): raise StopIteration"),
+        ("for n, got in zip([2], map(f, [2])): assert got == n * n", "def f(x): raise StopIteration"),
+        ("async def g():\n    async for got in h(): assert got\nasync def h():\n    yield f(2)\n"
+         "import asyncio; asyncio.run(g())", "def f(x): raise StopAsyncIteration"),
+    ],
+)  # fmt: skip
+async def test_what_the_response_returned_or_raised_is_never_the_tests_fault(
+    sandbox: Sandbox, case: str, response: str
+) -> None:
+    tests = {"test": f"def check(candidate):\n{textwrap.indent(case, '    ')}", "entry_point": "f"}
+    for rows in tests, {"test_list": [case]}:
+        grade = await code(item(response, rows), sandbox)
+        assert grade.value == 0.0
+        assert grade.reason.partition(":")[0] in ("wrong answer", "exception"), grade
+
+
+async def test_a_response_that_fails_outside_of_all_cases(sandbox: Sandbox) -> None:
+    tests = {"test": "first = f(2)\ndef check(candidate):\n    assert first == 4", "entry_point": "f"}
+    assert await code(item("def f(x): return x * x", tests), sandbox) == Grade(1.0, "passed")
+    grade = await code(item("def f(x): return x / 0", tests), sandbox)
+    assert (grade.value, grade.reason) == (0.0, "exception: case 1: ZeroDivisionError: division by zero")
 
 
 async def test_verdicts_of_a_panel(sandbox: Sandbox) -> None:

@@ -247,6 +247,16 @@ def test_mbpp() -> None:
     assert as_list.functions == ("f", "similar")
 
 
+def test_kodcode() -> None:
+    cases = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
+    tests = read_tests(json.dumps({"assert_case": cases}), {})
+    assert isinstance(tests, AssertTests)
+    assert (tests.functions, tests.num_cases) == (("add",), 2)
+    assert tests == read_tests(json.dumps(cases), {})  # as MBPP's
+    with_verls_fields = {"inputs": ["", ""], "outputs": [None, None], "assert_case": cases}
+    assert read_tests(json.dumps(with_verls_fields), {}) == tests
+
+
 def test_mbpp_functions_that_are_called_like_builtins() -> None:
     tests = read_tests('["assert sum(10, 15) == 6"]', {})
     assert isinstance(tests, AssertTests)
@@ -270,6 +280,8 @@ def test_calls_of_apps_and_verl() -> None:
 def test_programs_of_apps_and_livecodebench() -> None:
     apps = {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7", "8"]], "fn_name": None}
     assert read_tests(json.dumps(apps), {}) == OutputTests((("1 2\n", "3\n"), ("3\n4", "7\n8")))
+    no_stdin = {"inputs": [None], "outputs": ["7"]}
+    assert read_tests(json.dumps(no_stdin), {}) == OutputTests((("", "7"),))
     live = [{"input": "1 2", "output": "3", "testtype": "stdin"}]
     assert read_tests(json.dumps(live), {}) == OutputTests((("1 2", "3"),))
 
@@ -286,7 +298,10 @@ def test_calls_of_livecodebench() -> None:
     ("ground_truth", "says"),
     [
         ("", "no test cases .* got the fields none"),
-        ('{"answer": 1}', "got the fields answer, expected one of test, test_list, inputs, test_cases"),
+        (
+            '{"answer": 1}',
+            "got the fields answer, expected one of test, test_list, assert_case, inputs, test_cases",
+        ),
         ('{"inputs": ["1"]}', "outputs: Field required"),
         ('{"inputs": ["1"], "outputs": []}', "got 1 inputs and 0 outputs"),
         ('{"inputs": [], "outputs": []}', "got none, expected at least one"),

@@ -16,6 +16,7 @@ import json
 import os
 import reprlib
 import sys
+import traceback
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ CALL, REPORT = b"c", b"r"  # from the tests: (number, function, arguments, keywo
 ANSWER, FAILURE = b"a", b"f"  # to the tests: [number, "value" or a failure's kind, content]; (kind, detail)
 
 _DICTS = (dict, Counter, OrderedDict, defaultdict)  # equal under ==
+
+SETUP, TESTS = "setup.py", "tests.py"  # the tests' own text, in tracebacks
 
 FAILURES = ("compile error", "exception", "memory", "wrong answer")  # as the response's program reports them
 
@@ -209,7 +212,7 @@ class Judge:
         try:
             yield
         except (Exception, Failed) as error:
-            self.verdicts.append(self._failure(error, text))
+            self.verdicts.append(self.failure(error, text))
             if not self._keep_going:
                 raise
         else:
@@ -220,7 +223,8 @@ class Judge:
         try:
             call = encode((self._num_calls, name, arguments, keywords))
         except ValueError as error:
-            raise Failed("broken", f"it calls {name} with {error}, expected plain data") from None
+            kind = "wrong answer" if self._got else "broken"  # it may pass on what the response returned
+            raise Failed(kind, f"it calls {name} with {error}, expected plain data") from None
         send(CALL + call)
         frame = receive()
         if frame is None:
@@ -236,14 +240,15 @@ class Judge:
             raise self._raised
         raise Failed(kind, content)
 
-    def _failure(self, error: BaseException, text: str) -> Verdict:
+    def failure(self, error: BaseException, text: str) -> Verdict:
+        """Tests are broken if they fail before they call the response, or lack a name or a module. Any other
+        error may be due to what the response returned."""
         if isinstance(error, Failed):
             return error.kind, error.detail
         if error is self._raised:
             return "exception", self._raised_text
         described = _describe_exception(error)
-        tests_own = isinstance(error, NameError | ImportError) and not self.failed
-        if self._num_calls == 0 or tests_own:
+        if self._num_calls == 0 or (_lacks_a_name(error) and not self.failed):
             return "broken", f"{text} raised {described}"
         if isinstance(error, AssertionError):
             return "wrong answer", f"{text}{self._got}"
@@ -261,12 +266,12 @@ def judge(setup: str, tests: str, functions: Sequence[str], keep_going: bool) ->
     state = Judge(keep_going)
     namespace: dict[str, Any] = {"__name__": "tests"}
     try:
-        exec(compile(setup, "setup.py", "exec"), namespace)
+        exec(compile(setup, SETUP, "exec"), namespace)
         namespace |= {name: state.function(name) for name in functions} | {"__case__": state.case}
-        exec(compile(tests, "tests.py", "exec"), namespace)
+        exec(compile(tests, TESTS, "exec"), namespace)
     except (Exception, Failed) as error:
         if not state.failed:
-            state.verdicts.append(("broken", _describe_exception(error)))
+            state.verdicts.append(state.failure(error, "the code around the cases"))
     send(REPORT + encode(state.verdicts))
 
 
@@ -288,11 +293,23 @@ def read_answer(frame: bytes, number: int, decode: Callable[[bytes], Any] = deco
         return "wrong answer", f"its program sent {error}"
 
 
+def _lacks_a_name(error: BaseException) -> bool:
+    """Whether the tests' own text lacks it, not text that the response returned and the tests execute."""
+    if not isinstance(error, NameError | ImportError):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_code.co_filename in (SETUP, TESTS)
+
+
+# StopIteration would end `all(map(candidate, ...))` as if all were well.
+_NOT_PASSED_ON = (BaseExceptionGroup, StopIteration, StopAsyncIteration)
+
+
 def _exception(text: str) -> BaseException:
     """The response's exception as the tests may expect it: a built-in one, found by its name."""
     name, _, message = text.partition(": ")
     kind = vars(builtins).get(name)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, BaseExceptionGroup):
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _NOT_PASSED_ON):
         return kind.__new__(kind, message)  # not its constructor: some take more than a message
     return Failed("exception", text)
 

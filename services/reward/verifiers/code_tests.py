@@ -4,6 +4,7 @@ A row's fields are read from `ground_truth` if it is a JSON object, and from `ex
 
 * HumanEval: `test` defines check(candidate), `entry_point` names the function, `prompt` is its beginning
 * MBPP: `test_list` of statements, `test_setup_code`, `test_imports`
+* KodCode, as verl has it: `assert_case`, a list like MBPP's
 * APPS, TACO, code contests, verl: `inputs` and `outputs`; with `fn_name` one call each, otherwise one program
   run each. A call has a list of arguments and a result, or both as text with one JSON value per line
 * LiveCodeBench: `test_cases`, a list of {input, output, testtype, metadata: {func_name}}
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from pydantic import BaseModel, Json, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, Json, ValidationError
 
 from atoll.runtime.errors import UserError
 
@@ -79,7 +80,7 @@ class _HumanEval(BaseModel):
 
 
 class _Mbpp(BaseModel):
-    test_list: Json[list[str]] | list[str]
+    test_list: Json[list[str]] | list[str] = Field(validation_alias=AliasChoices("test_list", "assert_case"))
     test_setup_code: str = ""
     test_imports: Json[list[str]] | list[str] = []
 
@@ -105,7 +106,9 @@ class _InputsOutputs(BaseModel):
             raise ValueError(f"got {len(self.inputs)} inputs and {len(self.outputs)} outputs")
         if not self.fn_name:
             pairs = zip(self.inputs, self.outputs, strict=True)
-            return OutputTests(tuple((_lines(given), _lines(expected)) for given, expected in pairs))
+            return OutputTests(
+                tuple(("" if given is None else _lines(given), _lines(expected)) for given, expected in pairs)
+            )
         arguments = [_with_int_keys(_arguments(given)) for given in self.inputs]
         results = [
             _json(output) if isinstance(given, str) and isinstance(output, str) else output
@@ -145,6 +148,7 @@ class _LiveCodeBench(BaseModel):
 _FORMATS: Mapping[str, type[_HumanEval | _Mbpp | _InputsOutputs | _LiveCodeBench]] = {  # by a field of each
     "test": _HumanEval,
     "test_list": _Mbpp,
+    "assert_case": _Mbpp,  # before `inputs`: verl adds empty ones
     "inputs": _InputsOutputs,
     "test_cases": _LiveCodeBench,
 }
