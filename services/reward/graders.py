@@ -10,6 +10,7 @@ from atoll.config.functions import load
 from atoll.config.schema import GraderConfig
 from atoll.reward.isolated_grader import IsolatedGrader
 from atoll.reward.sandbox.base import Sandbox
+from atoll.reward.sandbox.program_slots import ProgramSlots
 from atoll.reward.score import (
     GRADERS,
     ISOLATED,
@@ -78,19 +79,22 @@ class InlineGrader:
 
 
 class SandboxedGrader:
-    """Runs in the service, with programs in its sandbox."""
+    """Runs in the service, with programs in its sandbox. A response whose programs all sleep makes room for
+    the next one, as programs do in the sandbox; one that computes keeps its place, since others beside it
+    would take the time that its deadlines assume."""
 
     def __init__(self, config: GraderConfig, sandbox: Sandbox, programs: int) -> None:
         self._grade: Callable[..., Any] = load(config, GRADERS)
         self._sandbox = sandbox
         self._deadline_s = config.deadline_s
-        self._free = asyncio.Semaphore(config.concurrency or programs)
+        self._places = ProgramSlots(config.concurrency or programs)
 
     async def grade(self, item: ScoreItem) -> Outcome:
-        async with self._free:
+        async with self._places.acquire() as step_aside:
+            sandbox = self._sandbox.watched(step_aside)
             try:
                 async with asyncio.timeout(self._deadline_s):
-                    return check_grade(await self._grade(item, self._sandbox))
+                    return check_grade(await self._grade(item, sandbox))
             except TimeoutError:  # programs have their own limits: the machine is slow
                 cause = f"no grade within {self._deadline_s:g} s (deadline_s)"
                 return Failure(cause, retryable=True, timed_out=True)

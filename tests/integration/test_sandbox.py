@@ -22,6 +22,7 @@ import pytest_asyncio
 
 from atoll.reward.sandbox.base import CHANNEL_FD, MAX_FRAME_BYTES, Sandbox
 from atoll.reward.sandbox.host import start_sandbox
+from atoll.reward.sandbox.zygote import STILL_S
 from atoll.runtime.errors import SandboxError, UserError
 from atoll.wire.types import Execution, ProgramLimits, ProgramStatus
 
@@ -375,8 +376,25 @@ async def test_a_dialogue_that_something_else_ends_is_an_error(sandbox: Sandbox)
             await dialogue.end()
 
 
-@pytest.mark.parametrize("namespaces", [True, False])
-async def test_a_service_that_is_killed_takes_all_with_it(namespaces: bool, tmp_path: Path) -> None:
+async def test_a_zygote_and_its_programs_that_stand_still_are_an_error(sandbox: Sandbox) -> None:
+    """As under `docker pause`. The program has not had the time that its deadline assumes."""
+    task = asyncio.create_task(run(sandbox, "while True: pass", timeout_s=1.0))
+    await _until(lambda: len(_programs()) == 1)
+    paused = [process for zygote in _zygotes() for process in (zygote, *zygote.children(recursive=True))]
+    for process in paused:
+        process.suspend()
+    await asyncio.sleep(STILL_S + 0.5)  # the deadline passes, too
+    for process in paused:
+        with suppress(psutil.NoSuchProcess):  # the zygote has ended, and its program with it
+            process.resume()
+    with pytest.raises(SandboxError, match="zygote exited"):
+        await task
+
+
+@pytest.mark.parametrize(("namespaces", "stopped"), [(True, False), (False, False), (True, True)])
+async def test_a_service_that_is_killed_takes_all_with_it(
+    namespaces: bool, stopped: bool, tmp_path: Path
+) -> None:
     script = f"""
 import asyncio
 from atoll.reward.sandbox.host import start_sandbox
@@ -396,6 +414,8 @@ asyncio.run(main())
         assert await asyncio.to_thread(service.stdout.readline) == b"running\n"
         others = psutil.Process(service.pid).children(recursive=True)
         assert len(others) == (5 if namespaces else 3)  # two zygotes with their parents, and a program
+        for process in others * stopped:
+            process.suspend()
         service.send_signal(signal.SIGKILL)
     _, alive = await asyncio.to_thread(psutil.wait_procs, others, 10.0)
     assert not alive

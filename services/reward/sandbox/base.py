@@ -5,6 +5,7 @@ access only its own memory, its standard streams and (with namespaces) a working
 and is gone, with all its children, when the call returns.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -42,7 +43,14 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def close(self) -> None: ...
+    def watched(self, when_all_sleep: Callable[[], None]) -> "Sandbox":
+        """The same sandbox for one caller. Calls `when_all_sleep`, perhaps repeatedly, if all programs that
+        this caller runs at that moment sleep."""
+        ...
+
+    async def close(self) -> None:
+        """Running and waiting programs end with a SandboxError."""
+        ...
 
 
 CHANNEL_FD = 3

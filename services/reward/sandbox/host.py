@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,9 @@ from pathlib import Path
 from atoll.reward.sandbox import seccomp
 from atoll.reward.sandbox.attacks import run_attacks
 from atoll.reward.sandbox.base import Dialogue, Sandbox
-from atoll.reward.sandbox.processes import ProgramProcess, ZygoteProcess, ZygoteSettings
-from atoll.reward.sandbox.program_slots import ProgramSlots
+from atoll.reward.sandbox.processes import ProgramProcess, ZygoteSettings
+from atoll.reward.sandbox.program_slots import ProgramSlots, SleepWatch
+from atoll.reward.sandbox.zygote_pool import ZygotePool
 from atoll.runtime.errors import SandboxError, UserError
 from atoll.wire.types import Execution, ProgramLimits
 
@@ -50,30 +51,21 @@ async def start_sandbox(
 
 
 class ForkSandbox:
-    """Implements Sandbox. One zygote per core; programs go to the least busy one, and a dead one is replaced
-    on demand.
-    """
+    """Implements Sandbox. One zygote per core; programs go to the least busy one."""
 
-    def __init__(self, programs: int, settings: ZygoteSettings, zygotes: Sequence[ZygoteProcess]) -> None:
-        self.tier = "landlock, seccomp" + (", namespaces" if settings.namespaces else "")
-        self._settings = settings
-        self._zygotes = list(zygotes)
-        self._slots = ProgramSlots(programs)
-        self._replacing = asyncio.Lock()
-        self._is_open = True
+    def __init__(self, tier: str, zygotes: ZygotePool, slots: ProgramSlots, watch: SleepWatch) -> None:
+        self.tier = tier
+        self._zygotes, self._slots, self._watch = zygotes, slots, watch
 
     @classmethod
     async def start(cls, programs: int, settings: ZygoteSettings) -> "ForkSandbox":
         """Does not run the attacks."""
-        count = min(programs, len(os.sched_getaffinity(0)))
-        starting = [asyncio.create_task(ZygoteProcess.start(settings)) for _ in range(count)]
-        await asyncio.wait(starting)
-        if failed := [error for task in starting if (error := task.exception())]:
-            for task in starting:
-                if not task.exception():
-                    task.result().close()
-            raise failed[0]
-        return cls(programs, settings, [task.result() for task in starting])
+        tier = "landlock, seccomp" + (", namespaces" if settings.namespaces else "")
+        zygotes = await ZygotePool.start(min(programs, len(os.sched_getaffinity(0))), settings)
+        return cls(tier, zygotes, ProgramSlots(programs), SleepWatch(lambda: None))
+
+    def watched(self, when_all_sleep: Callable[[], None]) -> "ForkSandbox":
+        return ForkSandbox(self.tier, self._zygotes, self._slots, SleepWatch(when_all_sleep))
 
     async def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
         async with (
@@ -95,31 +87,26 @@ class ForkSandbox:
             yield program
 
     async def close(self) -> None:
-        """Running and waiting programs end with a SandboxError."""
-        async with self._replacing:
-            self._is_open = False
-            for zygote in self._zygotes:
-                zygote.close()
+        await self._zygotes.close()
 
     @asynccontextmanager
     async def _program(
         self, source: str, stdin: bytes, limits: ProgramLimits, talks: bool, park: Callable[[], None]
     ) -> AsyncIterator[ProgramProcess]:
-        program = ProgramProcess(await self._least_busy(), source, stdin, limits, talks, park)
-        try:
-            yield program
-        finally:
-            await program.terminate()
+        with self._watch.program() as fall_asleep:
 
-    async def _least_busy(self) -> ZygoteProcess:
-        async with self._replacing:
-            if not self._is_open:
-                raise SandboxError("the sandbox is closed")
-            for i, zygote in enumerate(self._zygotes):
-                if not zygote.is_alive:
-                    log.warning("sandbox zygote exited, starting another")
-                    self._zygotes[i] = await ZygoteProcess.start(self._settings)
-        return min(self._zygotes, key=lambda zygote: zygote.num_programs)
+            def step_aside(sleeps: bool) -> None:
+                park()
+                if sleeps:
+                    fall_asleep()
+
+            program = ProgramProcess(
+                await self._zygotes.least_busy(), source, stdin, limits, talks, step_aside
+            )
+            try:
+                yield program
+            finally:
+                await program.terminate()
 
 
 async def _probe(settings: ZygoteSettings) -> bool:

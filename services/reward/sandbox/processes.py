@@ -58,7 +58,7 @@ class ZygoteProcess:
 
     def __init__(self, process: subprocess.Popen[bytes], wire: socket.socket) -> None:
         self._process, self._wire = process, wire
-        self._runs: dict[int, tuple[asyncio.Future[tuple[int, float]], Callable[[], None]]] = {}
+        self._runs: dict[int, tuple[asyncio.Future[tuple[int, float]], Callable[[bool], None]]] = {}
         self._numbers = itertools.count()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(wire, self._read)
@@ -73,17 +73,21 @@ class ZygoteProcess:
             boot = _BOOT.format(
                 sources=sources, socket=theirs.fileno(), namespaces=settings.namespaces, calls=settings.calls
             )
-            process = await asyncio.to_thread(_spawn, settings, boot, theirs.fileno())
+            # not in a thread of a pool: a zygote is killed when the thread that started it ends
+            process = _spawn(settings, boot, theirs.fileno())
         ours.setblocking(False)
+        said = b""
         try:
             async with asyncio.timeout(START_S):
                 said = await asyncio.get_running_loop().sock_recv(ours, _REPORT_BYTES)
         except TimeoutError:
             said = f"nothing within {START_S:.0f} s".encode()
+        finally:
+            if said != zygote.READY:  # or cancelled
+                process.kill()
+                process.wait()
+                ours.close()
         if said != zygote.READY:
-            process.kill()
-            process.wait()
-            ours.close()
             raise SandboxError(f"the sandbox zygote did not start:  {said.decode()!r}")
         return cls(process, ours)
 
@@ -92,17 +96,19 @@ class ZygoteProcess:
         return len(self._runs)
 
     def order(
-        self, limits: ProgramLimits, descriptors: list[int], park: Callable[[], None]
+        self, limits: ProgramLimits, descriptors: list[int], park: Callable[[bool], None]
     ) -> tuple[int, asyncio.Future[tuple[int, float]]]:
         """Starts a program. Returns its number, and its wait status and CPU seconds once it is gone;
-        SandboxError if the zygote is gone first. Calls `park` at most once before that."""
+        SandboxError if the zygote is gone first. Calls `park` at most once before that. Raises OSError if the
+        zygote is already gone."""
         run, end = next(self._numbers), self._loop.create_future()
-        self._runs[run] = end, park
         limit = zygote.ORDER.pack(run, False, limits.memory_bytes, limits.disk_bytes, cpu_limit_s(limits))
         try:
             socket.send_fds(self._wire, [limit], descriptors)
         except OSError:
             self.close()
+            raise
+        self._runs[run] = end, park
         return run, end
 
     def kill(self, run: int) -> None:
@@ -150,7 +156,7 @@ class ZygoteProcess:
         run, has_ended, status, cpu_s = zygote.REPORT.unpack(message)
         end, park = self._runs[run]
         if not has_ended:
-            park()
+            park(bool(status))
             return
         del self._runs[run]
         if not end.done():
@@ -189,10 +195,10 @@ class ProgramProcess:
         stdin: bytes,
         limits: ProgramLimits,
         talks: bool,
-        park: Callable[[], None],
+        park: Callable[[bool], None],
     ) -> None:
-        """`talks`: it has a channel. `park` is called if it sleeps or has used up its share. Raises
-        SandboxError if this process has run out of descriptors."""
+        """`talks`: it has a channel. `park` is called if it sleeps (True) or has used up its share (False).
+        Raises SandboxError if this process has run out of descriptors, or the zygote is gone."""
         self._zygote, self._limits = zygote, limits
         self._loop = asyncio.get_running_loop()
         self._killed_for: tuple[ProgramStatus, str] | None = None
@@ -216,6 +222,8 @@ class ProgramProcess:
         except OSError as error:
             for captured in self._captured:
                 captured.close()
+            if self._channel is not None:
+                self._channel.close()
             raise SandboxError(f"a program cannot be started: {error}") from error
         finally:
             for descriptor in theirs:
@@ -261,10 +269,11 @@ class ProgramProcess:
         return None
 
     async def terminate(self) -> None:
-        """Ends it if it still runs, and waits for its end. Never raises."""
+        """Ends it if it still runs, and waits for its end. Never raises, and returns even if no end is
+        reported."""
         self._kill(ProgramStatus.OK, "ended by the host")
         try:
-            await asyncio.wait([self._end])
+            await asyncio.wait([self._end], timeout=KILL_S + END_S)
         finally:
             if self._channel is not None:
                 self._channel.close()

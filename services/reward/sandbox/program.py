@@ -90,8 +90,8 @@ def _lock_in(order: ProgramOrder, walls: Confinement) -> bytes:
         source = file.read()
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     walls.ruleset.restrict_self()
-    _limit(order, walls)
     _take_streams(order.streams)
+    _limit(order, walls)  # only now: the zygote's descriptors, one per running program, are closed
     kernel.drop_capabilities()
     kernel.filter_system_calls(walls.filter)
     return source

@@ -1,8 +1,8 @@
-"""Limits how many programs run concurrently."""
+"""Limits how many programs run concurrently, and detects callers whose programs all sleep."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 MAX_PARKED_PER_SLOT = 7
 
@@ -39,3 +39,31 @@ class ProgramSlots:
                 self._free.release()
             else:
                 self._parking_left += 1
+
+
+class SleepWatch:
+    """Calls `when_all_sleep` if all programs that run under it sleep. One that uses up CPU time does not."""
+
+    def __init__(self, when_all_sleep: Callable[[], None]) -> None:
+        self._when_all_sleep = when_all_sleep
+        self._asleep: dict[object, bool] = {}  # by running program
+
+    @contextmanager
+    def program(self) -> Iterator[Callable[[], None]]:
+        """Yields a function to call when the program sleeps."""
+        program = object()
+        self._asleep[program] = False
+
+        def fall_asleep() -> None:
+            self._asleep[program] = True
+            self._check()
+
+        try:
+            yield fall_asleep
+        finally:
+            del self._asleep[program]
+            self._check()
+
+    def _check(self) -> None:
+        if self._asleep and all(self._asleep.values()):
+            self._when_all_sleep()

@@ -25,11 +25,14 @@ from atoll.reward.sandbox import kernel, landlock, namespaces, program
 # of program.STREAMS
 ORDER = struct.Struct("<I?QQI")
 # Run, whether it has ended, status as of waitpid, seconds of CPU time. Before its end a run may be reported
-# once, to be parked: it sleeps, or has got the lowest priority.
+# once, to be parked: it sleeps (status 1), or has got the lowest priority (status 0).
 REPORT = struct.Struct("<I?id")
 READY = b"ready"  # the first message; any other is an error
 
-LOOK_S = 0.25
+LOOK_S = 0.1
+# A zygote that stands still for this long (SIGSTOP, a frozen cgroup) ends with its programs, which may have
+# stood still as well: their deadlines would end them for no fault of theirs.
+STILL_S = 2.0
 # of CPU time, after which a program gets the lowest priority, to limit what busy loops take from others
 SHARE_S, NICENESS_AFTER = 0.5, 19
 
@@ -44,7 +47,8 @@ PRELOADED_MODULES = """
 
 
 def main(descriptor: int, with_namespaces: bool, filter: bytes) -> None:
-    """Ends with the host: when its socket closes, or the parent process is gone."""
+    """Ends with the host: when its socket closes, or the parent process is gone. Even if it is stopped: the
+    kernel kills it with the thread of the host that started it."""
     host = socket.socket(fileno=descriptor)
     host_process = os.pidfd_open(os.getppid())
     try:
@@ -56,6 +60,9 @@ def main(descriptor: int, with_namespaces: bool, filter: bytes) -> None:
         readable = [path for path in sys.path if os.path.isdir(path)]
         if with_namespaces:
             namespaces.enter([*readable, os.devnull])
+        # after entering a user namespace, which resets it
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if with_namespaces:
             _leave_to_child()
         walls = program.Confinement(
             _ruleset(readable, with_namespaces), filter, with_namespaces, os.pidfd_open(os.getpid())
@@ -115,13 +122,19 @@ class Zygote:
         self._poll = select.poll()
 
     def serve(self, host_process: int) -> None:
-        """Forks for each order and reports each end, until the host is gone. Waits for orders and ends, and
-        checks running programs every LOOK_S; never waits for a single program."""
-        look_at = 0.0
+        """Forks for each order and reports each end, until the host is gone or this process has stood still
+        for STILL_S. Waits for orders and ends, and checks running programs every LOOK_S; never waits for a
+        single program."""
+        look_at = awake_at = 0.0
         self._poll.register(self._host, select.POLLIN)
         self._poll.register(host_process, select.POLLIN)
         while True:
-            for descriptor, _ in self._poll.poll(LOOK_S * 1000 if self._programs else None):
+            is_busy = bool(self._programs)
+            events = self._poll.poll(LOOK_S * 1000 if is_busy else None)
+            stood_since, awake_at = awake_at, time.monotonic()
+            if is_busy and awake_at - stood_since > LOOK_S + STILL_S:
+                return
+            for descriptor, _ in events:
                 if descriptor in self._ends:
                     self._report(descriptor)
                 elif descriptor == host_process or not self._obey():
@@ -179,7 +192,7 @@ class Zygote:
                     os.setpriority(os.PRIO_PGRP, running.process, NICENESS_AFTER)  # of all its threads
             if (is_greedy or sleeps) and not running.is_parked:
                 running.is_parked = True
-                self._host.send(REPORT.pack(run, False, 0, cpu_s))
+                self._host.send(REPORT.pack(run, False, not is_greedy, cpu_s))
 
 
 def _cpu_clock(process: int) -> int:

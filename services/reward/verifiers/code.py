@@ -24,7 +24,9 @@ from atoll.reward.verifiers.code_tests import AssertTests, CallTests, OutputTest
 from atoll.runtime.errors import UserError
 from atoll.wire.types import Execution, Grade, ProgramLimits, ProgramStatus, ScoreItem
 
-RUNS_AHEAD = 4  # programs of one response at once
+# Programs of one response at once: with more, a few responses that sleep in every case would take all places
+# of the sandbox for programs that sleep.
+RUNS_AHEAD = 2
 
 # Compiled once, by an interpreter of the sandbox's version: in the sandbox, it would take as long as a
 # program does.
