@@ -1,23 +1,30 @@
 """The maths grader: verdicts per CPU second and core, and how its verdicts compare with math-verify's alone.
 
-`python -m benchmarks.reward_maths` prints the comparison by family of the pairs in tests/data/maths.
+`python -m benchmarks.reward_maths` prints the comparison by family of the pairs in tests/data/maths;
+`python -m benchmarks.reward_maths expensive` how long honest responses take beside expensive ones.
 """
 
+import asyncio
 import json
 import random
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as DeadlineError
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from math_verify import parse, verify
 from pebble import ProcessExpired, ProcessPool
 
+from atoll.config.schema import GraderConfig, RewardSection
+from atoll.reward.graders import GraderPanel
+from atoll.reward.service import start_panel
 from atoll.reward.verifiers.maths import grade_quickly, maths
-from atoll.wire.types import FinishReason, GroupId, SampleId, ScoreItem
+from atoll.wire.types import FinishReason, Graded, GroupId, SampleId, ScoreItem
 
 PAIRS = Path(__file__).parents[1] / "tests" / "data" / "maths" / "pairs.jsonl"
 DEADLINE_S = 10
@@ -130,5 +137,48 @@ def _math_verify(response: str, truth: str) -> bool:
     return bool(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
 
 
+# the first is refused beforehand, the second takes SymPy more than the budget
+EXPENSIVE = {"towers": r"\boxed{e^{e^{e^{e^{e^{x}}}}}}", "over budget": r"\boxed{e^{e^{e^{20x}}}}"}
+
+
+async def beside_expensive(num_honest: int = 100, num_expensive: int = 3) -> dict[str, float]:
+    """Seconds for honest responses, all of which need math-verify: alone, and behind expensive ones."""
+    config = GraderConfig(name="maths")
+    async with AsyncExitStack() as resources:
+        panel, _ = await start_panel(RewardSection(graders=(config,)), resources)
+        resources.push_async_callback(panel.retire)
+        await _seconds(panel, [_expression(0)[0]], 1)  # starts a worker
+        seconds = {"alone": await _seconds(panel, _honest(0, num_honest), num_honest)}
+        for number, (kind, response) in enumerate(EXPENSIVE.items(), start=1):
+            first = [_item(response, f"x^{n + 2}")._replace(id=_id(1000 + n)) for n in range(num_expensive)]
+            seconds[kind] = await _seconds(panel, [*first, *_honest(number, num_honest)], num_honest)
+    return seconds
+
+
+async def _seconds(panel: GraderPanel, items: Sequence[ScoreItem], num_honest: int) -> float:
+    """Until the last `num_honest` items have their verdicts."""
+    left, begun, ended = {item.id for item in items[-num_honest:]}, time.perf_counter(), 0.0
+    async for verdicts in panel.verdicts(items):
+        assert all(isinstance(verdict, Graded) for verdict in verdicts), verdicts
+        left -= {verdict.id for verdict in verdicts}
+        if not left and not ended:
+            ended = time.perf_counter()
+    return ended - begun
+
+
+def _honest(number: int, count: int) -> list[ScoreItem]:
+    """Others for each number, so that no cache is hit."""
+    return [_expression(1 + number * count + i)[0]._replace(id=_id(i)) for i in range(count)]
+
+
+def _id(index: int) -> SampleId:
+    return SampleId(GroupId("maths", 0, 0), index)
+
+
 if __name__ == "__main__":
-    print(markdown(compare()))
+    if sys.argv[1:] == ["expensive"]:
+        took = asyncio.run(beside_expensive())
+        for name, seconds in took.items():
+            print(f"{name}: {seconds:.2f} s, {seconds / took['alone']:.2f} times as long as alone")
+    else:
+        print(markdown(compare()))

@@ -211,7 +211,9 @@ class FakeRun:
             journal=self.journal,  # type: ignore[arg-type]
             checkpoints=self.checkpoints,
         )
-        settings = LoopSettings(config.run, config.validation, config.checkpoint, config.guards)
+        settings = LoopSettings(
+            config.run, config.validation, config.checkpoint, config.guards, config.reward.graders
+        )
         begin = LoopStart(Version("a3f0", step), **{"step": step, "resumed": step > 0, **start})
         return Loop(settings, parts, begin, self.clock)
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "sessions": "show the open sessions of a run's agents, or one of them turn by turn",
     "audit": "show the fate of every sample of a run: trained, dropped, pending, lost",
     "samples": "print prompts, answers and rewards of a step or of a validation",
+    "grade": "grade the responses in a file with a grader of your own or a built-in one",
     "plan": "estimate device memory and weight-push time before starting a run",
     "conformance": "test whether a reward, tool or environment server follows its protocol",
     "doctor": "check this machine and say what is missing",

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from atoll.config import functions
 from atoll.config.errors import ConfigError
 from atoll.config.rules import violations
-from atoll.config.schema import RunConfig
+from atoll.config.schema import GraderConfig, RunConfig
 
 Tree = dict[str, typing.Any]
 
@@ -34,6 +34,17 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return validate(tree, str(path))
 
 
+def load_grader(name: str, overrides: Sequence[str] = ()) -> GraderConfig:
+    """A grader outside of any run, with overrides of its parameters and settings. Raises ConfigError."""
+    tree: Tree = {"name": name}
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return GraderConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentences(error))) from None
+
+
 def read_resolved(path: Path) -> RunConfig:
     """Reads the JSON written by `write_resolved`."""
     return validate(json.loads(path.read_text()), str(path))
@@ -47,10 +58,7 @@ def validate(tree: Tree, source: str) -> RunConfig:
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        sentences = [
-            _explain(problem["type"], problem["loc"], problem["msg"], problem.get("input"))
-            for problem in error.errors()
-        ]
+        sentences = _sentences(error)
     else:
         sentences = violations(config)
         if not sentences:
@@ -198,6 +206,13 @@ def _apply(tree: Tree, override: str) -> None:
             raise ConfigError(f"--set {override}: {table} is not a table")
         tree = below
     tree[leaf] = value
+
+
+def _sentences(error: ValidationError) -> list[str]:
+    return [
+        _explain(problem["type"], problem["loc"], problem["msg"], problem.get("input"))
+        for problem in error.errors()
+    ]
 
 
 def _explain(kind: str, location: tuple[int | str, ...], message: str, got: object) -> str:

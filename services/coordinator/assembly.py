@@ -80,6 +80,7 @@ class Assembly:
             [ServerGrader(servers, g.server, g.weight, timeout_s) for g in graders if g.server],
             asks_own=any(not grader.server for grader in graders),
             wait_timeout_s=timeout_s,
+            on_timeout=lambda note: self._control.report(note=note),
         )
         self._agent_hosts, self._gateways = AgentHosts(), Gateways()
         self._sync = (
@@ -254,7 +255,9 @@ class Assembly:
                 seconds=state.seconds,
                 resumed=True,
             )
-        settings = LoopSettings(config.run, config.validation, config.checkpoint, config.guards)
+        settings = LoopSettings(
+            config.run, config.validation, config.checkpoint, config.guards, config.reward.graders
+        )
         return Loop(settings, parts, start, time.monotonic)
 
     async def _resume(
@@ -308,7 +311,10 @@ class Assembly:
             dumps=self._dumps,
             meters=[
                 self._rewards.take_metrics,
-                lambda: {"timing_s/reward": self._rewards.take_seconds()},
+                lambda: {
+                    "timing_s/reward": self._rewards.take_seconds(),
+                    "reward/timeouts": self._rewards.take_timeouts(),
+                },
                 generation.take_metrics,
             ],
             evaluate=validate,

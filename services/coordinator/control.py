@@ -31,6 +31,7 @@ class RunProgress:
     num_steps: int = 0
     version: int = 0
     error: str = ""
+    note: str = ""  # advice on the step, shown if there is no error
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last finished step
     revision: int = 1
 

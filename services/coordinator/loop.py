@@ -10,13 +10,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from atoll.config.schema import CheckpointSection, GuardsSection, RunSection, ValidationSection
+from atoll.config.schema import CheckpointSection, GraderConfig, GuardsSection, RunSection, ValidationSection
 from atoll.coordinator.algorithm.algorithm import PreparedStep
 from atoll.coordinator.algorithm.guards import GuardLimits, check_divergence
 from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.journal.checkpoints import BestValidation, Checkpoints, CoordinatorState
 from atoll.coordinator.journal.journal import Journal
 from atoll.coordinator.learners import Learners
+from atoll.coordinator.rewards.advice import slow_grading_note
 from atoll.coordinator.steps import StepSource
 from atoll.coordinator.summary import MetricsRow, write_summary
 from atoll.coordinator.warmup import WarmUp
@@ -46,6 +47,7 @@ class LoopSettings:
     validation: ValidationSection
     checkpoint: CheckpointSection
     guards: GuardsSection
+    graders: tuple[GraderConfig, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -332,7 +334,9 @@ class Loop:
             return
         self._parts.metrics.write(self._step, metrics)
         self._rows.append(metrics)
-        await self._parts.control.report(step=self._step, version=self._version.number, metrics=metrics)
+        note = slow_grading_note(metrics, self._settings.graders)
+        version = self._version.number
+        await self._parts.control.report(step=self._step, version=version, metrics=metrics, note=note)
 
 
 def _timings(timer: StepTimer, step: MetricsRow) -> dict[str, float]:

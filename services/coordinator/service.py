@@ -67,7 +67,7 @@ class CoordinatorService(CoordinatorServicer):
                 step=progress.step,
                 num_steps=progress.num_steps,
                 version=progress.version,
-                error=progress.error,
+                error=progress.error or progress.note,
                 services=tuple(self._registry.services()),
                 metrics=progress.metrics,
                 revision=progress.revision,

@@ -168,7 +168,7 @@ class _GuardedTransport(httpx2.AsyncBaseTransport):
             await response.aclose()
             raise failed
         assert isinstance(response.stream, httpx2.AsyncByteStream)
-        response.stream = _BoundedStream(response.stream, self._where)
+        response.stream = _BoundedStream(response.stream, response.extensions["network_stream"], self._where)
         return response
 
     async def aclose(self) -> None:
@@ -182,8 +182,12 @@ def _authorities() -> ssl.SSLContext:
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    def __init__(self, stream: httpx2.AsyncByteStream, where: str) -> None:
+    """A response's body of bounded size. If the server sent more than one response, the connection is closed:
+    the next request would take the rest as its own response."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream, connection: Any, where: str) -> None:
         self._stream = stream
+        self._connection = connection
         self._where = where
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -197,7 +201,16 @@ class _BoundedStream(httpx2.AsyncByteStream):
             yield chunk
 
     async def aclose(self) -> None:
+        if _has_unread_bytes(self._stream):
+            await self._connection.aclose()  # before the pool may hand it to another request
         await self._stream.aclose()
+
+
+def _has_unread_bytes(stream: Any) -> bool:
+    """Whether bytes beyond this response have arrived. httpcore2 keeps them in its parser, without a public
+    name; bytes that arrive later it notices itself, before it uses the connection again."""
+    unread, _ = stream._httpcore_stream._stream._connection._h11_state.trailing_data
+    return bool(unread)
 
 
 def _check_url(server: ExternalServer) -> str:

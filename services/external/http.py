@@ -27,6 +27,7 @@ from atoll.external.responses import (
     Number,
     OptionsModel,
     ResponseModel,
+    excerpt,
     grade_each,
     number_field,
     parse_options,
@@ -58,12 +59,14 @@ class _Strict(ResponseModel):
 
 
 class _Reward(_Strict):
+    id: str | None = None
     value: Number
     components: dict[str, Number] = Field(default_factory=dict)
     reason: str = ""
 
 
 class _FailedVerdict(_Strict):
+    id: str | None = None
     error: str
     retryable: bool = False
 
@@ -90,6 +93,9 @@ class Plain(_Preset):
     @staticmethod
     def _verdict(channel: Channel, item: ScoreItem, verdict: _Reward | _FailedVerdict) -> Verdict:
         name = channel.server.name
+        if verdict.id not in (None, str(item.id)):
+            got = excerpt(verdict.id, channel.token)
+            raise ProtocolError(f"{channel.where}: got a verdict of id {got}, expected {str(item.id)!r}")
         if isinstance(verdict, _FailedVerdict):
             return GradingError(item.id, name, sanitize(verdict.error, channel.token), verdict.retryable)
         reasons = {name: sanitize(verdict.reason, channel.token)} if verdict.reason else {}

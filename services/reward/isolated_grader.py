@@ -19,7 +19,7 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Self
 
@@ -48,10 +48,9 @@ log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 120.0  # for importing the user's file
 STOP_TIMEOUT_S = 5.0
 NICENESS = 5  # of workers, so that the service stays responsive
-BUDGET_S = 3.0  # of CPU time for one response of a BUDGETED grader
+BUDGET_S = 2.0  # of CPU time for one response of a BUDGETED grader
 STEP_ASIDE_S = 0.5  # after which such a response frees its place for the next one
 MAX_ASIDE = 4  # of these at once
-LOWEST_NICENESS = 19  # theirs
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -104,7 +103,6 @@ class IsolatedGrader:
                 if asking.done() or self._aside.locked():
                     return await asking
                 async with self._aside:
-                    worker.step_aside()
                     await place.aclose()
                     return await asking
             finally:
@@ -114,13 +112,12 @@ class IsolatedGrader:
         try:
             async with asyncio.timeout(self._config.deadline_s):
                 outcome = await worker.ask(item)
-            if not worker.is_aside:
-                self._idle.append(worker)
+            self._idle.append(worker)
             return outcome
         except TimeoutError:
-            # not retried: it would most likely hang again
+            # it would most likely hang again, unless it has a budget: then the machine is slow
             cause = f"no grade within {self._config.deadline_s:g} s (deadline_s)"
-            return Failure(cause, retryable=False, timed_out=True)
+            return Failure(cause, retryable=self._over_budget is not None, timed_out=True)
         except (EOFError, ConnectionError):
             ending = await worker.ending()
             if self._over_budget is not None and worker.is_over_budget:
@@ -161,7 +158,6 @@ class _GraderProcess:
         self._process = process
         self._reader = reader
         self._writer = writer
-        self.is_aside = False
 
     @classmethod
     async def start(cls, config: GraderConfig, source: bytes | None, budget_s: float | None) -> Self:
@@ -205,13 +201,6 @@ class _GraderProcess:
     def is_over_budget(self) -> bool:
         """Whether it has ended because a response took more than the budget."""
         return bool(self._process.exitcode == -signal.SIGPROF)
-
-    def step_aside(self) -> None:
-        """Leaves the CPU to the others from now on, for good: only root may raise a priority again."""
-        self.is_aside = True
-        assert self._process.pid is not None  # it has been started
-        with suppress(ProcessLookupError):  # it has just ended
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_NICENESS)
 
     async def ask(self, item: ScoreItem) -> Outcome:
         """Raises EOFError or ConnectionError if the process ends."""

@@ -53,15 +53,8 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def start(cls, section: RewardSection) -> Self:
         """Call it from the main thread. Raises UserError if a grader cannot be loaded, SandboxError if this
         machine cannot confine programs."""
-        graders = [config for config in section.graders if config.server is None]
-        if any(needs_workers(config) for config in graders):
-            start_fork_server(modules_to_preload(graders))
         async with AsyncExitStack() as resources:
-            settings, sandbox = section.sandbox or SandboxConfig(), None
-            if section.sandbox is not None or any(needs_sandbox(config) for config in graders):
-                starting = start_sandbox(settings.programs, settings.namespaces == "auto")
-                sandbox = await resources.enter_async_context(starting)
-            panel = await GraderPanel.start(graders, sandbox, settings.programs)
+            panel, sandbox = await start_panel(section, resources)
             return cls(section, panel, sandbox, resources.pop_all())
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -145,6 +138,21 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             output_bytes=min(limits.output_bytes, most.output_kb << 10),
             disk_bytes=min(limits.disk_bytes, most.disk_mb << 20),
         )
+
+
+async def start_panel(
+    section: RewardSection, resources: AsyncExitStack
+) -> tuple[GraderPanel, Sandbox | None]:
+    """All graders that are no external servers, and the sandbox, which `resources` closes, if there is one.
+    As `RewardService.start`."""
+    graders = [config for config in section.graders if config.server is None]
+    if any(needs_workers(config) for config in graders):
+        start_fork_server(modules_to_preload(graders))
+    settings, sandbox = section.sandbox or SandboxConfig(), None
+    if section.sandbox is not None or any(needs_sandbox(config) for config in graders):
+        starting = start_sandbox(settings.programs, settings.namespaces == "auto")
+        sandbox = await resources.enter_async_context(starting)
+    return await GraderPanel.start(graders, sandbox, settings.programs), sandbox
 
 
 def _decode_items(request: reward_pb2.ScoreRequest) -> list[ScoreItem]:

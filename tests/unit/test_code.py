@@ -1,16 +1,19 @@
 """The code grader without a sandbox: encoded values, code in responses, test cases, comparisons."""
 
 import ast
+import asyncio
 import json
 import math
+import threading
 from collections import Counter, OrderedDict, defaultdict
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atoll.reward.verifiers import code as code_module
 from atoll.reward.verifiers.code_compare import equals, output_difference, read_json
 from atoll.reward.verifiers.code_harness import (
     MAX_FRAME_BYTES,
@@ -23,6 +26,7 @@ from atoll.reward.verifiers.code_harness import (
 from atoll.reward.verifiers.code_program import extract_code, program
 from atoll.reward.verifiers.code_tests import AssertTests, CallTests, OutputTests, read_tests
 from atoll.runtime.errors import UserError
+from atoll.wire.types import Execution, Grade, ProgramStatus, ScoreItem
 
 SCALARS = (
     st.none()
@@ -432,3 +436,23 @@ def test_a_method_of_the_solution_comes_before_the_preludes_function_of_that_nam
     assert _call(module, "search", ([4, 2, 9], 9), {}) == ("value", (2, 2))  # of one object
     assert _call(module, "shuffle", ([1, 2],), {}) == ("value", [2, 1])  # not of the class
     assert _call(module, "absent", (), {})[0] == "exception"
+
+
+async def test_outputs_are_compared_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison that ends only once the loop has told it to."""
+    loop, began, go = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def compare(got: str, expected: str) -> None:
+        loop.call_soon_threadsafe(began.set)
+        assert go.wait(60)
+
+    async def run(*_: object) -> Execution:
+        return Execution(ProgramStatus.OK, "", b"46\n", b"", 0.1, 0.1)
+
+    monkeypatch.setattr(code_module, "output_difference", compare)
+    item = ScoreItem(response="print(46)", ground_truth='{"inputs": ["1"], "outputs": ["46"]}')
+    sandbox: Any = SimpleNamespace(run=run)
+    grading = asyncio.create_task(code_module.code(item, sandbox))
+    await began.wait()
+    go.set()
+    assert await grading == Grade(1.0, "passed")

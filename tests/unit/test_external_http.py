@@ -265,6 +265,31 @@ async def test_a_verdicts_texts_are_short_and_fit_for_a_log() -> None:
     ]
 
 
+@pytest.mark.parametrize("preset", ["plain", "slime"])
+async def test_a_second_response_is_not_taken_as_that_to_the_next_request(preset: str) -> None:
+    async def answer(request: Request) -> AsyncIterator[bytes]:
+        (response,) = [one["response"] for one in request.json.get("items", [request.json])]
+        own, other = ({"verdicts": [{"value": v}], "reward": v} for v in (float(response), 99.0))
+        yield reply(own) + reply(other)  # in one piece, so that both are read at once
+
+    async with raw_http(answer) as raw:
+        judge = client(raw.url, preset=preset)
+        verdicts = [await judge.score([item(index, str(index))]) for index in range(3)]
+        await judge.close()
+    assert verdicts == [[Graded(item(index).id, float(index), {})] for index in range(3)]
+    assert raw.connections == 3
+
+
+async def test_the_id_of_a_verdict_has_to_match() -> None:
+    said = [{"id": "run/0/7/0", "value": 1}, {"id": "run/0/7/1", "error": "no judge"}]
+    async with raw_http(always(reply({"verdicts": said}))) as raw:
+        judge = client(raw.url)
+        assert len(await judge.score([item(0), item(1)])) == 2
+        with pytest.raises(ProtocolError, match="a verdict of id 'run/0/7/0', expected 'run/0/7/1'"):
+            await judge.score([item(1), item(0)])
+        await judge.close()
+
+
 @pytest.mark.parametrize("status", ["301 Moved", "302 Found", "303 See", "307 Temporary", "308 Permanent"])
 async def test_a_redirect_is_refused_and_the_token_stays_here(status: str) -> None:
     async with (

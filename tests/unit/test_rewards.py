@@ -3,10 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atoll.config.schema import GraderConfig
+from atoll.coordinator.rewards.advice import slow_grading_note
 from atoll.coordinator.rewards.rewards import Rewards, merge_verdicts
 from atoll.coordinator.rewards.verdict_sources import RewardServices, ServerGrader
 from atoll.runtime.clients.base import MAX_MESSAGE_BYTES
@@ -94,6 +97,37 @@ async def test_only_the_part_and_the_responses_that_failed_are_asked_again_and_l
     assert [len(fake.calls) for fake in world.fakes.values()] == [4, 4]
     assert asked.take_metrics() == {"reward/retried": 3.0, "reward/dropped": 0.0}
     assert asked.take_metrics() == {"reward/retried": 0.0, "reward/dropped": 0.0}
+
+
+async def test_timeouts_are_counted_and_told_at_once() -> None:
+    notes: list[str] = []
+
+    async def tell(note: str) -> None:
+        notes.append(note)
+
+    late = [GradingError(item(i).id, "g.py:f", "no grade within 2 s", False, timed_out=True) for i in (1, 2)]
+    asked = rewards_of(FakeService(*late), on_timeout=tell)
+    for i in (1, 2):
+        assert await scored(asked, [item(i)]) == [late[i - 1]]
+    assert notes == [
+        "reward g.py:f: no grade within its deadline_s for 1 response of this step (reward/timeouts)",
+        "reward g.py:f: no grade within its deadline_s for 2 responses of this step (reward/timeouts)",
+    ]
+    assert [asked.take_timeouts(), asked.take_timeouts()] == [2.0, 0.0]
+
+
+def test_grading_that_dominates_a_step_gets_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "g.py").write_text("def f(item): return 1.0")
+    mine = GraderConfig(name=f"{tmp_path / 'g.py'}:f")
+    metrics = {"timing_s/reward": 6.0, "timing_s/step": 10.0}
+    assert slow_grading_note(metrics, [mine]) == (
+        f"grading took 6.0 s of a step of 10.0 s: {mine.name} grades one response at a time; raise its "
+        "concurrency"
+    )
+    assert slow_grading_note(metrics | {"timing_s/reward": 5.0}, [mine]) == ""
+    assert slow_grading_note(metrics, [mine.model_copy(update={"concurrency": 2})]) == ""
+    assert slow_grading_note(metrics, [GraderConfig(name="exact_match")]) == ""
+    assert slow_grading_note({}, [mine]) == ""
 
 
 @timed

@@ -44,6 +44,8 @@ _ANSWER_FORMS = (
     'expected {"prompt": TEXT or MESSAGES, "response": TEXT} or {"messages": MESSAGES}, see docs/data.md'
 )
 
+_GRADED_FORMS = 'expected a row of a dataset with "response": TEXT beside its prompt, see docs/rewards.md'
+
 Fields = Mapping[str, Any]
 T = TypeVar("T")
 
@@ -81,6 +83,12 @@ class FieldError(ValueError):
 def read_rows(dataset: Dataset) -> list[DatasetRow]:
     """All rows as prompts. Raises UserError that names file, row (from 0) and field."""
     return _read_validated(dataset, lambda _, fields: [_row(fields, dataset)], _PROMPT_FORMS)
+
+
+def read_graded_rows(dataset: Dataset) -> list[tuple[DatasetRow, str]]:
+    """All rows as prompts, with the responses to grade; also the lines of `atoll samples --jsonl`. Raises
+    UserError that names file, row (from 0) and field."""
+    return _read_validated(dataset, lambda _, fields: [_graded_row(fields, dataset)], _GRADED_FORMS)
 
 
 def read_supervised_rows(dataset: Dataset) -> list[SupervisedRow]:
@@ -161,6 +169,13 @@ def _supervised_rows(number: int, record: Fields) -> Iterator[SupervisedRow]:
         raise FieldError("field messages: got no assistant message after another one, nothing to learn")
     for i in answers:
         yield SupervisedRow(messages[:i], messages[i]["content"], number)
+
+
+def _graded_row(record: Fields, dataset: Dataset) -> tuple[DatasetRow, str]:
+    if "ground_truth" in record:  # of a sample
+        record = {"answer": record["ground_truth"], **record}
+    response = "" if record.get("response") == "" else _answer(record)  # a policy may say nothing
+    return _row(record, dataset), response
 
 
 def _answer(record: Fields) -> str:

@@ -1,18 +1,22 @@
 """Grading: combines verdicts of the run's reward services and of external servers."""
 
 import asyncio
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 
+from atoll.coordinator.rewards.advice import timeout_note
 from atoll.coordinator.rewards.verdict_sources import RewardServices, ServerGrader, VerdictSource, item_texts
 from atoll.runtime.clients.base import MAX_MESSAGE_BYTES
 from atoll.runtime.clients.reward import RewardClient
 from atoll.runtime.errors import AtollError, StaleFenceError
 from atoll.wire.codec.rewards import encode_score_item
 from atoll.wire.types import Graded, GradingError, SampleId, ScoreItem, Verdict
+
+log = logging.getLogger(__name__)
 
 BACKOFF_S = 0.5  # before a retry; doubles each time
 MAX_BACKOFF_S = 30.0
@@ -30,10 +34,14 @@ class Rewards:
         *,
         asks_own: bool = True,
         wait_timeout_s: float = 600.0,
+        on_timeout: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         """`asks_own`: whether any grader runs in the run's own services. `wait_timeout_s`: how long responses
-        wait for such a service while none makes progress.
+        wait for such a service while none makes progress. `on_timeout` gets a note when a grader's deadline
+        has passed.
         """
+        self._on_timeout = on_timeout
+        self._timeouts = 0
         self._retries = retries
         self._own = RewardServices(wait_timeout_s)
         self._parts: tuple[VerdictSource, ...] = (*((self._own,) if asks_own else ()), *servers)
@@ -78,6 +86,11 @@ class Rewards:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
+    def take_timeouts(self) -> float:
+        """Responses that a grader's deadline has passed for since the last call, once per time."""
+        timeouts, self._timeouts = self._timeouts, 0
+        return float(timeouts)
+
     def take_metrics(self) -> dict[str, float]:
         """Since the last call, of training: number of retried responses, and of responses left without a
         reward. Validation and the warm-up's scoring have metrics of their own."""
@@ -99,6 +112,7 @@ class Rewards:
             try:
                 async with aclosing(part.ask(list(waiting.values()), since)) as answers:
                     async for verdicts in answers:
+                        await self._note_timeouts(verdicts)
                         add(list(_take_final(verdicts, waiting, failed)))
             except StaleFenceError:
                 raise  # another coordinator has taken over
@@ -107,6 +121,15 @@ class Rewards:
             if not waiting:
                 return
         add([failed.get(id) or GradingError(id, part.grader, cause, retryable=True) for id in waiting])
+
+    async def _note_timeouts(self, verdicts: Sequence[Verdict]) -> None:
+        late = [verdict for verdict in verdicts if isinstance(verdict, GradingError) and verdict.timed_out]
+        if late:
+            self._timeouts += len(late)
+            note = timeout_note(self._timeouts, late[-1].grader)
+            log.warning("%s", note)
+            if self._on_timeout is not None:
+                await self._on_timeout(note)
 
     def _add(
         self, sums: "_PartialVerdicts", number: int, deliver: Deliver, verdicts: Sequence[Verdict]

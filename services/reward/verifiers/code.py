@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from atoll.reward.sandbox.base import Dialogue, Sandbox
 from atoll.reward.verifiers import code_harness
@@ -109,7 +109,10 @@ async def _run_outputs(
         for task, (_, expected) in zip(runs, tests.cases, strict=True):
             execution = await task
             left_s -= execution.wall_s
-            verdicts.append(_ending(execution) or _compare_output(execution.stdout, expected))
+            verdict = _ending(execution)
+            if verdict is None:  # in a thread: a megabyte of numbers takes seconds
+                verdict = await asyncio.to_thread(_compare_output, execution.stdout, expected)
+            verdicts.append(verdict)
             if left_s < 0:
                 verdicts[-1] = ("timeout", f"{limits.timeout_s:g} s for all cases")
             if left_s < 0 or (verdicts[-1][0] != "passed" and not keep_going):
@@ -126,6 +129,15 @@ def _compare_output(stdout: bytes, expected: str) -> Verdict:
     return ("passed", "") if difference is None else ("wrong answer", difference)
 
 
+def _compare_value(answer: bytes, number: int, expected: Sequence[Any]) -> Verdict:
+    kind, content = read_answer(answer, number, read_json)
+    if kind != "value":
+        return kind, content
+    if any(equals(content, value) for value in expected):
+        return "passed", ""
+    return "wrong answer", f"got {excerpt(content)}, expected {excerpt(expected[0])}"
+
+
 async def _run_calls(tests: CallTests, response: "_Response", keep_going: bool) -> list[Verdict]:
     verdicts: list[Verdict] = []
     for number, (arguments, expected) in enumerate(tests.cases, start=1):
@@ -135,13 +147,7 @@ async def _run_calls(tests: CallTests, response: "_Response", keep_going: bool) 
             raise UserError(f"test cases: case {number}: {error}") from None
         answer = await response.ask(frame)
         if isinstance(answer, bytes):
-            kind, content = read_answer(answer, number, read_json)
-            if kind == "value":
-                right = any(equals(content, value) for value in expected)
-                difference = f"got {excerpt(content)}, expected {excerpt(expected[0])}"
-                answer = ("passed", "") if right else ("wrong answer", difference)
-            else:
-                answer = (kind, content)
+            answer = await asyncio.to_thread(_compare_value, answer, number, expected)
         verdicts.append(answer)
         if answer[0] != "passed" and not keep_going:
             break
