@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 ADDRESS_FILE = "coordinator.address"  # in the run's folder while it is running
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-MIN_OPEN_FILES = 256  # a trainer rank on a CPU has some 60, a coordinator one for each connection
+MIN_OPEN_FILES = 256  # a trainer rank of a tiny model on a CPU has 106
 STOP_RETRY_S = 1.0  # before asking again a coordinator that did not answer
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
