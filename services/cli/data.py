@@ -3,7 +3,9 @@
 import argparse
 from pathlib import Path
 
-SAMPLE = Path(__file__).parents[2] / "examples" / "data" / "gsm8k"
+from atoll.cli.examples import EXAMPLES
+
+SAMPLE = EXAMPLES / "data" / "gsm8k"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 
 GIB = 1 << 30
-INSTALL = "pip install --editable '.[cpu]'"
+IN_CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").exists()
 
 
 class FindingState(Enum):
@@ -66,6 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if missing else 0
 
 
+def install(extra: str = "cpu") -> str:
+    return f"pip install --editable '.[{extra}]'" if IN_CHECKOUT else f"pip install 'atoll[{extra}]'"
+
+
 def python() -> Finding:
     return Finding("python", f"{platform.python_version()} at {sys.executable}")
 
@@ -77,7 +81,7 @@ def packages() -> Iterator[Finding]:
 
         required = importlib.metadata.requires("atoll") or []
     except (ImportError, importlib.metadata.PackageNotFoundError):
-        yield Finding("atoll", "not installed", FindingState.MISSING, INSTALL)
+        yield Finding("atoll", "not installed", FindingState.MISSING, install())
         return
     for requirement in map(Requirement, required):
         if requirement.marker and not requirement.marker.evaluate({"extra": "cpu"}):
@@ -85,13 +89,13 @@ def packages() -> Iterator[Finding]:
         try:
             found = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(requirement.name, "not installed", FindingState.MISSING, INSTALL)
+            yield Finding(requirement.name, "not installed", FindingState.MISSING, install())
             continue
         if requirement.specifier.contains(found, prereleases=True):
             yield Finding(requirement.name, found)
         else:
             wanted = f"{found}, but {requirement.specifier} is needed"
-            yield Finding(requirement.name, wanted, FindingState.MISSING, INSTALL)
+            yield Finding(requirement.name, wanted, FindingState.MISSING, install())
 
 
 def rollout_environment(path: Path) -> Finding:
@@ -109,7 +113,7 @@ def rollout_environment(path: Path) -> Finding:
         return Finding(what, str(error), FindingState.MISSING, "set rollout.python to an interpreter")
     if result.returncode:
         reason = result.stderr.strip().rpartition("\n")[2]
-        advice = f"{interpreter} -m pip install --editable '.[{extra}]', or set rollout.python"
+        advice = f"{interpreter} -m {install(extra)}, or set rollout.python"
         return Finding(what, reason, FindingState.MISSING, advice)
     return Finding(what, f"{interpreter} imports {module}")
 
@@ -188,7 +192,7 @@ async def sandbox() -> Finding:
         from atoll.reward.sandbox.host import start_sandbox
         from atoll.runtime.errors import AtollError
     except ImportError as error:
-        return Finding("sandbox", str(error), FindingState.WARNING, INSTALL)
+        return Finding("sandbox", str(error), FindingState.WARNING, install())
     try:
         async with start_sandbox(programs=2, namespaces=True) as started:
             tier = started.tier

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 ADDRESS_FILE = "coordinator.address"  # in the run's folder while it is running
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MIN_OPEN_FILES = 256  # a trainer rank of a tiny model on a CPU has 106
 STOP_RETRY_S = 1.0  # before asking again a coordinator that did not answer
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
@@ -40,6 +42,7 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
     belongs to another run, ServiceDiedError if a service is lost permanently; all other processes have ended
     by then.
     """
+    check_open_files()
     check_interpreter("rollout.python", config.rollout.python)
     for agent in config.agents:
         check_interpreter(f'[[agents]] "{agent.name}": python', agent.python)
@@ -243,6 +246,16 @@ def check_interpreter(setting: str, python: Path | None) -> None:
         )
 
 
+def check_open_files() -> None:
+    """Children inherit the limit. Raises UserError if it is too low for a service to start."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < MIN_OPEN_FILES:
+        raise UserError(
+            f"this shell's limit of open files is {limit}, expected at least {MIN_OPEN_FILES}: raise it with "
+            "`ulimit -n 4096`"
+        )
+
+
 def claim_folder(folder: Path, *, resume: bool) -> None:
     """A folder belongs to the run that recorded a step in it; a failed start does not claim it."""
     rows = folder / METRICS_FILE
@@ -254,7 +267,12 @@ def claim_folder(folder: Path, *, resume: bool) -> None:
         )
     if resume and not taken:
         raise UserError(f"--resume: {folder} contains no run; start without --resume")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: {error.strerror}; set run.dir to a folder that you can write to"
+        ) from None
 
 
 @contextmanager

@@ -26,6 +26,7 @@ COMMANDS = {
     "conformance": "test whether a reward, tool or environment server follows its protocol",
     "doctor": "check this machine and say what is missing",
     "data": "build data sets, tokenizers and small models",
+    "examples": "copy the example configs, data and graders into a folder",
     "export": "convert a checkpoint to a Hugging Face folder",
     "bench": "benchmark the loop, the rollout engine, rewards, the trainer or weight pushes",
     "serve": "run a single service, for manual placement",
@@ -52,19 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
-        if not _is_for_the_user(error):
+        if not (message := _message_for_user(error)):
             raise
-        print(f"atoll {arguments.command}: {error}", file=sys.stderr)
+        print(f"atoll {arguments.command}: {message}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return code
 
 
-def _is_for_the_user(error: Exception) -> bool:
-    """Whether the message is enough; anything else is a bug and gets a traceback."""
+def _message_for_user(error: Exception) -> str:
+    """ "" for a bug, which gets a traceback."""
     from atoll.config.errors import ConfigError  # imported here: `--help` and `doctor` do not need it
     from atoll.runtime.errors import AtollError
 
-    return isinstance(error, ConfigError | AtollError)
+    if isinstance(error, OSError) and error.filename:  # a file that is missing, unreadable or in the way
+        return f"{error.filename}: {error.strerror}"
+    return str(error) if isinstance(error, ConfigError | AtollError) else ""
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class ServiceDiedError(AtollError):
-    """A required service has died; the message quotes the end of its log."""
+    """A required service has died; the message has the sentence that it ended with, or the end of its log."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -85,6 +85,9 @@ class Fleet:
         self._start_timeout_s = start_timeout_s
         self._clock = clock
         self._processes: dict[str, Process] = {}
+        self._log_starts: dict[
+            str, int
+        ] = {}  # of each process in its log, which earlier ones have written to
 
     async def __aenter__(self) -> Self:
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -188,6 +191,7 @@ class Fleet:
         arguments = [word for option, fd in fds.items() for word in (option, str(fd))]
         try:
             with (self._logs / f"{service.name}.log").open("ab") as log:
+                self._log_starts[service.name] = log.tell()
                 self._processes[service.name] = await asyncio.create_subprocess_exec(
                     *with_parent_death(*service.command, *arguments),
                     stdin=DEVNULL,
@@ -215,9 +219,13 @@ class Fleet:
 
     def _death(self, name: str, what: str, code: int) -> ServiceDiedError:
         log = self._logs / f"{name}.log"
-        lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        first = f"{name} {what} ({_describe_exit(code)}); its log {log} ends with:"
-        return ServiceDiedError("\n".join([first, *(f"  {line}" for line in lines)]), code)
+        written = log.read_bytes()[self._log_starts[name] :].decode(errors="replace")
+        end = f"{name} {what} ({_describe_exit(code)})"
+        _, ended_by_sentence, sentence = f"\n{written}".rpartition(f"\n{name}: ")  # sys.exit's, which is last
+        if ended_by_sentence:
+            return ServiceDiedError(f"{end}: {sentence.strip()}\n  its log: {log}", code)
+        lines = [f"  {line}" for line in written.splitlines()[-LOG_LINES:]]
+        return ServiceDiedError("\n".join([f"{end}; its log {log} ends with:", *lines]), code)
 
 
 def _signal(processes: Iterable[Process], number: signal.Signals) -> None:

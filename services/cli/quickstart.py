@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 from atoll.cli.arithmetic import build_arithmetic
+from atoll.cli.examples import EXAMPLES
 from atoll.cli.run import follow_to_end
 from atoll.config.load import load
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic.toml"
 ASSETS = Path("runs/data/arithmetic")  # path that the example expects
 DIGITS = 2
 
@@ -21,6 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     seed, now = arguments.seed, time.strftime("%Y%m%d-%H%M%S")
     name = f"arithmetic-seed{seed}-{now}"  # a new folder each time, so nothing is overwritten
-    config = load(EXAMPLE, [f"run.seed={seed}", f"run.name={name}", *arguments.set])
+    config = load(EXAMPLES / "arithmetic.toml", [f"run.seed={seed}", f"run.name={name}", *arguments.set])
     build_arithmetic(ASSETS, seed, DIGITS)
     return follow_to_end(config, resume=False)

@@ -7,7 +7,8 @@ from typing import NoReturn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("role", choices=["agents", "coordinator", "gateway", "reward", "rollout", "trainer"])
+    roles = ["agents", "coordinator", "gateway", "reward", "rollout", "store", "trainer"]
+    parser.add_argument("role", choices=roles)
     parser.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
@@ -16,5 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    command = [sys.executable, "-m", f"atoll.{arguments.role}", *arguments.arguments]
+    module = "atoll.cli.store" if arguments.role == "store" else f"atoll.{arguments.role}"
+    command = [sys.executable, "-m", module, *arguments.arguments]
     os.execv(sys.executable, command)

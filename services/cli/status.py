@@ -2,12 +2,12 @@
 
 import argparse
 import asyncio
-import json
 from contextlib import suppress
 from pathlib import Path
 
 from atoll.cli import active_runs, progress
 from atoll.cli.launcher import ADDRESS_FILE
+from atoll.config.load import read_json
 from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.wire.info import RunStatus
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(describe(asyncio.run(ask(active_runs.run_in(folder)))))
             return 0
     if (folder / "summary.json").exists():
-        progress.print_summary(json.loads((folder / "summary.json").read_text()), folder)
+        progress.print_summary(read_json(folder / "summary.json"), folder)
     else:
         print(f"{folder} is not running and did not finish: see {folder / 'logs'}; continue with --resume")
     return 0

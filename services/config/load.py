@@ -47,7 +47,16 @@ def load_grader(name: str, overrides: Sequence[str] = ()) -> GraderConfig:
 
 def read_resolved(path: Path) -> RunConfig:
     """Reads the JSON written by `write_resolved`."""
-    return validate(json.loads(path.read_text()), str(path))
+    return validate(read_json(path), str(path))
+
+
+def read_json(path: Path) -> Tree:
+    """An object that a run wrote. Raises ConfigError."""
+    try:
+        tree: Tree = json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}; the run that wrote it was cut off") from None
+    return tree
 
 
 def validate(tree: Tree, source: str) -> RunConfig:
@@ -156,9 +165,9 @@ def worker_sockets() -> Path:
 def _read(path: Path, derived: tuple[Path, ...]) -> Tree:
     """The file's tables, merged over those of its base. `derived`: files that led to this one."""
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(_text(path))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file; see examples/*.toml") from None
+        raise ConfigError(f"{path}: no such config file; `atoll examples` writes some") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     base = tree.pop("base", None)
@@ -170,6 +179,18 @@ def _read(path: Path, derived: tuple[Path, ...]) -> Tree:
     if (path.parent / base).resolve() in chain:
         raise ConfigError(f"{path}: base = {base!r} is circular: that file is based on this one")
     return _merge(_read(path.parent / base, chain), tree)
+
+
+def _text(path: Path) -> str:
+    """Raises ConfigError if it is no file of text that can be read, FileNotFoundError if it is missing."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}: save the file as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; expected a file that you can read") from None
 
 
 def _merge(old: Tree, new: Tree, place: str = "") -> Tree:

@@ -160,6 +160,9 @@ class CoordinatorSection(Section):
     sample_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # time for one attempt, once it is sent
     max_dropped_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of all groups; the run fails above it
     lease_s: Annotated[float, Field(ge=1)] = 10.0  # time without heartbeat until a service is lost
+    away_timeout_s: Annotated[float, Field(gt=0)] = (
+        600.0  # time without coordinator until a service ends; one that restarts sooner finds its services
+    )
     start_timeout_s: Annotated[float, Field(gt=0)] = (
         14400.0  # time for a service to load its model and register
     )

@@ -47,7 +47,7 @@ def main() -> None:
         )
     except (ConfigError, UserError) as error:
         sys.exit(f"coordinator: {error}")
-    except AtollError as error:
+    except (AtollError, OSError) as error:
         log.exception("the run failed")
         sys.exit(f"coordinator: {error}")
 
@@ -88,6 +88,8 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
         if ready_fd is not None:
             announce(ready_fd, server.address)
         await Assembly(config, store, registry, servers, control, caller).run(resume)
+        if ready_fd is None:  # a launcher stops services itself
+            await registry.dismiss()
     except BaseException as error:
         cause = first_cause(error)
         await control.report(state=RunState.FAILED, error=str(cause))

@@ -63,6 +63,12 @@ class ReplacedError(AtollError):
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class RunEndedError(AtollError):
+    """The run has ended, and its services with it."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
 class StoreError(AtollError):
     """The store is unavailable or refused a command. A pending write may or may not have happened."""
 

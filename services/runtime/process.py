@@ -28,7 +28,9 @@ from atoll.runtime.errors import (
     EngineDiedError,
     MemoryExhaustedError,
     ReplacedError,
+    RunEndedError,
     SandboxError,
+    ServiceUnavailableError,
     UnauthenticatedError,
     UserError,
 )
@@ -86,9 +88,11 @@ def run_service(
     build: Callable[[ServiceContext], Awaitable[Service]],
     new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> None:
-    """Runs `service` ("trainer", "rollout", "reward", "agents", "gateway") until SIGTERM or SIGINT.
+    """Runs `service` ("trainer", "rollout", "reward", "agents", "gateway") until SIGTERM, SIGINT or the end
+    of its run.
 
-    Ends the process with exit code 1 if it cannot start, has failed, or the run does not want it.
+    Ends the process with exit code 1 if it cannot start, has failed, or the run does not want it. The last
+    lines on stderr are then "NAME: ..." for whoever started it, unless the cause is a bug.
     """
     arguments = parse_arguments(service)
     configure_logging(arguments.name)
@@ -108,6 +112,9 @@ def run_service(
     except EngineDiedError:
         _log.exception("gives up")
         sys.exit(EXIT_RESTARTS_EXHAUSTED)
+    except (AtollError, OSError) as error:
+        _log.exception("failed")
+        sys.exit(f"{arguments.name}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)  # before the service was built; afterwards SIGINT stops it gracefully
 
@@ -205,7 +212,8 @@ async def _serve_one(
     failed = asyncio.create_task(built.wait_for_failure())
     lease = None
     if arguments.coordinator is not None:
-        lease = _Lease(CoordinatorClient(arguments.coordinator, Caller(token=token), COORDINATOR_TIMEOUT_S))
+        client = CoordinatorClient(arguments.coordinator, Caller(token=token), COORDINATOR_TIMEOUT_S)
+        lease = _Lease(client, context.config.coordinator.away_timeout_s)
     with _stop_signal() as asked:
         try:
             server = await Server.start(
@@ -226,7 +234,9 @@ async def _serve_one(
                     await lease.hold(entry, asked, failed)
                 else:
                     await asyncio.wait((asked, failed), return_when=asyncio.FIRST_COMPLETED)
-                if not asked.done():  # a signal to the process group ends an engine's processes, too
+                if (
+                    failed.done() and not asked.done()
+                ):  # a signal to the group ends an engine's processes, too
                     await failed
                 _log.info("stops")
             finally:
@@ -262,17 +272,19 @@ class _Lease:
     which coordinator's epoch is valid.
     """
 
-    def __init__(self, client: CoordinatorClient) -> None:
+    def __init__(self, client: CoordinatorClient, away_timeout_s: float) -> None:
         self._client = client
+        self._away_timeout_s = away_timeout_s
         self._registered = asyncio.Event()
         self._entry: ServiceEntry | None = None  # as it was registered first
         self.fence = Fence(self._epoch)
 
     async def hold(self, entry: ServiceEntry, *ends: asyncio.Future[None]) -> None:
-        """Keeps `entry` registered until the first of `ends` is done, even if the coordinator is unavailable;
-        then deregisters.
+        """Keeps `entry` registered until the first of `ends` is done or the run has ended, even if the
+        coordinator is unavailable for a while; then deregisters.
 
-        Raises ReplacedError if a newer process took the name, UnauthenticatedError for a wrong token.
+        Raises ReplacedError if a newer process took the name, UnauthenticatedError for a wrong token,
+        ServiceUnavailableError if the coordinator stays away.
         """
         lease = asyncio.create_task(self._renew(entry))
         try:
@@ -290,8 +302,9 @@ class _Lease:
         await self._client.close()
 
     async def _renew(self, entry: ServiceEntry) -> None:
-        """Returns if the service is not wanted."""
-        registered = away = False
+        """Returns when the run has ended."""
+        clock = asyncio.get_running_loop().time
+        registered, away_since = False, None
         pause_s = AWAY_PAUSE_S
         while True:
             try:
@@ -302,14 +315,22 @@ class _Lease:
                     pause_s, registered = lease_s / 3, True
                     _log.info("registered at %s as %s", self._client.address, entry.incarnation)
                 self._heard(entry, epoch)
-                away = False
+                away_since = None
+            except RunEndedError:
+                _log.info("the run has ended")
+                return
             except (ReplacedError, UnauthenticatedError):
                 raise
             except AtollError as error:  # it is away, or has lost its store, or another one takes over
-                if not away:
+                if away_since is None:
+                    away_since = clock()
                     _log.warning("could not renew the lease, retrying: %s", error)
-                away = True
-            await asyncio.sleep(AWAY_PAUSE_S if away else pause_s)
+                if clock() >= away_since + self._away_timeout_s:
+                    raise ServiceUnavailableError(
+                        f"no answer from the coordinator at {self._client.address} for "
+                        f"{self._away_timeout_s:g} s (coordinator.away_timeout_s): {error}"
+                    ) from None
+            await asyncio.sleep(pause_s if away_since is None else AWAY_PAUSE_S)
 
     def _heard(self, entry: ServiceEntry, epoch: int) -> None:
         self._entry = entry

@@ -54,8 +54,8 @@ class Renderer:
     """The tokenizer and chat template of a Hugging Face model folder."""
 
     def __init__(self, model_path: Path) -> None:
-        """Raises UserError if the folder is not a model folder, or if its tokenizer does not match the
-        model.
+        """Raises UserError if the folder is not a model folder, if its chat template is none, or if its
+        tokenizer does not match the model.
         """
         model = _read_json(
             model_path / "config.json",
@@ -67,7 +67,13 @@ class Renderer:
         special = dict(_special_tokens(settings))
         template = _chat_template(model_path, settings)
         self.has_template = template is not None
-        self._template = None if template is None else _environment(special).from_string(template)
+        try:
+            self._template = None if template is None else _environment(special).from_string(template)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                f"{model_path}: line {error.lineno} of its chat template: {error.message}; copy the template "
+                "from the original model"
+            ) from None
 
         self.vocab_size = _vocab_size(model, model_path)
         eos = self.tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import fcntl
 import hashlib
+import json
 import os
 import subprocess
 import time
@@ -188,14 +189,17 @@ class EmbeddedServer:
 
 
 @contextlib.contextmanager
-def run_embedded_server(folder: Path) -> Iterator[EmbeddedServer]:
-    """Runs a valkey-server over `folder` for as long as the block lasts.
+def run_embedded_server(
+    folder: Path, listen: tuple[str, int] | None = None, password: str = ""
+) -> Iterator[EmbeddedServer]:
+    """Runs a valkey-server over `folder` for as long as the block lasts; for clients on other machines it
+    also listens on a host and port, behind `password`.
 
     A later server over the same folder finds the data. What was answered survives a SIGKILL of the
     server, since every write is with the kernel by then (fsync by the second would hold writes back
     while it runs). A power cut costs what the kernel had not written: those samples are generated again.
     The server dies with the calling thread, so call it from the main thread. Raises UserError if
-    another server holds the folder.
+    another server holds the folder, StoreError if it cannot start, as when the port is taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # A unix socket's path has at most 107 bytes, less than many run folders, so clients come in through
@@ -209,17 +213,21 @@ def run_embedded_server(folder: Path) -> Iterator[EmbeddedServer]:
                 with_parent_death(
                     str(get_binary_path()),
                     *("--dir", str(folder.resolve()), "--appendonly", "yes", "--appendfsync", "no"),
-                    *("--port", "0", "--unixsocket", socket.name, "--unixsocketperm", "700"),
-                    *("--save", "", "--maxmemory-policy", "noeviction"),
+                    *("--unixsocket", socket.name, "--unixsocketperm", "700"),
+                    *("--save", "", "--maxmemory-policy", "noeviction", "-"),
                 ),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 pass_fds=[lock.fileno()],  # the folder stays locked for as long as the server lives
                 start_new_session=True,  # Ctrl-C reaches the launcher, which stops the store last
             )
+        host, port = listen or ("127.0.0.1", 0)
         try:
-            _wait_until_ready(process, socket, folder / "server.log")
+            assert process.stdin is not None
+            with process.stdin as settings:  # where no other user sees the password
+                settings.write(f"bind {host}\nport {port}\nrequirepass {json.dumps(password)}\n".encode())
+            _wait_until_ready(process, socket, folder / "server.log", password)
             yield EmbeddedServer(f"unix://{socket}", process)
         finally:
             process.terminate()
@@ -246,9 +254,12 @@ def _lock(lock: int, folder: Path) -> None:
             time.sleep(POLL_S)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], socket: Path, log: Path) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], socket: Path, log: Path, password: str) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    with redis.Redis(unix_socket_path=str(socket), protocol=2, retry=SyncRetry(NoBackoff(), 0)) as client:
+    retry = SyncRetry(NoBackoff(), 0)
+    with redis.Redis(
+        unix_socket_path=str(socket), password=password or None, protocol=2, retry=retry
+    ) as client:
         while process.poll() is None and time.monotonic() < deadline:
             try:
                 client.ping()

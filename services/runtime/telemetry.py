@@ -28,7 +28,8 @@ def configure_logging(service: str, level: int = logging.INFO) -> None:
         datefmt="%Y-%m-%dT%H:%M:%S",
         force=True,
     )
-    for library in ("httpx2", "mcp"):  # a line for each request, with its URL
+    # a line for each request, with its URL; settings and parameter names of each gradient buffer
+    for library in ("httpx2", "mcp", "megatron.core.distributed"):
         logging.getLogger(library).setLevel(logging.WARNING)
 
 

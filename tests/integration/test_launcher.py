@@ -95,6 +95,28 @@ async def test_death_at_start_is_told_and_not_repeated(tmp_path: Path) -> None:
     assert len(pids(tmp_path, "trainer-0")) == 1
 
 
+async def test_a_sentence_that_a_service_ends_with_is_told_without_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "reward-0.log"
+    words = "Traceback (most recent call last):", "reward-0: the disk is full", "  free 3 GB"
+    group = ServiceGroup((shell("reward-0", "".join(f"echo '{line}';" for line in words) + "exit 1"),))
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(ServiceDiedError) as caught:
+            await fleet.keep(group)
+    assert str(caught.value) == (
+        f"reward-0 died (exit code 1): the disk is full\n  free 3 GB\n  its log: {log}"
+    )
+    assert all(line in log.read_text() for line in words)
+
+
+async def test_a_bug_is_told_with_its_traceback_even_after_another_life(tmp_path: Path) -> None:
+    (tmp_path / "reward-0.log").write_text("reward-0: the disk is full\n")
+    group = ServiceGroup((shell("reward-0", "echo KeyError: 7; exit 1"),))
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(ServiceDiedError, match=r"(?s)reward-0\.log ends with:\n.*KeyError: 7") as caught:
+            await fleet.keep(group)
+    assert "the disk is full" not in str(caught.value)
+
+
 async def test_a_service_is_restarted_as_often_as_it_may(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

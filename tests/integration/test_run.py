@@ -136,6 +136,14 @@ def test_a_run_leaves_its_validation_summary_and_checkpoints(whole: RunConfig) -
     assert sorted(p.name for p in (whole.folder / "checkpoints").iterdir()) == ["step-000003", "step-000006"]
 
 
+def test_a_trainers_log_has_no_warnings_of_megatrons_that_call_for_nothing(whole: RunConfig) -> None:
+    log = (whole.folder / "logs" / "actor-0.log").read_text()
+    assert "serves actor at" in log
+    assert [
+        word for word in ("Apex", "DistributedDataParallelConfig", "Params for bucket") if word in log
+    ] == []
+
+
 def test_a_killed_trainer_ends_the_run_and_resuming_gives_the_same_losses(
     make: Make, whole: RunConfig
 ) -> None:

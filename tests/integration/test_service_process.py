@@ -70,12 +70,13 @@ run_service("reward", build)
 Start = Callable[..., Awaitable[tuple[Process, str]]]
 
 
-def config_file(folder: Path, seed: int = 0) -> Path:
+def config_file(folder: Path, seed: int, **coordinator: float) -> Path:
     tree = {
         "run": {"name": "toy", "steps": 1, "seed": seed},
         "model": {"path": "model"},
         "data": {"train": [{"path": "rows.jsonl"}]},
         "rollout": {"max_restarts": 1},
+        "coordinator": coordinator,
     }
     path = folder / f"config-{seed}.json"
     path.write_text(json.dumps(tree))
@@ -87,7 +88,9 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     """Starts the program; returns its process and the line of its readiness pipe."""
     started: list[Process] = []
 
-    async def start(*arguments: str, seed: int = 0, token: str | None = TOKEN) -> tuple[Process, str]:
+    async def start(
+        *arguments: str, seed: int = 0, token: str | None = TOKEN, **settings: float
+    ) -> tuple[Process, str]:
         read_end, write_end = os.pipe()
         ready = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
@@ -95,7 +98,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         )
         without = {name: value for name, value in os.environ.items() if name != "ATOLL_TOKEN"}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", PROGRAM, "--config", str(config_file(tmp_path, seed))),
+            *(sys.executable, "-c", PROGRAM, "--config", str(config_file(tmp_path, seed, **settings))),
             *("--name", "reward-0", "--ready-fd", str(write_end), *arguments),
             pass_fds=[write_end],
             stdout=PIPE,
@@ -168,6 +171,29 @@ async def test_a_service_outlives_its_coordinator_and_registers_with_the_next(
     assert change.entry.name == "reward-0"
     assert process.returncode is None
     await other_store.close()
+
+
+async def test_a_service_ends_with_its_run(start: Start, store: Store) -> None:
+    registry = Registry(store, lease_s=1)
+    async with coordinator(registry) as address:
+        process, _ = await start("--coordinator", address)
+        assert isinstance(await next_of(registry.changes()), ServiceJoined)
+        await registry.dismiss()
+        assert await store.read("ZCARD", "leases") == 0  # it deregistered before its lease ended
+        stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, stdout) == (0, b"closed\n")
+    assert "INFO reward-0 atoll.runtime.process: the run has ended" in stderr.decode()
+
+
+async def test_a_service_ends_when_its_coordinator_stays_away(start: Start, store: Store) -> None:
+    registry = Registry(store, lease_s=1)
+    async with coordinator(registry) as address:
+        process, _ = await start("--coordinator", address, away_timeout_s=0.5)
+        assert isinstance(await next_of(registry.changes()), ServiceJoined)
+    stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, stdout) == (1, b"closed\n")
+    told = f"reward-0: no answer from the coordinator at {address} for 0.5 s (coordinator.away_timeout_s)"
+    assert stderr.decode().splitlines()[-1].startswith(told)
 
 
 async def test_a_service_takes_orders_of_the_epoch_that_its_coordinator_has_and_of_no_other(

@@ -15,6 +15,7 @@ import pytest
 
 from atoll.coordinator.__main__ import run, run_id
 from atoll.runtime.errors import StaleFenceError, StoreError, UserError
+from atoll.runtime.ports import reserve_port
 from atoll.runtime.store import EmbeddedServer, Script, Store, run_embedded_server
 from tests.builders import run_config
 
@@ -26,6 +27,36 @@ async def test_a_write_finds_its_keys_and_arguments_behind_the_fence(store: Stor
     run = "test_a_write_finds_its_keys_and_arguments_behind_the_fence"
     expected = [f"atoll/{run}/a".encode(), f"atoll/{run}/b".encode(), 2, b"\x00\xff", 1]
     assert await store.write(echo, ["a", "b"], b"\x00\xff") == expected
+
+
+async def test_a_store_started_by_hand_admits_those_with_the_token(tmp_path: Path) -> None:
+    with reserve_port() as port:
+        process = await asyncio.create_subprocess_exec(
+            *(Path(sys.executable).with_name("atoll"), "serve", "store"),
+            *("--folder", tmp_path, "--port", str(port)),
+            env=os.environ | {"ATOLL_TOKEN": "the-secret"},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            assert process.stdout is not None
+            line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+            assert line == f"store: redis://:$ATOLL_TOKEN@127.0.0.1:{port}/0\n"
+            store = Store(f"redis://:the-secret@127.0.0.1:{port}/0", "toy")
+            await store.take_epoch()
+            await store.write(PUT, ["h"], "who", "first")
+            assert await store.read("HGET", "h", "who") == b"first"
+            await store.close()
+            for url in (f"redis://127.0.0.1:{port}/0", f"redis://:other@127.0.0.1:{port}/0"):
+                stranger = Store(url, "toy")
+                with pytest.raises((UserError, StoreError), match="refused"):
+                    await stranger.read("HGET", "h", "who")
+                await stranger.close()
+            [server] = psutil.Process(process.pid).children()
+            assert "the-secret" not in " ".join(server.cmdline())
+        finally:
+            process.terminate()
+            await process.wait()
+    assert process.returncode == 0
 
 
 async def test_an_earlier_writer_is_refused_and_changes_nothing(

@@ -2,6 +2,7 @@
 wheel contains and what `import atoll` offers."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -100,32 +101,56 @@ def test_a_grader_is_tested_with_what_it_reads() -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages: the wheel of this tree, and a stranger's package by the name of our folder."""
+    """A folder of packages: the wheel of this tree's source distribution, and a stranger's package by the
+    name of our folder."""
     assert (ROOT / "atoll").readlink() == Path("services")
     source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(PACKAGE, source / "services", ignore=shutil.ignore_patterns("__pycache__"))
-    (source / "atoll").symlink_to("services")
+    tracked = subprocess.run(("git", "ls-files"), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    for name in tracked.stdout.splitlines():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists():  # or it was removed, and is not committed
+            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
+    script = f"from setuptools.build_meta import build_sdist; build_sdist({str(wheels)!r})"
+    subprocess.run((sys.executable, "-c", script), cwd=source, check=True, stdout=subprocess.DEVNULL)
+    [sdist] = wheels.iterdir()
+    shutil.unpack_archive(sdist, wheels, filter="data")
+    sdist.unlink()
+    [unpacked] = wheels.iterdir()
+    packed = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
+    expected = {name.replace("services/", "atoll/", 1) for name in tracked.stdout.splitlines()}
+    assert expected - packed == {".gitignore", "atoll", "atoll/examples"}
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    build = (*pip, "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source)
+    build = (
+        *pip,
+        "wheel",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        wheels,
+        unpacked,
+    )
     subprocess.run(build, check=True)
-    [wheel] = wheels.iterdir()
+    [wheel] = wheels.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
-        tops = {name.partition("/")[0] for name in file.namelist()}
-    assert tops == {"atoll", wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"}
+        names = set(file.namelist())
+    about = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
+    assert {name.partition("/")[0] for name in names} == {"atoll", about}
+    examples = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*") if path.is_file()}
+    assert {f"atoll/{name}" for name in examples if "__pycache__" not in name} <= names
+    assert not [name for name in names if name.endswith(".pyc")]
     subprocess.run((*pip, "install", "--no-index", "--no-deps", "--target", target, wheel), check=True)
     (target / "services").mkdir()
     (target / "services" / "__init__.py").write_text("OWNER = 'a stranger'\n")
     return target
 
 
-def run_beside(installed: Path, *arguments: str) -> str:
+def run_beside(installed: Path, *arguments: str, cwd: Path | None = None, **environment: str) -> str:
     """What the interpreter prints in an environment in which `installed` comes before this checkout."""
     return subprocess.run(
         [sys.executable, *arguments],
-        cwd=installed.parent,
-        env=os.environ | {"PYTHONPATH": str(installed)},
+        cwd=cwd or installed.parent,
+        env=os.environ | {"PYTHONPATH": str(installed)} | environment,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -136,6 +161,21 @@ def test_the_wheel_leaves_a_package_named_services_alone(installed: Path) -> Non
     script = "import atoll.cli.main, services; print(atoll.cli.main.__file__, services.OWNER, sep='\\n')"
     lines = run_beside(installed, "-c", script).splitlines()
     assert lines == [str(installed / "atoll" / "cli" / "main.py"), "a stranger"]
+
+
+def test_the_wheel_runs_the_quickstart_in_an_empty_folder_beside_a_dead_proxy(
+    installed: Path, tmp_path: Path
+) -> None:
+    """Three steps after one of warm-up, then the examples for runs of one's own."""
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:1")
+    settings = ("run.steps=3", "run.name=first", "warmup.steps=1")
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = ("-m", "atoll.cli.main")
+    run_beside(installed, *command, "quickstart", *words, cwd=tmp_path, **proxies)
+    assert json.loads((tmp_path / "runs" / "first" / "summary.json").read_text())["steps"] == 3
+    run_beside(installed, *command, "examples", cwd=tmp_path)
+    dry = run_beside(installed, *command, "run", "examples/grpo.toml", "--dry-run", cwd=tmp_path)
+    assert json.loads(dry)["run"]["name"] == "grpo"
 
 
 USERS_OWN = """

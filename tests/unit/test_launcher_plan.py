@@ -1,6 +1,7 @@
 """Which processes a run has, and how they are wired."""
 
 import errno
+import resource
 import socket
 import stat
 import sys
@@ -289,4 +290,18 @@ def test_an_empty_token_is_an_error_before_anything_starts(
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=f"{variable} is empty, expected a secret"):
         launch(run_config(run={"name": "toy", "steps": 1, "dir": tmp_path}), follow, resume=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_low_limit_of_open_files_is_named_before_anything_starts(tmp_path: Path) -> None:
+    async def never(_client: CoordinatorClient) -> None:
+        pytest.fail("the run has begun")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        with pytest.raises(UserError, match="limit of open files is 64, expected at least 256: raise it"):
+            launch(run_config({"run": {"dir": tmp_path}}), never, resume=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert list(tmp_path.iterdir()) == []

@@ -165,6 +165,14 @@ def test_digest_tells_tokenizers_apart(tmp_path: Path) -> None:
     assert Renderer(tmp_path / "b").digest != a.digest
 
 
+def test_a_template_with_a_syntax_error_is_named_with_its_line(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, chat_template="{% for m in messages %}\n{{ m.content ")
+    with pytest.raises(
+        UserError, match=rf"{folder}: line 2 of its chat template: unexpected end of template"
+    ):
+        Renderer(folder)
+
+
 def test_a_template_may_refuse_and_cannot_reach_out(tmp_path: Path) -> None:
     refuses = Renderer(model_folder(tmp_path, chat_template="{{ raise_exception('roles must alternate') }}"))
     with pytest.raises(jinja2.TemplateError, match="roles must alternate"):

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import astuple, dataclass
 from typing import Any, Final
 
-from atoll.runtime.errors import ReplacedError, UserError
+from atoll.runtime.errors import ReplacedError, RunEndedError, UserError
 from atoll.runtime.store import Script, Store
 from atoll.wire.types import ServiceEntry
 
@@ -75,6 +75,7 @@ class Registry:
         self._lease_s = lease_s
         self._live: tuple[ServiceEntry, ...] = ()
         self._revision = 0
+        self._has_ended = False
         self._changed = asyncio.Condition()
 
     @property
@@ -86,8 +87,9 @@ class Registry:
         """Opens a lease and returns its duration in seconds; ends that of an earlier process of the same
         name.
 
-        Raises ReplacedError if a later process of that name is there already.
+        Raises ReplacedError if a later process of that name is there already, RunEndedError after `dismiss`.
         """
+        self._check_running()
         newer = (await self._write(_REGISTER, _line(entry), round(self._lease_s * 1000))).decode()
         if newer:
             raise ReplacedError(
@@ -98,12 +100,22 @@ class Registry:
         return self._lease_s
 
     async def renew(self, entry: ServiceEntry) -> bool:
-        """False if the lease has lapsed: register again."""
+        """False if the lease has lapsed: register again. Raises RunEndedError after `dismiss`."""
+        self._check_running()
         return bool(await self._write(_RENEW, _line(entry), round(self._lease_s * 1000)))
 
     async def deregister(self, entry: ServiceEntry) -> None:
         await self._write(_REMOVE, _line(entry))
         await self._touch()
+
+    async def dismiss(self) -> None:
+        """Ends the run: services hear of it by their next heartbeat, and end. Returns once all have left,
+        at the latest when the lease of one that hears nothing has lapsed."""
+        self._has_ended = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._lease_s), self._changed:
+                while await self._write(_LIVE):
+                    await self._changed.wait()
 
     def services(self) -> tuple[ServiceEntry, ...]:
         """Those that `changes` saw last, by name."""
@@ -130,6 +142,10 @@ class Registry:
                 async with asyncio.timeout(self._lease_s / 4), self._changed:
                     while self._revision == revision:
                         await self._changed.wait()
+
+    def _check_running(self) -> None:
+        if self._has_ended:
+            raise RunEndedError("the run has ended")
 
     async def _touch(self) -> None:
         async with self._changed:

@@ -5,6 +5,7 @@ which belongs to one thread and slows down every call: enter it only while Megat
 in training steps name no device.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -27,6 +28,8 @@ def _import_without_compiler() -> None:
         torch.compile = compiler
 
 
+# Some modules of Megatron warn during their import; neither package is needed.
+warnings.filterwarnings("ignore", r"(Transformer Engine and )?Apex (is|are) not installed", UserWarning)
 if not torch.cuda.is_available():
     _import_without_compiler()
 
