@@ -135,15 +135,15 @@ class SamplePrinter:
         self._folder = folder
         self._section = section
         self._printed = 0  # the last step that a status was printed for
-        self._printing: asyncio.Future[None] | None = None
+        self.printing: asyncio.Future[None] | None = None
 
     def show(self, status: RunStatus) -> None:
         """Starts to print if `section.every` steps have passed and the last print is finished."""
         every = self._section.every
         is_due = status.step // every > self._printed // every and status.state != RunState.WARMING_UP.value
-        if self._section.samples and is_due and (self._printing is None or self._printing.done()):
+        if self._section.samples and is_due and (self.printing is None or self.printing.done()):
             self._printed = status.step
-            self._printing = asyncio.get_running_loop().run_in_executor(None, self._print, status.step)
+            self.printing = asyncio.get_running_loop().run_in_executor(None, self._print, status.step)
 
     def _print(self, step: int) -> None:
         try:
