@@ -4,10 +4,13 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
+from rich.live import Live
 
 from atoll.cli.main import main
 from atoll.cli.samples import SamplePrinter
@@ -245,9 +248,22 @@ async def test_a_run_prints_samples_every_few_steps(run: Run, capsys: pytest.Cap
             await printer.printing
         return capsys.readouterr().out
 
-    assert await follow("warming up", 5) == ""
-    assert await follow("training", 4) == ""
+    assert await follow("warming up", 9) == ""
+    assert await follow("training", 4) == ""  # it resumes after this step
     assert shown_ids(await follow("training", 5)) == ["toy/0/5/0"]
     assert await follow("validating", 5) == ""
     assert shown_ids(await follow("training", 11)) == ["toy/0/11/0"]  # a status may skip steps
     assert "no samples of step 15: " in await follow("training", 15)  # which is no reason to end
+
+
+async def test_samples_are_printed_above_a_live_display(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    await run.dumps.write_batch(1, V4, [scored(1, 1.0)])
+    printer = SamplePrinter(run.folder, ConsoleSection(samples=1, every=1))
+    screen = StringIO()
+    with Live("progress", console=Console(file=screen, force_terminal=True), auto_refresh=False):
+        for step in (0, 1):
+            printer.show(RunStatus("toy", "training", step, 20, 1, "", (), {}, 1, ()))
+        assert printer.printing is not None
+        await printer.printing
+    assert shown_ids(screen.getvalue()) == ["toy/0/1/0"]
+    assert capsys.readouterr().out == ""
