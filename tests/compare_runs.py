@@ -2,7 +2,7 @@
 
     python -m tests.compare_runs BEFORE AFTER
 
-BEFORE and AFTER are folders of runs with coordinator.dump = true. Times, rates, memory (LEFT_OUT) and
+BEFORE and AFTER are folders of runs with coordinator.dump = "all". Times, rates, memory (LEFT_OUT) and
 incarnations are left out, and so is the run's name in the ids of its samples. If both folders have
 recorded/step-*.npz, these are compared, too: `ids` [N] of samples, and arrays [R] that `offsets` [N+1] cut by
 sample, such as the advantages of their tokens.

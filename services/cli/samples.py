@@ -20,6 +20,7 @@ from atoll.runtime.samples import Sample, SampleTurn, read_samples
 from atoll.wire.info import RunStatus
 
 SHOWN = 3  # samples, if not told
+NOT_TRAINING = (RunState.STARTING.value, RunState.WARMING_UP.value)  # whose steps are others
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 600, 1200  # longer texts lose their middle
 
 
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _order(worst: bool, best: bool) -> Callable[[Sample], float]:
+def _order(worst: bool = False, best: bool = False) -> Callable[[Sample], float]:
     """By default one sample of each group, then another of each."""
     if worst or best:
         return lambda sample: sample.score if worst else -sample.score
@@ -128,22 +129,24 @@ def _printable(text: str) -> str:
 
 
 class SamplePrinter:
-    """Prints samples while a run is followed, in a thread. A live display redirects stdout, so they appear
-    above it."""
+    """Prints samples while a run is followed, in a thread."""
 
     def __init__(self, folder: Path, section: ConsoleSection) -> None:
         self._folder = folder
         self._section = section
-        self._printed = 0  # the last step that a status was printed for
-        self._printing: asyncio.Future[None] | None = None
+        self._last: int | None = None  # the step printed last, or the one that the run began with
+        self.printing: asyncio.Future[None] | None = None
 
     def show(self, status: RunStatus) -> None:
         """Starts to print if `section.every` steps have passed and the last print is finished."""
-        every = self._section.every
-        is_due = status.step // every > self._printed // every and status.state != RunState.WARMING_UP.value
-        if self._section.samples and is_due and (self._printing is None or self._printing.done()):
-            self._printed = status.step
-            self._printing = asyncio.get_running_loop().run_in_executor(None, self._print, status.step)
+        if not self._section.samples or status.state in NOT_TRAINING:
+            return
+        if self._last is None:
+            self._last = status.step
+        is_due = status.step // self._section.every > self._last // self._section.every
+        if is_due and (self.printing is None or self.printing.done()):
+            self._last = status.step
+            self.printing = asyncio.get_running_loop().run_in_executor(None, self._print, status.step)
 
     def _print(self, step: int) -> None:
         try:
@@ -151,4 +154,7 @@ class SamplePrinter:
         except (AtollError, OSError) as error:  # no reason to end a run
             print(f"no samples of step {step}: {error}")
             return
-        print_samples(Console(), samples, sorted(samples, key=_order(False, False))[: self._section.samples])
+        console = Console()
+        with console.capture() as capture:
+            print_samples(console, samples, sorted(samples, key=_order())[: self._section.samples])
+        print(capture.get(), end="")  # a live display shows what is printed above it, but not other consoles'

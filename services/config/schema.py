@@ -167,9 +167,7 @@ class CoordinatorSection(Section):
         14400.0  # time for a service to load its model and register
     )
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # time without a response or progress
-    dump: Literal["recent", "all", "none"] = (
-        "recent"  # samples to keep in runs/NAME/dumps: of ten steps, or of all, and of every validation
-    )
+    dump: Literal["recent", "all", "none"] = "recent"  # batches kept in runs/NAME/dumps: of ten steps, all
     server_networks: tuple[IPvAnyNetwork, ...] = ()  # private networks that registered servers may be in
     server_secrets: tuple[str, ...] = ()  # variables that their `auth` may name; PREFIX* for several
 
@@ -613,8 +611,8 @@ class ServerConfig(Section):
 class ConsoleSection(Section):
     """What `atoll run` prints beside its progress."""
 
-    samples: NonNegativeInt = 0  # of a step, to print; 0: none
-    every: PositiveInt = 10  # steps
+    samples: NonNegativeInt = 0  # number of samples to print; 0: none
+    every: PositiveInt = 10  # steps between those whose samples are printed
 
 
 class StoreSection(Section):

@@ -40,8 +40,6 @@ class DumpFolder:
     async def write_batch(self, step: int, version: Version, groups: Sequence[Group]) -> None:
         """What `step` consumes, at `version`. Raises AtollError if it is required and cannot be written."""
         await self._write(self._folder, step, version, groups)
-        if self._keep == "recent":
-            await asyncio.to_thread(_remove, self._folder, step - RECENT)
 
     async def write_answers(self, name: str, step: int, version: Version, groups: Sequence[Group]) -> None:
         """To the validation set `name`. Raises AtollError if they are required and cannot be written."""
@@ -51,6 +49,8 @@ class DumpFolder:
         if self._keep == "none":
             return
         try:
+            if self._keep == "recent" and folder == self._folder:
+                await asyncio.to_thread(_remove, folder, step - RECENT)  # first, since it makes room
             await asyncio.to_thread(write_dump, folder, step, version, groups)
         except OSError as error:
             reason = f"step {step}: its samples cannot be written to {folder}: {error}"

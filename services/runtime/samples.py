@@ -76,7 +76,7 @@ def read_samples(folder: Path | str, step: int | None = None, set: str | None = 
     folder = Path(folder)
     config = _read_config(folder)
     number, groups = read_dump(_find(folder, config, step, set))
-    decode = _Decoder(Path(config["model"]["path"]))
+    decode = _TokenTexts(Path(config["model"]["path"]))
     return [
         _sample(number, group, trajectory, decode)
         for group in groups
@@ -179,7 +179,7 @@ def _versions(*nodes: Node) -> tuple[int, ...]:
     )
 
 
-class _Decoder:
+class _TokenTexts:
     """Texts of what was inserted between turns, of which a dump has the token ids alone."""
 
     def __init__(self, model: Path) -> None:

@@ -9,11 +9,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import psutil
 import pytest
 
+import atoll
 from atoll.cli.launcher import launch
 from atoll.config.schema import RunConfig
 from atoll.runtime.clients.coordinator import CoordinatorClient
@@ -126,6 +128,23 @@ def test_on_policy_the_trainer_and_the_rollout_agree(whole: RunConfig) -> None:
     assert any(row["actor/grad_norm"] > 0 for row in training)
     assert set(consumed(whole).values()) == {1}
     assert len(consumed(whole)) == 6 * 4 * 4
+
+
+def test_samples_of_every_step_and_of_validations_can_be_read(whole: RunConfig) -> None:
+    """Scores that add up to the metrics, by way of what is on disk."""
+    for row in rows(whole)[1:]:
+        samples = atoll.read_samples(whole.folder, row["step"])
+        assert mean(sample.score for sample in samples) == pytest.approx(row["critic/score/mean"])
+        assert {version for sample in samples for version in sample.versions} == {row["training/version"]}
+    for step in (0, 6):
+        answers = atoll.read_samples(whole.folder, step, set="sums")
+        assert {answer.set for answer in answers} == {"sums"}
+        assert mean(answer.score for answer in answers) == pytest.approx(rows(whole)[step]["val/sums/avg@1"])
+        assert all(
+            len(answer.prompt) == answer.num_prompt_tokens for answer in answers
+        )  # a token a character
+        right = [answer for answer in answers if answer.response == answer.ground_truth]
+        assert sum(answer.score for answer in answers) == len(right)
 
 
 def test_a_run_leaves_its_validation_summary_and_checkpoints(whole: RunConfig) -> None:

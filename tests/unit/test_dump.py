@@ -35,7 +35,7 @@ def batch(prompt: int = 0) -> list[Group]:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.pb"))
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
 
 
 async def test_the_last_ten_batches_and_all_answers_are_kept(tmp_path: Path) -> None:

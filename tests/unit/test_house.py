@@ -87,6 +87,7 @@ assert AgentSession is atoll.agents.session.AgentSession
 assert load_config is atoll.config.load.load
 assert not {"torch", "grpc"} & set(sys.modules)
 assert all(hasattr(atoll, name) for name in atoll.__all__)
+assert atoll.read_samples is sys.modules["atoll.runtime.samples"].read_samples
 assert atoll.run is sys.modules["atoll.cli.run"].follow_to_end
 assert "torch" not in sys.modules
 assert not hasattr(atoll, "grade")
@@ -179,7 +180,7 @@ def test_the_wheel_runs_the_quickstart_in_an_empty_folder_beside_a_dead_proxy(
 
 
 USERS_OWN = """
-from atoll import AgentSession, Grade, ScoreItem, Trajectory, load_config, run
+from atoll import AgentSession, Grade, Sample, ScoreItem, Trajectory, load_config, read_samples, run
 from pathlib import Path
 from typing import assert_type
 
@@ -191,6 +192,10 @@ def grader(item: ScoreItem, *, wanted: str = "") -> float | Grade:
 
 def total(sample: Trajectory) -> float:
     return sample.score
+
+
+def worst(folder: Path) -> Sample:
+    return min(read_samples(folder, step=3, set="sums"), key=lambda sample: sample.score)
 
 
 async def agent(session: AgentSession) -> None:

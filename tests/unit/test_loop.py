@@ -488,6 +488,29 @@ async def test_a_dump_is_written_beside_the_event_loop(
     assert writers[0] is not threading.main_thread()
 
 
+async def test_a_step_does_not_wait_for_its_dump_before_it_asks_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, in_time = threading.Event(), []
+
+    def write(folder: Path, step: int, version: Version, groups: Sequence[Group]) -> Path:
+        in_time.append(asked.wait(20))
+        return write_dump(folder, step, version, groups)
+
+    monkeypatch.setattr("atoll.runtime.dump.write_dump", write)
+    sections = {"run": {"steps": 1}, "algorithm": {"kl": {"where": "loss"}}}
+    run = FakeRun(tmp_path, sections, models=("actor", "reference"))
+
+    def logprob() -> float:
+        asked.set()
+        return -1.0
+
+    run.trainers["reference"].logprob = logprob
+    await run.run()
+    assert in_time == [True]
+    assert len(dumps(run.config.folder / "dumps")) == 1
+
+
 async def test_a_replay_trains_on_the_batches_of_a_dump(tmp_path: Path) -> None:
     first = FakeRun(tmp_path / "first", {"coordinator": {"dump": True}})
     await first.run()
