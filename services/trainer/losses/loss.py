@@ -14,9 +14,11 @@ split over micro-batches. A selection's N tokens are those of the whole minibatc
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0  # e^20 still fits fp32 with room for sums
@@ -44,7 +46,11 @@ TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # (tokens, *, param
 
 
 def ppo_clip(
-    tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 3.0
+    tokens: PolicyTokens,
+    *,
+    clip_low: Annotated[float, Ge(0), Le(1)] = 0.2,
+    clip_high: Annotated[float, Ge(0)] = 0.2,
+    dual_clip: Annotated[float, Gt(1)] = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprob - old logprob).
 
@@ -65,48 +71,54 @@ def ppo_clip(
 
 
 def gspo(
-    tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4
+    tokens: PolicyTokens,
+    *,
+    clip_low: Annotated[float, Ge(0), Le(1)] = 3e-4,
+    clip_high: Annotated[float, Ge(0)] = 4e-4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clip on the sequence ratio s = exp(mean over the sample of logprob - old logprob), at most e^10.
 
     The value of each token's ratio is s, and its gradient flows through the token's own logprob (GSPO-token).
     Needs aggregation = "seq_mean_token_mean". Source: https://arxiv.org/abs/2507.18071, eq. 7 and 13.
     """
-    differences_N = tokens.logprobs_N - tokens.old_logprobs_N
-    sequence_N = tokens.sample_mean(differences_N.detach())
+    log_ratio_N, _ = _ratio(tokens.logprobs_N, tokens.old_logprobs_N)
+    sequence_N = tokens.sample_mean((tokens.logprobs_N - tokens.old_logprobs_N).detach())
     ratio_N = (tokens.logprobs_N - tokens.logprobs_N.detach() + sequence_N).clamp(max=10.0).exp()
     free_N, clipped_N = _surrogates(ratio_N, tokens.advantages_N, clip_low, clip_high)
     return torch.maximum(free_N, clipped_N), {
         "actor/pg_clipfrac": clipped_N > free_N,
-        "actor/ppo_kl": -differences_N,
+        "actor/ppo_kl": -log_ratio_N,
         "actor/ratio": ratio_N,
     }
 
 
 def gmpo(
-    tokens: PolicyTokens, *, clip_low: float = 0.4, clip_high: float = 0.4
+    tokens: PolicyTokens, *, clip_low: Annotated[float, Ge(0)] = 0.4, clip_high: Annotated[float, Ge(0)] = 0.4
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A exp(mean over the sample of d): the geometric mean of clipped ratios.
 
-    d = logprob - old logprob, at most clip_high where A > 0, else at least -clip_low. Made for one advantage
-    per sample. Needs aggregation = "seq_mean_token_mean". pg_clipfrac are the clipped tokens with A > 0,
-    pg_clipfrac_lower the other clipped ones. Source: https://arxiv.org/abs/2507.20673.
+    d = logprob - old logprob, within +-20, at most clip_high where A > 0, else at least -clip_low. Made for
+    one advantage per sample. Needs aggregation = "seq_mean_token_mean". pg_clipfrac are the clipped tokens
+    with A > 0, pg_clipfrac_lower the other clipped ones. Source: https://arxiv.org/abs/2507.20673.
     """
-    differences_N = tokens.logprobs_N - tokens.old_logprobs_N
+    log_ratio_N, _ = _ratio(tokens.logprobs_N, tokens.old_logprobs_N)
     is_good_N = tokens.advantages_N > 0
-    clipped_N = torch.where(is_good_N, differences_N.clamp(max=clip_high), differences_N.clamp(min=-clip_low))
+    clipped_N = torch.where(is_good_N, log_ratio_N.clamp(max=clip_high), log_ratio_N.clamp(min=-clip_low))
     ratio_N = tokens.sample_mean(clipped_N).exp()
-    is_clipped_N = clipped_N != differences_N
+    is_clipped_N = clipped_N != log_ratio_N
     return -tokens.advantages_N * ratio_N, {
         "actor/pg_clipfrac": is_clipped_N & is_good_N,
         "actor/pg_clipfrac_lower": is_clipped_N & ~is_good_N,
-        "actor/ppo_kl": -differences_N,
+        "actor/ppo_kl": -log_ratio_N,
         "actor/ratio": ratio_N,
     }
 
 
 def sapo(
-    tokens: PolicyTokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+    tokens: PolicyTokens,
+    *,
+    tau_positive: Annotated[float, Gt(0)] = 1.0,
+    tau_negative: Annotated[float, Gt(0)] = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A sigmoid(tau (r - 1)) 4 / tau: a soft gate in place of the clip, of slope 1 at r = 1.
 
@@ -120,7 +132,10 @@ def sapo(
 
 
 def cispo(
-    tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 0.2
+    tokens: PolicyTokens,
+    *,
+    clip_low: Annotated[float, Ge(0), Le(1)] = 1.0,
+    clip_high: Annotated[float, Ge(0)] = 0.2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob: clipped tokens keep a gradient.
 
@@ -136,13 +151,17 @@ def cispo(
 
 
 def dppo_tv(
-    tokens: PolicyTokens, *, clip_low: float = 0.15, clip_high: float = 0.15, max_ratio: float = 20.0
+    tokens: PolicyTokens,
+    *,
+    clip_low: Annotated[float, Ge(0), Le(1)] = 0.15,
+    clip_high: Annotated[float, Ge(0), Le(1)] = 0.15,
+    max_ratio: Annotated[float, Ge(1)] = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A sg(min(r, max_ratio)) logprob, 0 where the token's probability already moved too far A's way.
 
     Too far: up by more than clip_high where A > 0, else down by more than clip_low; the change in
     probability is the total variation of this token against all others. pg_clipfrac_lower are the tokens
-    that count with a truncated ratio. Source: https://arxiv.org/abs/2602.04879.
+    that count with a truncated ratio; verl truncates it at 3 by default. Source: https://arxiv.org/abs/2602.04879.
     """
     log_ratio_N, ratio_N = _ratio(tokens.logprobs_N, tokens.old_logprobs_N)
     rise_N = tokens.logprobs_N.exp() - tokens.old_logprobs_N.exp()
@@ -159,11 +178,11 @@ def dppo_tv(
 def clip_cov(
     tokens: PolicyTokens,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    share: float = 2e-4,
+    clip_low: Annotated[float, Ge(0), Le(1)] = 0.2,
+    clip_high: Annotated[float, Ge(0)] = 0.2,
+    share: Annotated[float, Gt(0), Le(1)] = 2e-4,
     min_cov: float = 1.0,
-    max_cov: float = 5.0,
+    max_cov: Annotated[float, Gt("min_cov")] = 5.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clip (without dual clip), 0 for chosen tokens: what would cost the most entropy is left out.
 
@@ -180,7 +199,7 @@ def clip_cov(
 
 
 def kl_cov(
-    tokens: PolicyTokens, *, share: float = 2e-4, coef: float = 1.0
+    tokens: PolicyTokens, *, share: Annotated[float, Gt(0), Le(1)] = 2e-4, coef: Annotated[float, Ge(0)] = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A r, and for chosen tokens + coef |logprob - old logprob|, which holds them where they were.
 
@@ -228,11 +247,11 @@ def choose_clip_cov(
     advantages_N: Tensor,
     seed: int,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    share: float = 2e-4,
+    clip_low: Annotated[float, Ge(0), Le(1)] = 0.2,
+    clip_high: Annotated[float, Ge(0)] = 0.2,
+    share: Annotated[float, Gt(0), Le(1)] = 2e-4,
     min_cov: float = 1.0,
-    max_cov: float = 5.0,
+    max_cov: Annotated[float, Gt("min_cov")] = 5.0,
 ) -> Tensor:
     """[N] bool: max(1, int(share N)) tokens with min_cov < covariance < max_cov, drawn with `seed`.
 
@@ -255,8 +274,8 @@ def choose_kl_cov(
     advantages_N: Tensor,
     seed: int,
     *,
-    share: float = 2e-4,
-    coef: float = 1.0,
+    share: Annotated[float, Gt(0), Le(1)] = 2e-4,
+    coef: Annotated[float, Ge(0)] = 1.0,
 ) -> Tensor:
     """[N] bool: the max(1, int(share N)) tokens of largest covariance, of equal ones the first. No draw."""
     order = _covariance(logprobs_N, advantages_N).argsort(descending=True, stable=True)
