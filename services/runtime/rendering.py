@@ -67,7 +67,13 @@ class Renderer:
         special = dict(_special_tokens(settings))
         template = _chat_template(model_path, settings)
         self.has_template = template is not None
-        self._template = None if template is None else _environment(special).from_string(template)
+        try:
+            self._template = None if template is None else _environment(special).from_string(template)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                f"{model_path}: line {error.lineno} of the chat template is not valid Jinja: "
+                f"{error.message}; copy it from the original model"
+            ) from None
 
         self.vocab_size = _vocab_size(model, model_path)
         eos = self.tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
