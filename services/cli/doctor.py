@@ -9,30 +9,15 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from atoll.cli.findings import Finding, FindingState, loopback
 
 GIB = 1 << 30
 IN_CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").exists()
-
-
-class FindingState(Enum):
-    OK = "ok"
-    WARNING = "warning"
-    MISSING = "missing"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    what: str
-    found: str
-    state: FindingState = FindingState.OK
-    advice: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,26 +33,34 @@ def run(arguments: argparse.Namespace) -> int:
         memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
         shared_memory(),
         gpu(),
-        loopback(),
         asyncio.run(sandbox()),
         git(),
-        runs_folder(Path("runs")),
     ]
     if arguments.config:
         findings.append(rollout_environment(arguments.config))
         findings.extend(chat_templates(arguments.config))
-    width = max(len(finding.what) for finding in findings)
-    for finding in findings:
-        print(f"{finding.state.value:8} {finding.what:{width}}  {finding.found}")
-        if finding.advice:
-            print(f"{'':8} {'':{width}}  -> {finding.advice}")
+        findings.extend(start_of_run(arguments.config))
+    else:
+        findings += [loopback(), runs_folder(Path("runs"))]
+    _print(findings)
     missing = sum(finding.state is FindingState.MISSING for finding in findings)
-    print(f"{missing} missing" if missing else "ready for: atoll quickstart")
+    command = f"atoll run {arguments.config}" if arguments.config else "atoll quickstart"
+    print(f"{missing} missing" if missing else f"ready for: {command}")
     return 1 if missing else 0
 
 
 def install(extra: str = "cpu") -> str:
     return f"pip install --editable '.[{extra}]'" if IN_CHECKOUT else f"pip install 'atoll[{extra}]'"
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    width = max(len(finding.what) for finding in findings)
+    indent = f"{'':8} {'':{width}}  "
+    for finding in findings:
+        found = finding.found.replace("\n", f"\n{indent}")
+        print(f"{finding.state.value:8} {finding.what:{width}}  {found}")
+        if finding.advice:
+            print(f"{indent}-> {finding.advice}")
 
 
 def python() -> Finding:
@@ -116,6 +109,14 @@ def rollout_environment(path: Path) -> Finding:
         advice = f"{interpreter} -m {install(extra)}, or set rollout.python"
         return Finding(what, reason, FindingState.MISSING, advice)
     return Finding(what, f"{interpreter} imports {module}")
+
+
+def start_of_run(path: Path) -> Iterator[Finding]:
+    """What `atoll run` checks before it starts a service."""
+    from atoll.cli.preflight import examine
+    from atoll.config.load import load
+
+    return examine(load(path), resume=False)
 
 
 def chat_templates(path: Path) -> Iterator[Finding]:
@@ -174,15 +175,6 @@ def gpu() -> Finding:
             "gpu", answer.stdout.strip(), FindingState.WARNING, "nvidia-smi failed: check the driver"
         )
     return Finding("gpu", "; ".join(answer.stdout.strip().splitlines()))
-
-
-def loopback() -> Finding:
-    """Services talk over ports of 127.0.0.1 chosen by the system."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return Finding("loopback", f"port {server.getsockname()[1]} could be opened")
-    except OSError as error:
-        return Finding("loopback", str(error), FindingState.MISSING, "allow this user to listen on 127.0.0.1")
 
 
 async def sandbox() -> Finding:

@@ -198,15 +198,20 @@ def gateway_listeners(config: RunConfig) -> Iterator[list[socket.socket]]:
         listeners = []
         for index in range(section.instances if config.has_agents else 0):
             port = section.port + index if section.port else 0
-            try:
-                listener = socket.create_server((section.host, port), backlog=BACKLOG)
-            except OSError as error:
-                raise UserError(
-                    f"gateway-{index} cannot listen on {section.host}:{port}: {error.strerror}; set "
-                    "gateway.host to an address of this machine, and gateway.port to a free port or 0 for any"
-                ) from None
+            listener = listen(f"gateway-{index}", "gateway", section.host, port)
             listeners.append(opened.enter_context(listener))
         yield listeners
+
+
+def listen(service: str, table: str, host: str, port: int) -> socket.socket:
+    """Raises UserError that names the settings in `table` if the address cannot be had."""
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except OSError as error:
+        raise UserError(
+            f"{service} cannot listen on {host}:{port}: {error.strerror}; set {table}.host to an address of "
+            f"this machine, and {table}.port to a free port or 0 for any"
+        ) from None
 
 
 def compute_environment(threads: int) -> dict[str, str]:
@@ -257,7 +262,16 @@ def check_open_files() -> None:
 
 
 def claim_folder(folder: Path, *, resume: bool) -> None:
-    """A folder belongs to the run that recorded a step in it; a failed start does not claim it."""
+    """Creates the run's folder. Raises UserError as check_folder does."""
+    check_folder(folder, resume=resume)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """A folder belongs to the run that recorded a step in it; a failed start does not claim it.
+
+    Raises UserError if it is another run's, or cannot be written to.
+    """
     rows = folder / METRICS_FILE
     taken = rows.exists() and rows.stat().st_size > 0
     if taken and not resume:
@@ -267,12 +281,10 @@ def claim_folder(folder: Path, *, resume: bool) -> None:
         )
     if resume and not taken:
         raise UserError(f"--resume: {folder} contains no run; start without --resume")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{folder}: {error.strerror}; set run.dir to a folder that you can write to"
-        ) from None
+    existing = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        problem = "is not writable" if existing.is_dir() else "is not a folder"
+        raise UserError(f"{existing} {problem}: the run writes to {folder}; set run.dir to another folder")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from atoll.config.load import load
-from atoll.config.schema import Role, RoleSection, RunConfig, TrainerSection
+from atoll.config.schema import Role, RoleSection, RunConfig, TrainerSection, section_name
 from atoll.runtime.errors import UserError
 from atoll.runtime.memory import BYTES, RankMemory, host_memory, rank_memory
 from atoll.runtime.model_spec import ModelSpec, read_spec, with_value_head
@@ -136,7 +136,7 @@ def _ranks(rows: Sequence[StageMemory]) -> Iterator[tuple[int, StageMemory]]:
 
 def _advice(config: RunConfig, row: StageMemory) -> str:
     """The setting that reduces the largest part most."""
-    section, table = config.roles[row.role], "trainer" if row.role == "actor" else row.role
+    section, table = config.roles[row.role], section_name(row.role)
     memory = row.peak
     sizes = {name: size for name, size in asdict(memory).items() if name != "framework"}
     largest = max(sizes, key=lambda name: sizes[name])

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from atoll.cli import progress
+from atoll.cli import preflight, progress
 from atoll.cli.launcher import launch
 from atoll.cli.main import EXIT_INTERRUPTED
 from atoll.cli.samples import SamplePrinter
@@ -16,21 +16,26 @@ from atoll.wire.info import RunStatus
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="the run's config in TOML, such as examples/arithmetic.toml")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override one setting")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and exit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the run, print its resolved config and exit"
+    )
     parser.add_argument("--resume", action="store_true", help="resume the run in this folder")
 
 
 def run(arguments: argparse.Namespace) -> int:
     config = load(arguments.file, arguments.set)
     if arguments.dry_run:
+        preflight.require(config, resume=arguments.resume)
         print(config.model_dump_json(indent=2))
         return 0
     return follow_to_end(config, resume=arguments.resume)
 
 
 def follow_to_end(config: RunConfig, *, resume: bool = False) -> int:
-    """Does what `atoll run` does: starts every service here, shows progress until the run ends, then its
-    summary. Returns the exit code: 0, or 130 if it was interrupted. Raises AtollError if the run fails."""
+    """Does what `atoll run` does: checks the run, starts every service here, shows progress until the run
+    ends, then its summary. Returns the exit code: 0, or 130 if it was interrupted. Raises UserError if the
+    run cannot start, AtollError if it fails."""
+    preflight.require(config, resume=resume)
     print(f"run {config.run.name}: files and logs in {config.folder}")
     printer = SamplePrinter(config.folder, config.console)
     with progress.view() as show:

@@ -647,6 +647,11 @@ class StoreSection(Section):
     )
 
 
+def section_name(role: Role) -> str:
+    """The table of a role's settings."""
+    return "trainer" if role == "actor" else role
+
+
 class TokenLimit(NamedTuple):
     setting: str  # that sets it
     tokens: int

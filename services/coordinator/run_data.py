@@ -13,7 +13,7 @@ from atoll.config.schema import (
     TokenLimit,
     ValidationSetConfig,
 )
-from atoll.coordinator.data.dataset_rows import Dataset
+from atoll.coordinator.data.dataset_rows import Dataset, read_rows, read_supervised_rows
 from atoll.coordinator.data.datasets import (
     Pair,
     PromptSource,
@@ -62,22 +62,31 @@ def read_data(config: RunConfig) -> RunData:
 
 
 def data_checks(
-    config: RunConfig, renderer: Renderer, max_rows: int
+    config: RunConfig, renderer: Renderer | None, max_rows: int
 ) -> Iterator[tuple[str, Callable[[], Sized]]]:
     """For each dataset its setting, and a function that reads its first rows as `read_data` reads all of them
-    and raises the same errors."""
+    and raises the same errors. Without a renderer, rows are neither rendered nor counted in tokens."""
     data, mode = config.data, config.run.mode
-    read = _pairs if mode == "supervised" else _prompts
+    check = partial(_check_dataset, config, renderer, max_rows)
     if data.replay:
         yield f"data.replay {data.replay}", partial(_replay, data.replay, config.run.steps)
     else:
         for source in data.train:
-            yield f"data.train {source.path}", partial(read, config, source, renderer, max_rows)
+            yield f"data.train {source.path}", partial(check, source, mode == "supervised")
     for entry in config.validation.sets if mode != "train_only" else ():
-        yield f"validation.sets {entry.path}", partial(read, config, entry, renderer, max_rows)
+        yield f"validation.sets {entry.path}", partial(check, entry, mode == "supervised")
     if _warms_up(config):
         source = _warmup_source(config)
-        yield f"warmup.source {source.path}", partial(_pairs, config, source, renderer, max_rows)
+        yield f"warmup.source {source.path}", partial(check, source, True)
+
+
+def _check_dataset(
+    config: RunConfig, renderer: Renderer | None, max_rows: int, source: DatasetConfig, with_answers: bool
+) -> Sized:
+    if renderer is None:
+        read = read_supervised_rows if with_answers else read_rows
+        return read(_dataset(config, source, max_rows))
+    return (_pairs if with_answers else _prompts)(config, source, renderer, max_rows)
 
 
 def _warms_up(config: RunConfig) -> bool:

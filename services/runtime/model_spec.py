@@ -6,7 +6,7 @@ from math import pi
 from pathlib import Path
 from typing import Any, Literal
 
-from atoll.config.schema import ParallelConfig
+from atoll.config.schema import ParallelConfig, Role, TokenLimit
 from atoll.runtime.errors import UserError
 from atoll.runtime.hub import missing_model
 
@@ -21,6 +21,15 @@ ARCHITECTURES: dict[str, tuple[Family, Head]] = {
     "Qwen2ForSequenceClassification": ("qwen2", "value"),
     "Qwen3ForSequenceClassification": ("qwen3", "value"),
     "Qwen3MoeForSequenceClassification": ("qwen3_moe", "value"),
+}
+# Heads that the folder of a role's model may have: a critic may start from a policy's folder.
+HEADS: dict[Role, tuple[Head, ...]] = {
+    "actor": ("language",),
+    "reference": ("language",),
+    "critic": ("language", "value"),
+    "cost_critic": ("language", "value"),
+    "reward_model": ("value",),
+    "cost_model": ("value",),
 }
 # what we compute, by the config's key
 COMPUTED: dict[str, object] = {
@@ -186,6 +195,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{path}: got a JSON {type(config).__name__}, expected an object")
     return config
+
+
+def check_length(limit: TokenLimit, spec: ModelSpec, folder: Path) -> None:
+    """Raises UserError if sequences may become longer than the model has positions."""
+    if limit.tokens > spec.max_positions:
+        raise UserError(
+            f"{limit.setting} = {limit.tokens}, but {folder} has {spec.max_positions} positions: "
+            "set it to that or less"
+        )
 
 
 def check_layout(spec: ModelSpec, parallel: ParallelConfig, section: str) -> None:

@@ -71,8 +71,8 @@ class Renderer:
             self._template = None if template is None else _environment(special).from_string(template)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
-                f"{model_path}: line {error.lineno} of its chat template: {error.message}; copy the template "
-                "from the original model"
+                f"{model_path}: line {error.lineno} of the chat template is not valid Jinja: "
+                f"{error.message}; copy it from the original model"
             ) from None
 
         self.vocab_size = _vocab_size(model, model_path)

@@ -149,6 +149,10 @@ class Store:
     async def read(self, command: str, key: str, *args: str | int) -> Any:
         return await self._call(command, self._prefix + key, *args)
 
+    async def ping(self) -> None:
+        """Raises StoreError if the store does not answer."""
+        await self._call("PING")
+
     async def close(self) -> None:
         for store in (self, *self._apart):
             await store._connection.disconnect()

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 from google.protobuf.message import DecodeError, Message
 
-from atoll.config.schema import Role, RunConfig
+from atoll.config.schema import Role, RunConfig, section_name
 from atoll.runtime.errors import UserError
 from atoll.runtime.tokenizer import tokenizer_digest
 from atoll.trainer import command_channel
@@ -28,7 +28,7 @@ from atoll.trainer.megatron.shards import shard_layout
 from atoll.trainer.offload import MemoryKind, ModelOffloader
 from atoll.trainer.oom import explain_oom
 from atoll.trainer.publish import Publisher
-from atoll.trainer.roles import build_roles, join_ranks, section_name, section_of
+from atoll.trainer.roles import build_roles, join_ranks, section_of
 from atoll.trainer.step import Learner
 from atoll.weights.transport.base import open_sender
 from atoll.wire.codec.batches import decode_forward_backward, decode_segments, decode_step_key, join_segments

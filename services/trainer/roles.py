@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -13,9 +12,10 @@ from atoll.config.schema import (
     RoleSection,
     RunConfig,
     TrainerSection,
+    section_name,
 )
 from atoll.runtime.errors import UserError
-from atoll.runtime.model_spec import ModelSpec, check_layout, read_spec, with_value_head
+from atoll.runtime.model_spec import HEADS, check_layout, read_spec, with_value_head
 from atoll.trainer.losses.loss import LOSSES, SELECTIONS
 from atoll.trainer.megatron import cpu_compat
 from atoll.trainer.megatron.attention import backend
@@ -54,10 +54,6 @@ def section_of(config: RunConfig, role: Role) -> RoleSection:
             'reference.placement = "colocated": the actor\'s processes hold it, start none for it'
         )
     return config.roles[role]
-
-
-def section_name(role: Role) -> str:
-    return "trainer" if role == "actor" else role
 
 
 def join_ranks(config: RunConfig, role: Role) -> None:
@@ -104,7 +100,9 @@ def _actor(config: RunConfig, forward: Forward, section: TrainerSection) -> Role
 
 def _forward(config: RunConfig, role: Role, section: RoleSection) -> Forward:
     folder = config.model_folder(role)
-    spec = _spec(role, folder)
+    spec = read_spec(folder, HEADS[role])
+    if role in ("critic", "cost_critic"):
+        spec = with_value_head(spec)
     check_layout(spec, section.parallel, section_name(role))
     return Forward(
         load_model(folder, spec, _settings(config, role, section)),
@@ -128,14 +126,3 @@ def _freeze(forward: Forward) -> Forward:
     for parameter in forward.model.parameters:
         parameter.requires_grad_(False)
     return forward
-
-
-def _spec(role: Role, folder: Path) -> ModelSpec:
-    """A critic starts from a policy's folder, too; a reward or cost model has learned its head."""
-    match role:
-        case "actor" | "reference":
-            return read_spec(folder)
-        case "critic" | "cost_critic":
-            return with_value_head(read_spec(folder, ("language", "value")))
-        case "reward_model" | "cost_model":
-            return read_spec(folder, ("value",))

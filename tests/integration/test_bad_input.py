@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -69,17 +67,6 @@ def refused(config: Path, *words: str | Path) -> str:
     assert answer.returncode == 1
     assert "runs/toy/logs/coordinator.log" in answer.stderr
     return answer.stderr
-
-
-def test_a_parquet_row_without_its_field(config: Path, tmp_path: Path, assets: Path) -> None:
-    rows = pq.read_table(assets / "train.parquet").slice(0, 5).to_pylist()
-    rows[3]["reward_model"] = None
-    path = tmp_path / "bad.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    message = refused(config, "--set", f'data.train=[{{path="{path}"}}]')
-    assert f"{path}, row 3 (the first is 0): " in message
-    assert "reward_model" in message
-    assert "Traceback" not in message
 
 
 def test_a_reward_that_never_counts(config: Path, tmp_path: Path) -> None:

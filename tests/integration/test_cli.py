@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 CONFIG = """
@@ -15,10 +17,13 @@ steps = 2
 dir = "{folder}/runs"
 
 [model]
-path = "{folder}/model"
+path = "{assets}/model"
 
 [[data.train]]
-path = "{folder}/train.parquet"
+path = "{assets}/train.parquet"
+
+[rollout.local]
+max_length = 24
 """
 
 
@@ -28,17 +33,10 @@ def atoll(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path: Path, assets: Path) -> Path:
     path = tmp_path / "toy.toml"
-    path.write_text(CONFIG.format(folder=tmp_path))
+    path.write_text(CONFIG.format(folder=tmp_path, assets=assets))
     return path
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("arithmetic")
-    assert atoll("data", "arithmetic", "--out", folder).returncode == 0
-    return folder
 
 
 def test_help_needs_nothing_heavy() -> None:
@@ -85,23 +83,39 @@ def test_a_missing_config_file_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path / 'absent.toml'}: no such config file" in answer.stderr
 
 
-def test_a_model_folder_that_is_no_model_ends_the_run_with_its_name(
-    config: Path, tmp_path: Path, assets: Path
+@pytest.mark.parametrize("words", [["run"], ["run", "--dry-run"], ["doctor"]])
+def test_what_is_wrong_is_said_before_anything_starts(
+    config: Path, tmp_path: Path, assets: Path, words: list[str]
 ) -> None:
+    """All of it, by each command that looks."""
+    rows = pq.read_table(assets / "train.parquet").slice(0, 5).to_pylist()
+    rows[3]["reward_model"] = None
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "bad.parquet")
     (tmp_path / "model").mkdir()
-    answer = atoll("run", config, "--set", f'data.train=[{{path="{assets / "train.parquet"}"}}]')
-    assert answer.returncode == 1
-    assert str(tmp_path / "model") in answer.stderr
-    assert "config.json" in answer.stderr or "tokenizer.json" in answer.stderr
-    assert "Traceback" not in answer.stderr
-    assert str(tmp_path / "runs/toy/logs/coordinator.log") in answer.stderr
+    text = config.read_text().replace(f"{assets}/model", f"{tmp_path}/model")
+    config.write_text(text.replace(f"{assets}/train", f"{tmp_path}/bad"))
+    answer = atoll(words[0], config, *words[1:])
+    if words == ["doctor"]:
+        assert answer.returncode == 1
+        assert answer.stdout.splitlines()[-1] == "2 missing"
+        said = answer.stdout
+    else:
+        assert answer.returncode == 2
+        assert answer.stdout == ""
+        said = answer.stderr
+    assert f"{tmp_path}/model is not a model folder: no config.json" in said
+    assert (
+        f"{tmp_path}/bad.parquet, row 3 (the first is 0): field answer or reward_model.ground_truth" in said
+    )
+    assert "Traceback" not in said
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_port_in_use_names_port_and_setting(config: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         answer = atoll("run", config, "--set", f"coordinator.port={port}")
-    assert answer.returncode == 1
+    assert answer.returncode == 2
     assert str(port) in answer.stderr
     assert "coordinator.port" in answer.stderr
     assert "Traceback" not in answer.stderr
@@ -128,6 +142,12 @@ def test_status_of_nothing(tmp_path: Path) -> None:
     answer = atoll("status", tmp_path)
     assert answer.returncode == 2
     assert f"{tmp_path} contains no run" in answer.stderr
+
+
+def test_doctor_says_that_a_run_can_start(config: Path) -> None:
+    answer = atoll("doctor", config)
+    assert answer.returncode == 0, answer.stdout
+    assert answer.stdout.splitlines()[-1] == f"ready for: atoll run {config}"
 
 
 def test_doctor_lists_what_it_checked() -> None:

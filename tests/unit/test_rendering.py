@@ -168,7 +168,7 @@ def test_digest_tells_tokenizers_apart(tmp_path: Path) -> None:
 def test_a_template_with_a_syntax_error_is_named_with_its_line(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, chat_template="{% for m in messages %}\n{{ m.content ")
     with pytest.raises(
-        UserError, match=rf"{folder}: line 2 of its chat template: unexpected end of template"
+        UserError, match=rf"{folder}: line 2 of the chat template is not valid Jinja: unexpected end of"
     ):
         Renderer(folder)
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from atoll.config.schema import ParallelConfig
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import Experts, RopeScaling, check_layout, read_spec
-from atoll.trainer.megatron.hf import open_tensors
 from atoll.trainer.megatron.names import shapes
+from atoll.trainer.megatron.tensor_files import open_tensors
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from atoll.config.schema import TokenLimit
 from atoll.rollout.engines.base import Completion, EngineInfo
 from atoll.rollout.engines.checks import check_request, check_sequence
 from atoll.rollout.engines.local_adapters import AdapterLayout
@@ -27,7 +28,7 @@ from atoll.rollout.engines.local_model import LocalModel
 from atoll.rollout.engines.local_weights import BufferLayout
 from atoll.rollout.refit import Refit
 from atoll.runtime.errors import AtollError, EngineDiedError, UserError
-from atoll.runtime.model_spec import read_spec
+from atoll.runtime.model_spec import check_length, read_spec
 from atoll.weights.boxes import tensor_checksums
 from atoll.weights.transport.base import Receiver
 from atoll.wire.types import Float32, Int32, LoraSpec, PauseMode, PushPart, ShardLayout, TurnRequest, Version
@@ -73,11 +74,7 @@ class LocalEngine:
         pushed. Raises UserError if the folder holds no model that this engine runs, or `max_length`
         exceeds its positions."""
         spec = read_spec(folder)
-        if max_length > spec.max_positions:
-            raise UserError(
-                f"{LENGTH_SETTING} = {max_length}, but {folder} has {spec.max_positions} positions: "
-                "set it to that or less"
-            )
+        check_length(TokenLimit(LENGTH_SETTING, max_length), spec, folder)
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises Exception itself

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,8 +22,8 @@ from atoll.trainer.megatron.model import MegatronModel, ModelSettings, build
 from atoll.trainer.megatron.names import shapes
 from atoll.trainer.megatron.peft import load_adapter, write_adapter
 from atoll.trainer.megatron.shards import boxes_of
+from atoll.trainer.megatron.tensor_files import INDEX, open_tensors
 
-INDEX = "model.safetensors.index.json"
 FILE_BYTES = 4 << 30  # of one exported file: the writing rank holds one in memory
 ADAPTER = "adapter"
 COPIED = {".json", ".txt", ".jinja", ".model"}  # tokenizer and generation settings
@@ -70,58 +69,6 @@ def load_weights(model: MegatronModel, folder: Path) -> None:
             columns = slice(int(box["column"]), int(box["column"] + box["columns"]))
             is_vector = len(slices[name].get_shape()) == 1
             memory.copy_(slices[name][rows].unsqueeze(1) if is_vector else slices[name][rows, columns])
-
-
-def open_tensors(folder: Path, spec: ModelSpec, files: ExitStack) -> dict[str, Any]:
-    """Tensor name -> safetensors slice, for exactly the tensors of `spec`; `files` keeps the files open."""
-    index = folder / INDEX
-    names = {"model.safetensors"}
-    if index.exists():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError) as error:
-            raise UserError(f"{index} has no readable weight_map ({error!r}); copy it again") from error
-    slices: dict[str, Any] = {}
-    for name in sorted(names):
-        try:
-            file = files.enter_context(safe_open(folder / name, framework="pt"))
-        except FileNotFoundError as error:
-            raise UserError(
-                f"{folder} has no weights: {name} is missing; expected model.safetensors, or {INDEX} and "
-                "every file that it names"
-            ) from error
-        except SafetensorError as error:
-            raise UserError(f"{folder / name} is not a safetensors file ({error}); copy it again") from error
-        slices |= {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118 (no mapping)
-    if spec.tied:
-        slices.pop("lm_head.weight", None)  # some tied checkpoints repeat the embedding
-    if fused := [name for name in slices if name.endswith(".mlp.experts.gate_up_proj")]:
-        raise UserError(
-            f"{folder} has all experts of a layer in one tensor, {fused[0]}; expected one for each of them, "
-            "as published: load the folder with transformers and save it with save_pretrained"
-        )
-    _check_tensors(folder, {name: tuple(part.get_shape()) for name, part in slices.items()}, shapes(spec))
-    return slices
-
-
-def _check_tensors(
-    folder: Path, got: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]
-) -> None:
-    for problem, names in (
-        ("lacks", sorted(expected.keys() - got.keys())),
-        ("has unknown", sorted(got.keys() - expected.keys())),
-    ):
-        if names:
-            raise UserError(
-                f"{folder} {problem} tensor {names[0]} (and {len(names) - 1} more); expected the "
-                f"{len(expected)} tensors that its config.json describes: config and weights do not match"
-            )
-    for name, shape in expected.items():
-        if got[name] != shape:
-            raise UserError(
-                f"{folder}: tensor {name} has shape {got[name]}, expected {shape} from config.json: "
-                "config and weights do not match"
-            )
 
 
 def export_hf(model: MegatronModel, target: Path) -> int:

@@ -3,7 +3,6 @@
 import json
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,24 +11,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from atoll.config.schema import LoraConfig
 from atoll.runtime.errors import UserError
 from atoll.trainer.megatron.lora import adapters
 from atoll.trainer.megatron.model import MegatronModel
 from atoll.trainer.megatron.names import shapes
+from atoll.trainer.megatron.tensor_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter
 from atoll.weights.adapters import adapter_names, is_target
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def load_adapter(model: MegatronModel, folder: Path) -> None:
     """Fills this rank's adapters, reading only its own slices. Raises UserError if its rank, alpha or targets
     differ from the model's, or if files are missing or unreadable."""
     assert model.lora is not None
-    _check_config(folder, model.lora)
+    check_adapter(folder, model.lora)
     expected = adapter_shapes(model)
     try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
             got = {name: tuple(part.get_shape()) for name, part in slices.items()}
             if got != expected:
@@ -44,33 +41,9 @@ def load_adapter(model: MegatronModel, folder: Path) -> None:
                     columns = slice(piece.column, piece.column + piece.columns)
                     parameter.detach().copy_(slices[piece.tensor][rows, columns])
     except (FileNotFoundError, SafetensorError) as error:
-        raise UserError(f"{folder / WEIGHTS} cannot be read ({error}): copy the adapter again") from error
-
-
-def _check_config(folder: Path, lora: LoraConfig) -> None:
-    try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} holds no adapter of peft: {CONFIG} cannot be read ({error})") from error
-    targets = config.get("target_modules")
-    for key, got, ours, setting in (
-        ("peft_type", config.get("peft_type"), "LORA", None),
-        ("use_rslora", config.get("use_rslora", False), False, None),
-        ("use_dora", config.get("use_dora", False), False, None),
-        ("bias", config.get("bias", "none"), "none", None),
-        ("modules_to_save", config.get("modules_to_save"), None, None),
-        ("r", config.get("r"), lora.rank, "rank"),
-        ("lora_alpha", config.get("lora_alpha"), lora.alpha, "alpha"),
-        (
-            "target_modules",
-            sorted(targets) if isinstance(targets, list) else targets,
-            sorted(lora.targets),
-            "targets",
-        ),
-    ):
-        if got != ours:
-            remedy = f"set trainer.lora.{setting} to it" if setting else "only plain LoRA is trained"
-            raise UserError(f"{folder / CONFIG}: {key} is {got!r}, expected {ours!r}: {remedy}")
+        raise UserError(
+            f"{folder / ADAPTER_WEIGHTS} cannot be read ({error}): copy the adapter again"
+        ) from error
 
 
 def write_adapter(model: MegatronModel, folder: Path) -> None:
@@ -81,7 +54,7 @@ def write_adapter(model: MegatronModel, folder: Path) -> None:
     if dist.get_rank() > 0:
         return
     folder.mkdir(parents=True)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -95,7 +68,7 @@ def write_adapter(model: MegatronModel, folder: Path) -> None:
         "use_rslora": False,
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(config, indent=2))
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
 
 
 def adapter_shapes(model: MegatronModel) -> dict[str, tuple[int, ...]]:
