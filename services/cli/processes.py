@@ -61,6 +61,7 @@ class ServiceGroup:
 
     services: tuple[ServiceCommand, ...]
     max_restarts: int = 0  # in an hour
+    if_lost: str = ""  # of one that the run can do without: what its user is told once it is lost for good
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,8 +127,9 @@ class Fleet:
         """Runs the group, and restarts it after each death within its limit; one death ends all its
         processes.
 
-        Raises ServiceDiedError in the end. A group that has never served is not restarted, since it would
-        fail again; nor is a process that has given up.
+        Raises ServiceDiedError in the end, or waits until it is cancelled if the run can do without the
+        group. A group that has never served is not restarted, since it would fail again; nor is a process
+        that has given up.
         """
         failures, has_served = FailureWindow(self._clock), False
         while True:
@@ -139,7 +141,10 @@ class Fleet:
             except ServiceDiedError as death:
                 number = failures.record()
                 if not has_served or death.has_given_up or number > group.max_restarts:
-                    raise
+                    if not group.if_lost:
+                        raise
+                    _log.warning("%s\n%s", death, group.if_lost)
+                    await asyncio.Event().wait()
                 who = ", ".join(group.names)
                 _log.warning("restart %d of %d of %s: %s", number, group.max_restarts, who, death)
             await self._stop(*group.names)

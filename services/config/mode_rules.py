@@ -49,6 +49,8 @@ UNREAD: Mapping[str, Unread] = {
             "reward",
             "rollout",
             "run.target_reward",
+            "tracking.samples",
+            "tracking.samples_every",
             "warmup",
         ),
     ),

@@ -640,6 +640,26 @@ class ConsoleSection(Section):
     every: PositiveInt = 10  # steps between those whose samples are printed
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
+
+
+class TrackingSection(Section):
+    """Experiment trackers that get the run's config, metrics and samples. See docs/looking_at_runs.md."""
+
+    to: tuple[TrackerName, ...] = ()  # a process each; packages: pip install 'atoll[NAME]'
+    project: NonEmpty = "atoll"  # in the tracker; MLflow calls it experiment
+    samples: NonNegativeInt = 0  # samples to send per step, with prompt, response and score
+    samples_every: PositiveInt = 10  # steps between those whose samples are sent
+    python: Path | None = None  # Python interpreter of these processes; default: the current one
+
+    @field_validator("to")
+    @classmethod
+    def _each_once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(names)) < len(names):
+            raise ValueError(f"tracking.to = {list(names)} names a tracker twice: remove one")
+        return names
+
+
 class StoreSection(Section):
     url: str = "embedded"  # or redis://, rediss://, unix://
     max_mb: PositiveInt = (
@@ -676,6 +696,7 @@ class RunConfig(Section):
     servers: tuple[ServerConfig, ...] = ()
     store: StoreSection = StoreSection()
     console: ConsoleSection = ConsoleSection()
+    tracking: TrackingSection = TrackingSection()
 
     @property
     def folder(self) -> Path:

@@ -214,7 +214,7 @@ async def _serve_one(
     if arguments.coordinator is not None:
         client = CoordinatorClient(arguments.coordinator, Caller(token=token), COORDINATOR_TIMEOUT_S)
         lease = _Lease(client, context.config.coordinator.away_timeout_s)
-    with _stop_signal() as asked:
+    with stop_signal() as asked:
         try:
             server = await Server.start(
                 f"atoll.v1.{service.capitalize()}",
@@ -249,7 +249,7 @@ async def _serve_one(
 
 
 @contextmanager
-def _stop_signal() -> Iterator[asyncio.Future[None]]:
+def stop_signal() -> Iterator[asyncio.Future[None]]:
     """Completes at SIGTERM or SIGINT; before and afterwards, these end the process at once."""
     loop, signals = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
     asked = loop.create_future()
