@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from atoll.cli import tokens
-from atoll.cli.processes import Fleet, ServiceCommand, ServiceGroup
+from atoll.cli.processes import Fleet, ScrapeTargets, ServiceCommand, ServiceGroup
 from atoll.cli.tokens import Tokens
 from atoll.cli.trackers import check_packages, tracker_groups
 from atoll.config.load import write_private, write_resolved
@@ -84,8 +84,10 @@ async def supervise(
     Waits for the first of: the coordinator's end, the loss of a service, a second interrupt.
     """
     stop = asyncio.Event()
-    with handle_interrupts(stop):
-        async with Fleet(folder / "logs", given.environment, start_timeout_s=start_timeout_s) as fleet:
+    with handle_interrupts(stop), ScrapeTargets(folder / "prometheus.json", folder.name) as targets:
+        async with Fleet(
+            folder / "logs", given.environment, start_timeout_s=start_timeout_s, targets=targets
+        ) as fleet:
             address = await fleet.start(coordinator)
             with publish_address(folder, address, given):
                 client = CoordinatorClient(address, Caller(token=given.run))

@@ -660,6 +660,14 @@ class TrackingSection(Section):
         return names
 
 
+class PrometheusSection(Section):
+    """Every process serves /metrics, without a token. See docs/looking_at_runs.md."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # first port to try, the next if it is taken; 0: any free
+
+
 class StoreSection(Section):
     url: str = "embedded"  # or redis://, rediss://, unix://
     max_mb: PositiveInt = (
@@ -697,6 +705,7 @@ class RunConfig(Section):
     store: StoreSection = StoreSection()
     console: ConsoleSection = ConsoleSection()
     tracking: TrackingSection = TrackingSection()
+    prometheus: PrometheusSection = PrometheusSection()
 
     @property
     def folder(self) -> Path:

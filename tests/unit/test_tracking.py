@@ -15,19 +15,18 @@ import pytest
 
 from atoll.cli.trackers import check_packages
 from atoll.config.errors import ConfigError
-from atoll.config.load import write_resolved
 from atoll.config.schema import RunConfig
 from atoll.coordinator.control import RunControl
 from atoll.coordinator.service import CoordinatorService
 from atoll.runtime.errors import UserError
 from atoll.runtime.server import Server
-from atoll.runtime.telemetry import MetricsFile
 from atoll.tracking.__main__ import follow
 from atoll.tracking.feed import Feed
 from atoll.tracking.tracker import SampleRow, TrackedRun
 from atoll.wire.codec.journal import encode_dump
-from tests.builders import V0, group, node, run_config, sample, sample_id
+from tests.builders import V0, group, node, sample, sample_id
 from tests.tokens import CALLER, TOKEN
+from tests.tracked_runs import RUN_ID, make_run, write_steps
 
 
 class Recorder:
@@ -61,21 +60,8 @@ class Recorder:
         return [step for step, _, _ in self.rows]
 
 
-def make_run(folder: Path, **tracking: object) -> RunConfig:
-    """The files of a run without a step."""
-    config = run_config(run={"dir": folder}, tracking={"to": ["wandb"], **tracking})
-    config.folder.mkdir()
-    write_resolved(config, config.folder / "config.json")
-    (config.folder / "run.id").write_text("0123456789abcdef")
-    return config
-
-
-def write_steps(config: RunConfig, *steps: int, times: int, after: int | None = None) -> None:
-    """As a coordinator that resumes after step `after`; None: one that begins. Times ascend from `times`."""
-    clock = iter(range(times, times + len(steps)))
-    with MetricsFile(config.folder / "metrics.jsonl", after, lambda: next(clock)) as file:
-        for step in steps:
-            file.write(step, {"score": step / 10})
+def record_steps(config: RunConfig, *steps: int, times: int, after: int | None = None) -> None:
+    write_steps(config, {step: step / 10 for step in steps}, "score", times=times, after=after)
 
 
 def send(config: RunConfig, tracker: Recorder) -> Recorder:
@@ -89,21 +75,21 @@ def send(config: RunConfig, tracker: Recorder) -> Recorder:
 def test_a_tracker_gets_the_config_and_each_row_with_its_time(tmp_path: Path) -> None:
     config = make_run(tmp_path, project="sums")
     assert send(config, Recorder()).rows == []  # before the first step
-    write_steps(config, 1, 2, times=100)
+    record_steps(config, 1, 2, times=100)
     tracker = send(config, Recorder())
     assert tracker.rows == [(1, 100, {"score": 0.1}), (2, 101, {"score": 0.2})]
     assert tracker.finished == 1
     (run,) = tracker.runs
-    assert (run.project, run.name, run.id) == ("sums", "toy", "0123456789abcdef")
+    assert (run.project, run.name, run.id) == ("sums", "toy", RUN_ID)
     assert run.config == json.loads(config.model_dump_json())
     assert run.folder == tmp_path / "toy"
 
 
 def test_a_tracker_that_starts_again_gets_what_is_new(tmp_path: Path) -> None:
     config = make_run(tmp_path)
-    write_steps(config, 1, 2, times=100)
+    record_steps(config, 1, 2, times=100)
     assert send(config, Recorder()).steps == [1, 2]
-    write_steps(config, 3, times=102, after=2)
+    record_steps(config, 3, times=102, after=2)
     with (config.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "time": 103.0, "sco')  # is being written
     assert send(config, Recorder()).steps == [3]
@@ -112,9 +98,9 @@ def test_a_tracker_that_starts_again_gets_what_is_new(tmp_path: Path) -> None:
 
 def test_steps_that_a_resumed_run_repeats_are_sent_again(tmp_path: Path) -> None:
     config = make_run(tmp_path)
-    write_steps(config, 1, 2, 3, times=100)
+    record_steps(config, 1, 2, 3, times=100)
     assert send(config, Recorder()).steps == [1, 2, 3]
-    write_steps(config, 2, 3, 4, times=200, after=1)
+    record_steps(config, 2, 3, 4, times=200, after=1)
     assert send(config, Recorder()).rows == [
         (2, 200, {"score": 0.2}),
         (3, 201, {"score": 0.3}),
@@ -124,7 +110,7 @@ def test_steps_that_a_resumed_run_repeats_are_sent_again(tmp_path: Path) -> None
 
 def test_what_a_tracker_failed_to_take_is_sent_to_its_next_process(tmp_path: Path) -> None:
     config = make_run(tmp_path)
-    write_steps(config, 1, 2, 3, times=100)
+    record_steps(config, 1, 2, 3, times=100)
     failing = Recorder(fails_at=2)
     with pytest.raises(ConnectionError):
         send(config, failing)
@@ -146,7 +132,7 @@ def test_samples_are_spread_over_the_groups_of_every_nth_step(tmp_path: Path) ->
             for prompt in range(4)
         ]
         (config.folder / f"dumps/step-00000{step}.pb").write_bytes(encode_dump(step, V0, groups))
-    write_steps(config, 1, 2, 3, 4, times=100)  # no dump of step 4
+    record_steps(config, 1, 2, 3, 4, times=100)  # no dump of step 4
     assert send(config, Recorder()).samples == {
         2: [SampleRow("toy/0/0/0", "1+1=", "0", 0.0), SampleRow("toy/0/2/0", "1+1=", "0", 2.0)]
     }
@@ -175,11 +161,11 @@ async def test_a_running_run_is_followed_until_the_process_is_told_to_stop(tmp_p
     with closing(Feed(config, "wandb", tracker)) as feed:
         following = asyncio.create_task(follow(coordinator.address, CALLER, feed))
         for step in (1, 2):
-            write_steps(config, step, times=100 + step, after=step - 1)
+            record_steps(config, step, times=100 + step, after=step - 1)
             await control.report(step=step)
             await asyncio.wait_for(tracker.told.wait(), 30)
             tracker.told.clear()
-        write_steps(config, 3, times=103, after=2)  # and nobody says so
+        record_steps(config, 3, times=103, after=2)  # and nobody says so
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(following, 30)
     await coordinator.stop(0)
