@@ -648,8 +648,8 @@ class TrackingSection(Section):
 
     to: tuple[TrackerName, ...] = ()  # a process each; packages: pip install 'atoll[NAME]'
     project: NonEmpty = "atoll"  # in the tracker; MLflow calls it experiment
-    samples: NonNegativeInt = 0  # samples to send per step, with prompt, response and score
-    samples_every: PositiveInt = 10  # steps between those whose samples are sent
+    samples: NonNegativeInt = 0  # number of samples to send, with their texts; 0: none
+    every: PositiveInt = 10  # steps between those whose samples are sent
     python: Path | None = None  # Python interpreter of these processes; default: the current one
 
     @field_validator("to")

@@ -2,13 +2,16 @@
 
 import fcntl
 import json
+import logging
 from pathlib import Path
 
 from atoll.config.schema import RunConfig, TrackerName
-from atoll.runtime.errors import UserError
+from atoll.runtime.errors import AtollError, UserError
+from atoll.runtime.samples import read_samples
 from atoll.runtime.telemetry import load_metrics, metrics_of
-from atoll.tracking.samples import sample_rows
-from atoll.tracking.tracker import TrackedRun, Tracker
+from atoll.tracking.tracker import SampleRow, TrackedRun, Tracker
+
+_log = logging.getLogger(__name__)
 
 BOOKMARKS = "tracking"  # folder in the run's
 
@@ -67,10 +70,8 @@ class Feed:
             if row["time"] > self._bookmark.time:
                 step = int(row["step"])
                 self._tracker.log(step, row["time"], metrics_of(row))
-                if self._samples_are_due(step) and (
-                    rows := sample_rows(self._folder, step, self._section.samples)
-                ):
-                    self._tracker.log_samples(step, rows)
+                if self._section.samples and step % self._section.every == 0:
+                    self._send_samples(step)
                 self._bookmark.move(row["time"])
 
     def finish(self) -> None:
@@ -81,5 +82,13 @@ class Feed:
         """Lets another process feed the tracker."""
         self._bookmark.close()
 
-    def _samples_are_due(self, step: int) -> bool:
-        return self._section.samples > 0 and step % self._section.samples_every == 0
+    def _send_samples(self, step: int) -> None:
+        try:
+            samples = read_samples(self._folder, step)
+        except (AtollError, OSError) as error:  # this tracker is late, and the run keeps recent ones alone
+            _log.warning("no samples of step %d: %s", step, error)
+            return
+        samples.sort(key=lambda sample: sample.index)  # one of each group, then another of each
+        chosen = samples[: self._section.samples]
+        rows = [SampleRow(s.id, s.prompt, s.response, s.ground_truth, s.score) for s in chosen]
+        self._tracker.log_samples(step, rows)

@@ -23,7 +23,10 @@ class SwanLabTracker:
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         texts = [
-            swanlab.Text(f"{row.prompt}\n\n{row.response}", caption=f"{row.id}: score {row.score:g}")
+            swanlab.Text(
+                f"{row.prompt}\n\n{row.response}",
+                caption=f"{row.id}: score {row.score:g}, truth {row.ground_truth}",
+            )
             for row in rows
         ]
         self._run.log({"samples": texts}, step=step)

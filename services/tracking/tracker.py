@@ -21,7 +21,8 @@ class SampleRow:
 
     id: str
     prompt: str
-    response: str  # text of the last turn
+    response: str  # that was graded
+    ground_truth: str
     score: float
 
 

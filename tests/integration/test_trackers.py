@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.wire.codec.journal import encode_dump
+from atoll.runtime.dump import DUMPS, write_dump
 from tests.builders import V0, group, node, sample, sample_id
 from tests.tracked_runs import RUN_ID, make_run, write_steps
 
@@ -41,14 +41,11 @@ def offline(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "swanlab", "trackio"])
-def test_what_is_sent_is_there(
-    name: str, tmp_path: Path, offline: dict[str, str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_sent_is_there(name: str, tmp_path: Path, offline: dict[str, str]) -> None:
     """Two steps; then the process starts again, and the run was resumed after the first."""
-    config = make_run(tmp_path, project="sums", samples=1, samples_every=3)
+    config = make_run(tmp_path, project="sums", samples=1, every=3)
     answers = [group(sample(sample_id(7), node([3]), score=0.5, text="a | b\nc"))]
-    (config.folder / "dumps").mkdir()
-    (config.folder / "dumps" / "step-000003.pb").write_bytes(encode_dump(3, V0, answers))
+    write_dump(config.folder / DUMPS, 3, V0, answers)
 
     def run(*command: object) -> str:
         return subprocess.run(

@@ -18,12 +18,12 @@ from atoll.config.errors import ConfigError
 from atoll.config.schema import RunConfig
 from atoll.coordinator.control import RunControl
 from atoll.coordinator.service import CoordinatorService
+from atoll.runtime.dump import DUMPS, write_dump
 from atoll.runtime.errors import UserError
 from atoll.runtime.server import Server
 from atoll.tracking.__main__ import follow
 from atoll.tracking.feed import Feed
 from atoll.tracking.tracker import SampleRow, TrackedRun
-from atoll.wire.codec.journal import encode_dump
 from tests.builders import V0, group, node, sample, sample_id
 from tests.tokens import CALLER, TOKEN
 from tests.tracked_runs import RUN_ID, make_run, write_steps
@@ -118,9 +118,10 @@ def test_what_a_tracker_failed_to_take_is_sent_to_its_next_process(tmp_path: Pat
     assert send(config, Recorder()).steps == [2, 3]
 
 
-def test_samples_are_spread_over_the_groups_of_every_nth_step(tmp_path: Path) -> None:
-    config = make_run(tmp_path, samples=2, samples_every=2)
-    (config.folder / "dumps").mkdir()
+def test_samples_of_every_nth_step_are_sent_one_of_each_group_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_run(tmp_path, samples=3, every=2)
     for step in (1, 2):
         groups = [
             group(
@@ -129,13 +130,20 @@ def test_samples_are_spread_over_the_groups_of_every_nth_step(tmp_path: Path) ->
                     for index in range(2)
                 )
             )
-            for prompt in range(4)
+            for prompt in range(2)
         ]
-        (config.folder / f"dumps/step-00000{step}.pb").write_bytes(encode_dump(step, V0, groups))
+        write_dump(config.folder / DUMPS, step, V0, groups)
     record_steps(config, 1, 2, 3, 4, times=100)  # no dump of step 4
-    assert send(config, Recorder()).samples == {
-        2: [SampleRow("toy/0/0/0", "1+1=", "0", 0.0), SampleRow("toy/0/2/0", "1+1=", "0", 2.0)]
+    tracker = send(config, Recorder())
+    assert tracker.steps == [1, 2, 3, 4]
+    assert tracker.samples == {
+        2: [
+            SampleRow("toy/0/0/0", "1+1=", "0", "2", 0.0),
+            SampleRow("toy/0/1/0", "1+1=", "0", "2", 1.0),
+            SampleRow("toy/0/0/1", "1+1=", "1", "2", 0.1),
+        ]
     }
+    assert "no samples of step 4" in caplog.text
 
 
 def test_only_one_process_feeds_a_tracker(tmp_path: Path) -> None:
