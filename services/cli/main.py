@@ -27,6 +27,7 @@ COMMANDS = {
     "doctor": "check this machine and say what is missing",
     "data": "build data sets, tokenizers and small models",
     "examples": "copy the example configs, data and graders into a folder",
+    "track": "send a run to experiment trackers, after it has ended",
     "export": "convert a checkpoint to a Hugging Face folder",
     "bench": "benchmark the loop, the rollout engine, rewards, the trainer or weight pushes",
     "serve": "run a single service, for manual placement",

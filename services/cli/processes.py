@@ -61,10 +61,41 @@ class ServiceGroup:
 
     services: tuple[ServiceCommand, ...]
     max_restarts: int = 0  # in an hour
+    if_lost: str = ""  # of one that the run can do without: what its user is told once it is lost for good
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(service.name for service in self.services)
+
+
+class ScrapeTargets:
+    """Where the processes of a run serve /metrics: a file in Prometheus' file_sd format, for as long as the
+    context lasts. Prometheus follows its changes.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        self._path = path
+        self._run = run
+        self._addresses: dict[str, str] = {}
+
+    def put(self, service: str, address: str) -> None:
+        """Replaces the address of the service's last life."""
+        self._addresses[service] = address
+        targets = [
+            {"targets": [address], "labels": {"run": self._run, "service": name}}
+            for name, address in self._addresses.items()
+        ]
+        new = self._path.with_name(f".{self._path.name}.new")
+        new.write_text(json.dumps(targets, indent=2) + "\n")
+        new.replace(self._path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._path.unlink(missing_ok=True)
 
 
 class Fleet:
@@ -76,13 +107,15 @@ class Fleet:
         environment: Mapping[str, str] = MappingProxyType({}),
         *,
         start_timeout_s: float | None = None,
+        targets: ScrapeTargets | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`environment`: for every process, over this one's and under a service's own. `start_timeout_s`:
-        until a process serves; None: no limit."""
+        until a process serves; None: no limit. `targets`: gets the address of each /metrics."""
         self._logs = logs
         self._environment = environment
         self._start_timeout_s = start_timeout_s
+        self._targets = targets
         self._clock = clock
         self._processes: dict[str, Process] = {}
         self._log_starts: dict[
@@ -120,14 +153,19 @@ class Fleet:
             finally:
                 for task in lines:
                     task.cancel()
-        return str(json.loads(lines[0].result())["address"])
+        answers = [json.loads(line.result()) for line in lines]
+        for name, answer in zip(group.names, answers, strict=True):
+            if self._targets and (metrics := answer.get("metrics")):
+                self._targets.put(name, metrics)
+        return str(answers[0]["address"])
 
     async def keep(self, group: ServiceGroup) -> None:
         """Runs the group, and restarts it after each death within its limit; one death ends all its
         processes.
 
-        Raises ServiceDiedError in the end. A group that has never served is not restarted, since it would
-        fail again; nor is a process that has given up.
+        Raises ServiceDiedError in the end, or waits until it is cancelled if the run can do without the
+        group. A group that has never served is not restarted, since it would fail again; nor is a process
+        that has given up.
         """
         failures, has_served = FailureWindow(self._clock), False
         while True:
@@ -139,7 +177,10 @@ class Fleet:
             except ServiceDiedError as death:
                 number = failures.record()
                 if not has_served or death.has_given_up or number > group.max_restarts:
-                    raise
+                    if not group.if_lost:
+                        raise
+                    _log.warning("%s\n%s", death, group.if_lost)
+                    await asyncio.Event().wait()
                 who = ", ".join(group.names)
                 _log.warning("restart %d of %d of %s: %s", number, group.max_restarts, who, death)
             await self._stop(*group.names)

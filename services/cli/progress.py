@@ -12,8 +12,7 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from atoll.runtime.clients.coordinator import CoordinatorClient
-from atoll.runtime.errors import ServiceUnavailableError
+from atoll.runtime.clients.coordinator import CoordinatorClient, statuses
 from atoll.wire.info import RunStatus
 from atoll.wire.types import ServerHealth
 
@@ -39,13 +38,7 @@ async def follow(client: CoordinatorClient, show: Show) -> None:
     """Shows every change of the run's status until cancelled. Waits for the coordinator's next change of
     state.
     """
-    seen = 0
-    while True:
-        try:
-            status = await client.status(seen)
-        except ServiceUnavailableError:  # busy or ending: the launcher reports its exit
-            continue
-        seen = status.revision
+    async for status in statuses(client):
         show(status)
 
 

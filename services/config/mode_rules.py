@@ -49,6 +49,8 @@ UNREAD: Mapping[str, Unread] = {
             "reward",
             "rollout",
             "run.target_reward",
+            "tracking.samples",
+            "tracking.every",
             "warmup",
         ),
     ),
@@ -161,13 +163,17 @@ def _switches_are_on(config: RunConfig) -> str | None:
         return "algorithm.kl.horizon applies to an adaptive coef: set algorithm.kl.target, or remove it"
     if config.guards.reward_drop is None and is_changed(config.guards, "window"):
         return "guards.window applies to guards.reward_drop: set that, or remove it"
-    if config.console.samples and coordinator.dump == "none":
-        return (
-            'console.samples prints what coordinator.dump keeps: set coordinator.dump = "recent", or remove '
-            "console.samples"
-        )
-    if config.console.samples == 0 and is_changed(config.console, "every"):
-        return "console.every applies to console.samples: set that, or remove it"
+    for table, section, verb in (
+        ("console", config.console, "prints"),
+        ("tracking", config.tracking, "sends"),
+    ):
+        if section.samples and coordinator.dump == "none":
+            return (
+                f"{table}.samples {verb} what coordinator.dump keeps: set coordinator.dump = "
+                f'"recent", or remove {table}.samples'
+            )
+        if section.samples == 0 and is_changed(section, "every"):
+            return f"{table}.every applies to {table}.samples: set that, or remove it"
     if config.warmup.steps == 0 and is_changed(config, "warmup"):
         return "[warmup] has steps = 0, which disables the warm-up: set warmup.steps, or remove the table"
     return None

@@ -640,6 +640,34 @@ class ConsoleSection(Section):
     every: PositiveInt = 10  # steps between those whose samples are printed
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
+
+
+class TrackingSection(Section):
+    """Experiment trackers that get the run's config, metrics and samples. See docs/looking_at_runs.md."""
+
+    to: tuple[TrackerName, ...] = ()  # a process each; packages: pip install 'atoll[NAME]'
+    project: NonEmpty = "atoll"  # in the tracker; MLflow calls it experiment
+    samples: NonNegativeInt = 0  # number of samples to send, with their texts; 0: none
+    every: PositiveInt = 10  # steps between those whose samples are sent
+    python: Path | None = None  # Python interpreter of these processes; default: the current one
+
+    @field_validator("to")
+    @classmethod
+    def _each_once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(names)) < len(names):
+            raise ValueError(f"tracking.to = {list(names)} names a tracker twice: remove one")
+        return names
+
+
+class PrometheusSection(Section):
+    """Every process serves /metrics, without a token. See docs/looking_at_runs.md."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # first port to try, the next if it is taken; 0: any free
+
+
 class StoreSection(Section):
     url: str = "embedded"  # or redis://, rediss://, unix://
     max_mb: PositiveInt = (
@@ -681,6 +709,8 @@ class RunConfig(Section):
     servers: tuple[ServerConfig, ...] = ()
     store: StoreSection = StoreSection()
     console: ConsoleSection = ConsoleSection()
+    tracking: TrackingSection = TrackingSection()
+    prometheus: PrometheusSection = PrometheusSection()
 
     @property
     def folder(self) -> Path:

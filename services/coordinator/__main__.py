@@ -15,6 +15,7 @@ from atoll.coordinator.assembly import Assembly
 from atoll.coordinator.background import first_cause
 from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.fleet.registry import Registry
+from atoll.coordinator.gauges import RunCollector
 from atoll.coordinator.rewards.registration import RegistrationRules
 from atoll.coordinator.rewards.servers import Servers
 from atoll.coordinator.service import OPERATORS_MAY, CoordinatorService
@@ -23,6 +24,7 @@ from atoll.external.protocols import connect
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.process import GARBAGE, announce
+from atoll.runtime.prometheus import ProcessMetrics
 from atoll.runtime.server import Server, TokenGrant
 from atoll.runtime.store import Store
 from atoll.runtime.telemetry import configure_logging
@@ -75,6 +77,9 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
         connect=connect,
     )
     await servers.restore(resume=resume)
+    metrics = ProcessMetrics()
+    metrics.registry.register(RunCollector(lambda: control.progress, registry.services))
+    metrics.serve(config.prometheus)
     server = await Server.start(
         "atoll.v1.Coordinator",
         CoordinatorService(config.run.name, registry, servers, control).add_to,
@@ -83,10 +88,11 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
         token=token,
         setting="coordinator.port",
         operators=TokenGrant(operator_token, OPERATORS_MAY) if operator_token else None,
+        calls=metrics.calls,
     )
     try:
         if ready_fd is not None:
-            announce(ready_fd, server.address)
+            announce(ready_fd, server.address, metrics.address)
         await Assembly(config, store, registry, servers, control, caller).run(resume)
         if ready_fd is None:  # a launcher stops services itself
             await registry.dismiss()

@@ -35,6 +35,7 @@ from atoll.runtime.errors import (
     UserError,
 )
 from atoll.runtime.failure_window import FailureWindow
+from atoll.runtime.prometheus import ProcessMetrics
 from atoll.runtime.server import Fence, Server
 from atoll.runtime.telemetry import configure_logging
 from atoll.wire.types import ServiceEntry
@@ -124,10 +125,11 @@ def new_incarnation() -> str:
     return secrets.token_hex(8)
 
 
-def announce(ready_fd: int, address: str) -> None:
-    """Tells the launcher that the service is ready; if the service dies first, the pipe just closes."""
+def announce(ready_fd: int, address: str, metrics: str = "") -> None:
+    """Tells the launcher that the service is ready, and where its /metrics is; if the service dies first, the
+    pipe just closes."""
     with os.fdopen(ready_fd, "w") as ready:
-        ready.write(json.dumps({"address": address}) + "\n")
+        ready.write(json.dumps({"address": address, "metrics": metrics}) + "\n")
 
 
 def parse_arguments(service: str) -> argparse.Namespace:
@@ -174,6 +176,8 @@ async def _serve(
     `rollout.max_restarts` times per hour.
     """
     config, token = read_resolved(arguments.config), access_token()
+    metrics = ProcessMetrics()
+    metrics.serve(config.prometheus)
     started, failures = False, FailureWindow()
     for life in count(1):
         context = ServiceContext(
@@ -190,7 +194,7 @@ async def _serve(
         try:
             built = await build(context)
             started = True
-            await _serve_one(service, built, context, arguments, token, first=life == 1)
+            await _serve_one(service, built, context, arguments, token, metrics, first=life == 1)
             return
         except EngineDiedError as death:
             number = failures.record()
@@ -206,6 +210,7 @@ async def _serve_one(
     context: ServiceContext,
     arguments: argparse.Namespace,
     token: str,
+    metrics: ProcessMetrics,
     *,
     first: bool,
 ) -> None:
@@ -214,7 +219,7 @@ async def _serve_one(
     if arguments.coordinator is not None:
         client = CoordinatorClient(arguments.coordinator, Caller(token=token), COORDINATOR_TIMEOUT_S)
         lease = _Lease(client, context.config.coordinator.away_timeout_s)
-    with _stop_signal() as asked:
+    with stop_signal() as asked:
         try:
             server = await Server.start(
                 f"atoll.v1.{service.capitalize()}",
@@ -224,10 +229,11 @@ async def _serve_one(
                 token=token,
                 setting="--port",
                 fence=lease.fence if lease else None,
+                calls=metrics.calls,
             )
             try:
                 if first and arguments.ready_fd is not None:
-                    announce(arguments.ready_fd, server.address)
+                    announce(arguments.ready_fd, server.address, metrics.address)
                 _log.info("serves %s at %s", context.role, server.address)
                 entry = ServiceEntry(context.role, context.name, context.incarnation, server.address)
                 if lease:
@@ -249,7 +255,7 @@ async def _serve_one(
 
 
 @contextmanager
-def _stop_signal() -> Iterator[asyncio.Future[None]]:
+def stop_signal() -> Iterator[asyncio.Future[None]]:
     """Completes at SIGTERM or SIGINT; before and afterwards, these end the process at once."""
     loop, signals = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
     asked = loop.create_future()

@@ -3,7 +3,9 @@
 import hmac
 import logging
 import socket
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
@@ -12,6 +14,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import Histogram
 
 from atoll.runtime.clients.base import ERROR_KEY, FENCE_KEY, MAX_MESSAGE_BYTES
 from atoll.runtime.errors import AtollError, StaleFenceError, UnauthenticatedError, UserError
@@ -96,13 +99,15 @@ class Server:
         setting: str,
         operators: TokenGrant | None = None,
         fence: Fence | None = None,
+        calls: Histogram | None = None,
     ) -> Self:
         """Serves `service` ("atoll.v1.Trainer"), whose methods `add_to` registers, to holders of `token`.
 
         `operators` have a token of their own. Without a `fence`, any holder of the token may raise the epoch.
+        `calls` gets the seconds of each call, by service, method and code.
         `port` 0 takes any free one. Raises UserError if the port, which `setting` gave, is taken.
         """
-        server = _create_server(fence or Fence(), TokenGrant(token), *filter(None, [operators]))
+        server = _create_server(fence or Fence(), TokenGrant(token), *filter(None, [operators]), calls=calls)
         add_to(server)
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -142,9 +147,9 @@ class Server:
         await self._server.stop(grace_s)
 
 
-def _create_server(fence: Fence, *admitted: TokenGrant) -> grpc.aio.Server:
+def _create_server(fence: Fence, *admitted: TokenGrant, calls: Histogram | None = None) -> grpc.aio.Server:
     return grpc.aio.server(
-        interceptors=[_CallGate(fence, admitted)],
+        interceptors=[_CallGate(fence, admitted, calls)],
         options=[
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -158,13 +163,14 @@ def advertised_host(host: str) -> str:
 
 
 class _CallGate(grpc.aio.ServerInterceptor):
-    """Access control (token, deadline, fence) and error translation."""
+    """Access control (token, deadline, fence), error translation and timing."""
 
-    def __init__(self, fence: Fence, admitted: Sequence[TokenGrant]) -> None:
+    def __init__(self, fence: Fence, admitted: Sequence[TokenGrant], calls: Histogram | None = None) -> None:
         """Empty `admitted`: everyone who can open the socket."""
         assert all(each.token for each in admitted), "an empty token would admit every caller"
         self._admitted = admitted
         self._fence = fence
+        self._calls = calls
 
     async def intercept_service(
         self,
@@ -174,7 +180,7 @@ class _CallGate(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or details.method.startswith(_HEALTH):
             return handler
-        return _wrap(handler, details.method, self._check)
+        return _wrap(handler, details.method, self._check, self._calls)
 
     async def _check(self, method: str, context: Context) -> None:
         metadata = dict(context.invocation_metadata() or ())
@@ -211,8 +217,8 @@ class _CallGate(grpc.aio.ServerInterceptor):
             )
 
 
-def _wrap(handler: Handler, method: str, check: Check) -> Handler:
-    """Wraps a handler: runs `check` first and translates exceptions."""
+def _wrap(handler: Handler, method: str, check: Check, calls: Histogram | None) -> Handler:
+    """Wraps a handler: runs `check` first, translates exceptions, and observes each call in `calls`."""
 
     async def admitted(request: Any, context: Context) -> Any:
         await check(method, context)
@@ -225,17 +231,19 @@ def _wrap(handler: Handler, method: str, check: Check) -> Handler:
         await check(method, context)
 
     async def unary(request: Any, context: Context) -> Any:
-        try:
-            return await answer(await admitted(request, context), context)
-        except Exception as error:
-            await _abort(method, request, context, error)
+        with _timed(calls, method, context):
+            try:
+                return await answer(await admitted(request, context), context)
+            except Exception as error:
+                await _abort(method, request, context, error)
 
     async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-        try:
-            async for reply in answer(await admitted(request, context), context):
-                yield reply
-        except Exception as error:
-            await _abort(method, request, context, error)
+        with _timed(calls, method, context):
+            try:
+                async for reply in answer(await admitted(request, context), context):
+                    yield reply
+            except Exception as error:
+                await _abort(method, request, context, error)
 
     kinds: dict[tuple[bool, bool], tuple[Any, Any, Any]] = {
         (False, False): (handler.unary_unary, unary, grpc.unary_unary_rpc_method_handler),
@@ -246,6 +254,26 @@ def _wrap(handler: Handler, method: str, check: Check) -> Handler:
     answer, gated, make_handler = kinds[handler.request_streaming, handler.response_streaming]
     wrapped: Handler = make_handler(gated, handler.request_deserializer, handler.response_serializer)
     return wrapped
+
+
+@contextmanager
+def _timed(calls: Histogram | None, method: str, context: Context) -> Iterator[None]:
+    """Observes the seconds until the call has ended, however it ends."""
+    if calls is None:
+        yield
+        return
+    service, _, name = method.removeprefix("/").rpartition("/")
+    start, code = time.perf_counter(), grpc.StatusCode.OK
+    try:
+        yield
+    except grpc.aio.AbortError:
+        code = context.code()
+        raise
+    except BaseException:  # the client has gone, or closed the stream
+        code = grpc.StatusCode.CANCELLED
+        raise
+    finally:
+        calls.labels(service, name, code.name).observe(time.perf_counter() - start)
 
 
 async def _abort(method: str, request: Any, context: Context, error: Exception) -> None:

@@ -10,6 +10,7 @@ from atoll.config.load import read_resolved, trainer_rank
 from atoll.config.schema import Role
 from atoll.runtime.errors import MemoryExhaustedError, UserError
 from atoll.runtime.process import EXIT_RANK_LOST, ServiceContext, announce, parse_arguments, run_service
+from atoll.runtime.prometheus import ProcessMetrics
 from atoll.runtime.telemetry import configure_logging
 from atoll.trainer.command_channel import LEADER, RankLostError, translate_rank_loss
 from atoll.trainer.folders import AllowedFolders
@@ -31,9 +32,11 @@ def run_follower() -> None:
     arguments = parse_arguments("trainer")
     configure_logging(arguments.name)
     try:
-        rank = Rank(read_resolved(arguments.config), arguments.role, arguments.host)
+        config, metrics = read_resolved(arguments.config), ProcessMetrics()
+        metrics.serve(config.prometheus)
+        rank = Rank(config, arguments.role, arguments.host)
         if arguments.ready_fd is not None:
-            announce(arguments.ready_fd, "")
+            announce(arguments.ready_fd, "", metrics.address)
         rank.follow()
         rank.close()
     except (UserError, ConfigError, MemoryExhaustedError) as error:

@@ -8,7 +8,7 @@ import signal
 import sys
 from asyncio.subprocess import STDOUT, Process
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from atoll.runtime.server import Server
 from atoll.runtime.store import Store
 from atoll.wire.info import RunStatus
 from tests.builders import arithmetic_run, run_config
+from tests.scraping import scrape
 from tests.tokens import TOKEN
 
 pytestmark = pytest.mark.long
@@ -148,10 +149,47 @@ async def watch(client: CoordinatorClient) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(assets: Path) -> RunConfig:
+def scraped() -> dict[str, Mapping[tuple[str, ...], float]]:
+    """What each process of the whole run serves to Prometheus after its second step."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def whole(assets: Path, scraped: dict[str, Mapping[tuple[str, ...], float]]) -> RunConfig:
     config = make(assets, "whole")
-    assert launch(config, watch, resume=False)
+
+    async def scrape_all(client: CoordinatorClient) -> None:
+        await reached(client, "training", 2)
+        for target in json.loads((config.folder / "prometheus.json").read_text()):
+            assert target["labels"]["run"] == "whole"
+            scraped[target["labels"]["service"]] = await asyncio.to_thread(scrape, *target["targets"])
+        await watch(client)
+
+    assert launch(config, scrape_all, resume=False)
     return config
+
+
+def test_every_process_of_a_run_serves_its_metrics(
+    whole: RunConfig, scraped: dict[str, Mapping[tuple[str, ...], float]]
+) -> None:
+    assert scraped.keys() == {"coordinator", "actor-0", "actor-1", "reward-0", "rollout-0"}
+    for found in scraped.values():
+        assert found["process_resident_memory_bytes",] > 1 << 20
+    called = {
+        "coordinator": ("Register", "Coordinator"),
+        "actor-0": ("OptimStep", "Trainer"),
+        "rollout-0": ("Generate", "Rollout"),
+        "reward-0": ("Describe", "Reward"),
+    }
+    for name, (method, service) in called.items():
+        assert scraped[name]["grpc_server_handling_seconds_count", "OK", method, f"atoll.v1.{service}"] >= 1
+    run = scraped["coordinator"]
+    step = run["atoll_step",]
+    assert 2 <= step <= STEPS
+    assert run["atoll_num_steps",] == STEPS
+    assert run["atoll_version",] > 0
+    assert run["atoll_metric", "critic/score/mean"] == rows(whole)[int(step)]["critic/score/mean"]
+    assert not (whole.folder / "prometheus.json").exists()
 
 
 @pytest.mark.parametrize(("name", "rank"), [("follower", "actor-1"), ("leader", "actor-0")])

@@ -1,6 +1,7 @@
 """The launcher's promises, with fake services: deaths are told, restarts counted, nothing is left behind."""
 
 import asyncio
+import logging
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -52,6 +54,7 @@ client.close()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 SERVES, DIES, DIES_LATER = "exec sleep 60", "kill -KILL $$", "sleep 0.3; kill -KILL $$"
+IF_LOST = "the run continues without it; send the rest later"
 LOSES_A_RANK = f"echo another rank is gone; exit {EXIT_RANK_LOST}"
 
 
@@ -336,6 +339,50 @@ async def test_a_run_has_a_token_of_its_own_which_only_its_folder_and_processes_
     seen += [path.read_text() for path in (tmp_path / "logs").iterdir()]
     assert any("fake_service.py" in text for text in seen)
     assert not any(tokens.run in text or tokens.operators in text for text in seen)
+
+
+async def test_services_that_the_run_can_do_without_neither_end_nor_delay_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One fails at the start, one dies as often as it may, one hangs: another one serves, and the run is
+    stopped."""
+    monkeypatch.setattr(processes, "TERMINATE_TIMEOUT_S", 0.3)
+    told: list[str] = []
+    are_lost = asyncio.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            if sum("send the rest later" in text for text in told) == 2:
+                are_lost.set()
+
+    async def follow(client: CoordinatorClient) -> None:
+        await client.status()  # what serves has registered
+        await are_lost.wait()
+        await client.stop_run()
+        await asyncio.Event().wait()
+
+    def services(address: str) -> list[ServiceGroup]:
+        trackers = [
+            replace(fake(f"tracking-{behaviour}", behaviour, address, max_restarts=1), if_lost=IF_LOST)
+            for behaviour in ("refuses", "dies", "serves-stubbornly")
+        ]
+        return [fake("service-0", "serves", address), *trackers]
+
+    coordinator = fake("coordinator", "coordinates", "--expected", "2")
+    logging.getLogger(processes.__name__).addHandler(listener := Listener())
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await supervise(tmp_path, Tokens.of_this_run(), coordinator, services, follow)
+    finally:
+        logging.getLogger(processes.__name__).removeHandler(listener)
+    assert sorted(re.sub(r";.*", "", text.splitlines()[0]) for text in told) == [
+        "restart 1 of 1 of tracking-dies: tracking-dies died (signal SIGKILL)",
+        "tracking-dies died (signal SIGKILL)",
+        "tracking-refuses did not start (exit code 1)",
+    ]
+    lives = {name: len(pids(tmp_path / "logs", f"tracking-{name}")) for name in ("refuses", "dies")}
+    assert lives == {"refuses": 1, "dies": 2}
 
 
 def test_a_killed_launcher_takes_its_services_along(tmp_path: Path) -> None:

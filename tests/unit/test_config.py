@@ -56,6 +56,11 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             'console.samples prints what coordinator.dump keeps: set coordinator.dump = "recent"',
         ),
         (["console.every=5"], "console.every applies to console.samples: set that, or remove it"),
+        (["tracking.every=5"], "tracking.every applies to tracking.samples: set that, or remove it"),
+        (
+            ["tracking.samples=3", "coordinator.dump=none"],
+            'tracking.samples sends what coordinator.dump keeps: set coordinator.dump = "recent"',
+        ),
         (["data.train=[]"], "no training data: add a [[data.train]] table"),
         (
             ["coordinator.samples_per_prompt=1"],

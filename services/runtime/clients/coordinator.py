@@ -1,6 +1,9 @@
 """The coordinator's client."""
 
+from collections.abc import AsyncIterator
+
 from atoll.runtime.clients.base import CEILING_S, Caller, Client
+from atoll.runtime.errors import ServiceUnavailableError
 from atoll.wire.codec.fleet import decode_run_status, encode_server, encode_service
 from atoll.wire.info import RunStatus
 from atoll.wire.types import ExternalServer, ServerKind, ServiceEntry
@@ -60,3 +63,16 @@ class CoordinatorClient(Client):
     async def checkpoint(self, timeout_s: float = CEILING_S) -> str:
         """Saves after the step in progress; returns the checkpoint's path."""
         return (await self._call(self._stub.Checkpoint, coordinator_pb2.CheckpointRequest(), timeout_s)).path
+
+
+async def statuses(client: CoordinatorClient) -> AsyncIterator[RunStatus]:
+    """Yields the status now and after each change, without end: if the coordinator is busy or ending, asks
+    again."""
+    seen = 0
+    while True:
+        try:
+            status = await client.status(seen)
+        except ServiceUnavailableError:
+            continue
+        seen = status.revision
+        yield status
