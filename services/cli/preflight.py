@@ -61,7 +61,7 @@ def examine(config: RunConfig, *, resume: bool) -> Iterator[Finding]:
     for what, check in (*_environment_checks(config), *_model_checks(config)):
         yield _finding(what, check)
     renderer = None
-    if (config.model.path / "config.json").exists():  # otherwise the actor's model was reported
+    if _is_model(config.model.path):  # otherwise the actor's model was reported
         try:
             renderer = Renderer(config.model.path)
             template = "a" if renderer.has_template else "no"
@@ -70,6 +70,14 @@ def examine(config: RunConfig, *, resume: bool) -> Iterator[Finding]:
             yield Finding("tokenizer", str(error), FindingState.MISSING)
     for what, read in data_checks(config, renderer, MAX_ROWS):
         yield _finding(what, partial(_count, read))
+
+
+def _is_model(folder: Path) -> bool:
+    try:
+        read_spec(folder)
+    except UserError:
+        return False
+    return True
 
 
 def _finding(what: str, check: Callable[[], str]) -> Finding:

@@ -73,7 +73,9 @@ def test_a_reward_that_never_counts(config: Path, tmp_path: Path) -> None:
     path = tmp_path / "graders.py"
     path.write_text("def broken(item):\n    return 1 / 0\n")
     message = refused(config, "--set", f'reward.graders=[{{name="{path}:broken"}}]')
-    assert f"the last: reward {path}:broken: ZeroDivisionError: division by zero; fix the cause" in message
+    assert (
+        f"the last: reward {path}:broken: ZeroDivisionError: division by zero (graders.py:2); fix" in message
+    )
     assert "coordinator.max_dropped_share = 0.5" in message
     assert "Traceback" not in message
     assert not (tmp_path / "runs/toy/summary.json").exists()

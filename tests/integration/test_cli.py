@@ -22,8 +22,8 @@ path = "{assets}/model"
 [[data.train]]
 path = "{assets}/train.parquet"
 
-[rollout.local]
-max_length = 24
+[rollout.sampling]
+max_new_tokens = 4
 """
 
 

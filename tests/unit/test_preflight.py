@@ -140,7 +140,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str, str]] = {
 def test_a_model_folder_that_does_not_do(run_of: Callable[..., RunConfig], model: Path, case: str) -> None:
     spoil, what, message = MODELS[case]
     spoil(model)
-    [(found, problem)] = problems(run_of()).items()
+    [(found, problem)] = problems(run_of(rollout={"local": {"max_length": 2048}})).items()
     assert found.startswith(what)
     assert message in problem
 
@@ -205,7 +205,7 @@ SETTINGS: dict[str, tuple[Tree, str, str]] = {
         "the environment variable NOT_SET_HERE is not set",
     ),
     "length": (
-        {"rollout": {"local": {"max_length": 4}}},
+        {"rollout": {"local": {"max_length": 4}, "sampling": {"max_new_tokens": 1}}},
         "data.train",
         "got 4 tokens (the longest of 2 over-long rows), expected at most rollout.local.max_length - 1 = 3",
     ),
