@@ -3,6 +3,9 @@
 `check` validates name and parameters from the source code only, so that reading a config imports neither
 torch nor the user's code. `load` imports the code once, when the service that calls it starts.
 
+A parameter's range is part of its annotation: `lam: Annotated[float, Ge(0), Le(1)]`. A bound may be another
+parameter, by name: `max_cov: Annotated[float, Gt("min_cov")]`. Numbers are finite.
+
 This is the one upward dependency: a `FunctionKind` names files of the coordinator, the trainer and the reward
 service, which are layers above this one, and no import says so. What is read there is a dict of functions,
 their signatures, and beside the dict, in `TRAITS`, what a function asks of other settings.
@@ -12,6 +15,8 @@ import ast
 import difflib
 import importlib.util
 import inspect
+import math
+import operator
 import symtable
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -258,20 +263,61 @@ def _check_parameters(
         annotation = annotations.get(name)
         if annotation is not None and not _fits(value, annotation):
             raise ConfigError(
-                f"{what}: {name} = {value!r} ({type(value).__name__}), expected {ast.unparse(annotation)}; "
+                f"{what}: {name} = {value!r} ({type(value).__name__}), expected {_type_text(annotation)}; "
                 f"its parameters: {known}"
             )
     missing = [name for name, default in defaults.items() if default is None and name not in got]
     if missing:
         raise ConfigError(f"{what} needs {' and '.join(missing)}; its parameters: {known}")
+    values = _literal_defaults(arguments) | dict(got)
+    for name, annotation in annotations.items():
+        if annotation is not None and (bounds := _broken_bounds(name, annotation, values)):
+            raise ConfigError(f"{what}: {name} = {values[name]!r}, expected {bounds}")
+
+
+_RELATIONS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {  # of the package annotated_types
+    "Ge": ("at least", operator.ge),
+    "Gt": ("more than", operator.gt),
+    "Le": ("at most", operator.le),
+    "Lt": ("less than", operator.lt),
+}
+
+
+def _broken_bounds(parameter: str, annotation: ast.expr, values: Mapping[str, object]) -> str:
+    """The bounds of an annotation in words, if the parameter is outside; otherwise "". A bound that is
+    no literal, or another parameter without a value, is left out."""
+    value, words, holds = values.get(parameter), [], True
+    for node in ast.walk(annotation):
+        match node:
+            case ast.Call(func=ast.Name(id=relation), args=[bound]) if relation in _RELATIONS:
+                phrase, compare = _RELATIONS[relation]
+                limit = _literal(bound)
+                other = f"{limit} = " if isinstance(limit, str) else ""
+                limit = values.get(limit) if isinstance(limit, str) else limit
+                if limit is not None:
+                    words.append(f"{phrase} {other}{limit}")
+                    holds &= value is None or compare(value, limit)
+    return "" if holds else " and ".join(words)
 
 
 def parameters_text(arguments: ast.arguments) -> str:
     """A function's keyword parameters as text: `lam: float = 1.0, ...`."""
     return ", ".join(
-        ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
+        argument.arg
+        + ("" if argument.annotation is None else f": {_type_text(argument.annotation)}")
+        + ("" if default is None else f" = {ast.unparse(default)}")
         for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     )
+
+
+def _type_text(annotation: ast.expr) -> str:
+    """An annotation as text, without bounds."""
+    match annotation:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return f"{_type_text(left)} | {_type_text(right)}"
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[bare, *_])):
+            return _type_text(bare)
+    return ast.unparse(annotation)
 
 
 def _fits(value: object, annotation: ast.expr) -> bool:
@@ -279,10 +325,12 @@ def _fits(value: object, annotation: ast.expr) -> bool:
     match annotation:
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return _fits(value, left) or _fits(value, right)
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[bare, *_])):
+            return _fits(value, bare)
         case ast.Constant(value=None):
             return value is None
         case ast.Name(id="float"):
-            return isinstance(value, int | float) and not isinstance(value, bool)
+            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         case ast.Name(id="int"):
             return isinstance(value, int) and not isinstance(value, bool)
         case ast.Name(id="bool"):
@@ -299,13 +347,24 @@ def _fits(value: object, annotation: ast.expr) -> bool:
 
 def with_defaults(kind: FunctionKind, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """A built-in function's parameters with values: those set, otherwise defaults."""
-    arguments = built_in(kind)[name].args
-    defaults = {
-        argument.arg: ast.literal_eval(default)
+    return _literal_defaults(built_in(kind)[name].args) | dict(parameters)
+
+
+def _literal_defaults(arguments: ast.arguments) -> dict[str, Any]:
+    """By parameter; None for a default that is no literal, as in a user's function."""
+    return {
+        argument.arg: _literal(default)
         for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
         if default is not None
     }
-    return {**defaults, **parameters}
+
+
+def _literal(expression: ast.expr) -> Any:
+    """Its value, or None if it is no literal."""
+    try:
+        return ast.literal_eval(expression)
+    except ValueError:
+        return None
 
 
 def _assigned(module: ast.Module, name: str) -> ast.expr | None:

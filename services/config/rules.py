@@ -155,11 +155,6 @@ def _code_has_limits_that_can_be_kept(config: RunConfig) -> str | None:
             continue
         limits = functions.with_defaults(functions.GRADER, "code", grader.parameters)
         case_s, all_s, memory_mb = limits["case_timeout_s"], limits["timeout_s"], limits["memory_mb"]
-        if min(case_s, all_s, memory_mb) <= 0:
-            return (
-                f"reward.graders: code: case_timeout_s = {case_s}, timeout_s = {all_s}, "
-                f"memory_mb = {memory_mb}: each must be above 0"
-            )
         if case_s + all_s > grader.deadline_s:
             return (
                 "reward.graders: code: a hanging program must end before the response's deadline: set "

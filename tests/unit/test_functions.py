@@ -139,6 +139,99 @@ def test_a_built_in_function_that_does_not_fit(
         check(kind, name, parameters)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "parameters", "expected"),
+    [
+        (ADVANTAGE, "gae", {"gamma": -1}, "gamma = -1, expected at least 0 and at most 1"),
+        (ADVANTAGE, "gae", {"gamma": 5.0}, "gamma = 5.0, expected at least 0 and at most 1"),
+        (ADVANTAGE, "gae", {"lam": 1.01}, "lam = 1.01, expected at least 0 and at most 1"),
+        (ADVANTAGE, "vapo", {"length_alpha": 0}, "length_alpha = 0, expected more than 0"),
+        (ADVANTAGE, "vapo", {"value_lam": -0.1}, "value_lam = -0.1, expected at least 0 and at most 1"),
+        (ADVANTAGE, "reinforce_pp", {"gamma": 2}, "gamma = 2, expected at least 0 and at most 1"),
+        (LOSS, "ppo_clip", {"clip_low": -0.2}, "clip_low = -0.2, expected at least 0 and at most 1"),
+        (LOSS, "ppo_clip", {"clip_low": 2}, "clip_low = 2, expected at least 0 and at most 1"),
+        (LOSS, "ppo_clip", {"clip_high": -0.2}, "clip_high = -0.2, expected at least 0"),
+        (LOSS, "ppo_clip", {"dual_clip": 0.5}, "dual_clip = 0.5, expected more than 1"),
+        (LOSS, "ppo_clip", {"dual_clip": -3.0}, "dual_clip = -3.0, expected more than 1"),
+        (LOSS, "gspo", {"clip_high": -1e-4}, "clip_high = -0.0001, expected at least 0"),
+        (LOSS, "gmpo", {"clip_low": -0.4}, "clip_low = -0.4, expected at least 0"),
+        (LOSS, "sapo", {"tau_positive": 0}, "tau_positive = 0, expected more than 0"),
+        (LOSS, "sapo", {"tau_negative": -1.0}, "tau_negative = -1.0, expected more than 0"),
+        (LOSS, "cispo", {"clip_low": 10}, "clip_low = 10, expected at least 0 and at most 1"),
+        (LOSS, "dppo_tv", {"max_ratio": -1}, "max_ratio = -1, expected at least 1"),
+        (LOSS, "dppo_tv", {"clip_high": 1.5}, "clip_high = 1.5, expected at least 0 and at most 1"),
+        (LOSS, "clip_cov", {"share": 3}, "share = 3, expected more than 0 and at most 1"),
+        (LOSS, "clip_cov", {"min_cov": 6}, "max_cov = 5.0, expected more than min_cov = 6"),
+        (LOSS, "clip_cov", {"max_cov": 0.5}, "max_cov = 0.5, expected more than min_cov = 1.0"),
+        (LOSS, "kl_cov", {"coef": -1}, "coef = -1, expected at least 0"),
+        (REWEIGHT, "pow", {"power": -1}, "power = -1, expected at least 0"),
+        (GRADER, "overlong", {"max_tokens": 8, "buffer": 0}, "buffer = 0, expected more than 0"),
+        (GRADER, "overlong", {"max_tokens": 8, "buffer": 9}, "max_tokens = 8, expected at least buffer = 9"),
+        (GRADER, "repetition", {"ngram": 0}, "ngram = 0, expected more than 0"),
+        (GRADER, "maths", {"right": -1, "wrong": 0}, "right = -1, expected more than wrong = 0"),
+        (GRADER, "maths", {"wrong": 1.0}, "right = 1.0, expected more than wrong = 1.0"),
+        (GRADER, "length_target", {"tokens": 0}, "tokens = 0, expected more than 0"),
+        (GRADER, "length_cost", {"per_token": -1}, "per_token = -1, expected at least 0"),
+        (GRADER, "edit_similarity", {"minimum": 80}, "minimum = 80, expected at least 0 and at most 1"),
+        (GRADER, "search_r1", {"format_score": 1.5}, "format_score = 1.5, expected at least 0 and at most 1"),
+        (GRADER, "multiple_choice", {"choices": 27}, "choices = 27, expected at least 2 and at most 26"),
+        (GRADER, "code", {"memory_mb": 0}, "memory_mb = 0, expected more than 0"),
+    ],
+)
+def test_a_value_out_of_its_range(
+    kind: FunctionKind, name: str, parameters: dict[str, object], expected: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check(kind, name, parameters)
+    assert str(refusal.value) == f"{kind.setting}: {name}: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "parameters"),
+    [
+        (ADVANTAGE, "gae", {"gamma": 0, "lam": 1}),
+        (LOSS, "ppo_clip", {"clip_low": 1, "clip_high": 0, "dual_clip": 1.001}),
+        (LOSS, "clip_cov", {"min_cov": 6, "max_cov": 7}),
+        (GRADER, "overlong", {"max_tokens": 8, "buffer": 8}),
+        (GRADER, "maths", {"right": 1, "wrong": -1}),
+    ],
+)
+def test_a_range_includes_its_bounds(kind: FunctionKind, name: str, parameters: dict[str, object]) -> None:
+    check(kind, name, parameters)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.table)
+def test_every_number_of_a_built_in_function_has_a_range(kind: FunctionKind) -> None:
+    """`min_cov` and `wrong` are any number below `max_cov` and `right`."""
+    unbounded = {
+        f"{name}.{argument.arg}"
+        for name, definition in built_in(kind).items()
+        for argument in definition.args.kwonlyargs
+        if ast.unparse(argument.annotation).startswith(("float", "int"))
+    }
+    assert unbounded <= {"clip_cov.min_cov", "maths.wrong"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_is_finite(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"length_alpha = (nan|inf) \(float\), expected float"):
+        check(ADVANTAGE, "vapo", {"length_alpha": value})
+
+
+def test_a_users_function_has_ranges_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text(
+        "from typing import Annotated\nfrom annotated_types import Ge, Le, Lt\nLIMIT = 3\n"
+        "def f(item, *, low: Annotated[float, Ge(-1.5), Lt('high')] = 0.0, high: float = LIMIT,\n"
+        "      any: Annotated[int, Le(LIMIT)] | None = None): return low\n"
+    )
+    name = f"{tmp_path}/f.py:f"
+    check(GRADER, name, {"low": 9, "any": 9})  # bounds that are no literals
+    with pytest.raises(ConfigError, match=r"low = -2, expected at least -1\.5$"):
+        check(GRADER, name, {"low": -2})
+    with pytest.raises(ConfigError, match=r"low = 2, expected at least -1\.5 and less than high = 1$"):
+        check(GRADER, name, {"low": 2, "high": 1})
+
+
 def test_a_mistyped_setting_beside_the_name_is_recognised() -> None:
     with pytest.raises(ConfigError, match=r"exact_match has no parameter 'wieght'; did you mean weight\?"):
         check(GRADER, "exact_match", {"wieght": 1.0}, {"weight"})

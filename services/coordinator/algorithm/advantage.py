@@ -9,9 +9,10 @@ comes before them gets what is carried from each, once.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 
 from atoll.coordinator.algorithm.branches import Branches
@@ -52,7 +53,12 @@ Estimator = Callable[..., Estimate]  # (trajectories, *, parameters of its own)
 # Over time: every token has its own advantage.
 
 
-def gae(trajectories: Trajectories, *, gamma: float = 1.0, lam: float = 1.0) -> Estimate:
+def gae(
+    trajectories: Trajectories,
+    *,
+    gamma: Annotated[float, Ge(0), Le(1)] = 1.0,
+    lam: Annotated[float, Ge(0), Le(1)] = 1.0,
+) -> Estimate:
     """Generalized advantage estimation, whitened over the batch; returns are A + V before whitening.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}; V and A are 0 past the end.
@@ -66,7 +72,11 @@ def gae(trajectories: Trajectories, *, gamma: float = 1.0, lam: float = 1.0) -> 
 
 
 def vapo(
-    trajectories: Trajectories, *, gamma: float = 1.0, value_lam: float = 1.0, length_alpha: float = 0.05
+    trajectories: Trajectories,
+    *,
+    gamma: Annotated[float, Ge(0), Le(1)] = 1.0,
+    value_lam: Annotated[float, Ge(0), Le(1)] = 1.0,
+    length_alpha: Annotated[float, Gt(0)] = 0.05,
 ) -> Estimate:
     """Decoupled, length-adaptive GAE: one lambda for the policy, `value_lam` for the critic's targets.
 
@@ -84,7 +94,7 @@ def vapo(
     return Estimate(whiten(advantages_T), targets_T)
 
 
-def reinforce_pp(trajectories: Trajectories, *, gamma: float = 1.0) -> Estimate:
+def reinforce_pp(trajectories: Trajectories, *, gamma: Annotated[float, Ge(0), Le(1)] = 1.0) -> Estimate:
     """REINFORCE++: discounted return from each token on, whitened over the batch.
 
     Source: https://arxiv.org/abs/2501.03262.

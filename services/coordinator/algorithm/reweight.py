@@ -8,15 +8,17 @@ Source: Policy Filtration for PPO, https://arxiv.org/abs/2409.06957.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge
 
 from atoll.coordinator.algorithm.advantage import Float64
 
 Reweight = Callable[..., Float64]  # (scores_N, *, parameters of its own) -> weights_N
 
 
-def by_power(scores_N: Float64, *, power: float = 2.0) -> Float64:
+def by_power(scores_N: Float64, *, power: Annotated[float, Ge(0)] = 2.0) -> Float64:
     """[N] p_i proportional to |s_i|^power: strong scores of either sign count most.
 
     Raises ValueError for a negative power, which has no weight for a score of 0.

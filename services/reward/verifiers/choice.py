@@ -4,6 +4,9 @@ import json
 import re
 from collections.abc import Sequence
 from string import ascii_uppercase
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from atoll.reward.verifiers.text_match import normalize
 from atoll.wire.types import Grade, ScoreItem
@@ -23,7 +26,7 @@ _BEGINS = re.compile(r"[\W_]*[A-Z][\W_]*[).:]")
 _AND = r"(?:[\W_]|\b(?:and|or|as well as|option|choice|maybe|perhaps|possibly|also)\b)*"
 
 
-def multiple_choice(item: ScoreItem, *, choices: int = 4) -> float | Grade:
+def multiple_choice(item: ScoreItem, *, choices: Annotated[int, Ge(2), Le(26)] = 4) -> float | Grade:
     """1 if the response states the right choice and no other.
 
     A statement is a box, or the rest of the line after "answer is" or "Answer:". The last one within the last

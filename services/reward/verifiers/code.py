@@ -13,7 +13,9 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from annotated_types import Gt
 
 from atoll.reward.sandbox.base import Dialogue, Sandbox
 from atoll.reward.verifiers import code_harness
@@ -39,9 +41,9 @@ async def code(
     sandbox: Sandbox,
     *,
     pass_fraction: bool = False,
-    case_timeout_s: float = 6.0,
-    timeout_s: float = 20.0,
-    memory_mb: int = 512,
+    case_timeout_s: Annotated[float, Gt(0)] = 6.0,
+    timeout_s: Annotated[float, Gt(0)] = 20.0,
+    memory_mb: Annotated[int, Gt(0)] = 512,
 ) -> Grade:
     """1.0 if all test cases pass, otherwise 0.0; or the fraction that passes.
 

@@ -1,10 +1,20 @@
 """Rewards and costs that depend on a response's length."""
 
+from typing import Annotated
+
+from annotated_types import Ge, Gt
+
 from atoll.wire.types import ScoreItem
 
 
-def overlong(item: ScoreItem, *, max_tokens: int, buffer: int, penalty: float = 1.0) -> float:
-    """0 up to max_tokens - buffer tokens, then linearly down to -penalty at max_tokens and beyond.
+def overlong(
+    item: ScoreItem,
+    *,
+    max_tokens: Annotated[int, Ge("buffer")],
+    buffer: Annotated[int, Gt(0)],
+    penalty: Annotated[float, Ge(0)] = 1.0,
+) -> float:
+    """0 up to max_tokens - buffer tokens, then linearly down to -penalty at max_tokens, and beyond.
 
     Source: DAPO's soft overlong punishment, https://arxiv.org/abs/2503.14476, eq. 13.
     """
@@ -12,7 +22,9 @@ def overlong(item: ScoreItem, *, max_tokens: int, buffer: int, penalty: float = 
     return -min(max(excess / buffer, 0.0), 1.0) * penalty
 
 
-def length_target(item: ScoreItem, *, tokens: int | None = None, alpha: float = 0.0003) -> float:
+def length_target(
+    item: ScoreItem, *, tokens: Annotated[int, Gt(0)] | None = None, alpha: Annotated[float, Ge(0)] = 0.0003
+) -> float:
     """-alpha for each token by which the response is longer or shorter than the target: `tokens`, or each
     row's `extra_info.num_tokens`.
 
@@ -28,6 +40,6 @@ def length_target(item: ScoreItem, *, tokens: int | None = None, alpha: float = 
     return -alpha * abs(item.response_length - tokens)
 
 
-def length_cost(item: ScoreItem, *, per_token: float = 1.0) -> float:
+def length_cost(item: ScoreItem, *, per_token: Annotated[float, Ge(0)] = 1.0) -> float:
     """A cost for Safe-RLHF: the number of tokens, the stop token included, times `per_token`."""
     return per_token * item.response_length

@@ -8,7 +8,9 @@ is not 1/3. Doubtful answers are wrong.
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Gt
 
 from atoll.reward.verifiers.answers import ground_truth
 from atoll.reward.verifiers.maths_latex import canonical
@@ -64,7 +66,7 @@ def maths(
     item: ScoreItem,
     *,
     answer: Literal["any", "boxed", "line", "line_or_boxed", "hash"] = "any",
-    right: float = 1.0,
+    right: Annotated[float, Gt("wrong")] = 1.0,
     wrong: float = 0.0,
 ) -> Grade:
     r"""`right` if the response's final answer equals the ground truth, otherwise `wrong`; always with a

@@ -1,6 +1,9 @@
 """Penalizes repetition in a response."""
 
+from typing import Annotated
+
 import regex
+from annotated_types import Ge, Gt
 
 from atoll.reward.verifiers.language import UNSPACED
 from atoll.wire.types import ScoreItem
@@ -8,7 +11,9 @@ from atoll.wire.types import ScoreItem
 _UNSPACED = regex.compile(f"[{UNSPACED}]")
 
 
-def repetition(item: ScoreItem, *, ngram: int = 3, penalty: float = 1.0) -> float:
+def repetition(
+    item: ScoreItem, *, ngram: Annotated[int, Gt(0)] = 3, penalty: Annotated[float, Ge(0)] = 1.0
+) -> float:
     """-penalty * (1 - distinct n-grams / all n-grams) of the response's words in lower case; 0 if it has
     fewer than n words.
 

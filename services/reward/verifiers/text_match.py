@@ -7,8 +7,9 @@ tags from Search-R1 (Jin et al. 2025, arXiv:2503.09516), as in verl.
 import re
 import string
 from collections import Counter
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Ge, Le
 from rapidfuzz.distance import Levenshtein
 
 from atoll.reward.verifiers.answers import accepted_answers, extract_answer_text, extract_tagged
@@ -57,7 +58,10 @@ def _f1(words: list[str], right: list[str]) -> float:
 
 
 def edit_similarity(
-    item: ScoreItem, *, minimum: float = 0.0, answer: Literal["response", "tag", "line"] = "response"
+    item: ScoreItem,
+    *,
+    minimum: Annotated[float, Ge(0), Le(1)] = 0.0,
+    answer: Literal["response", "tag", "line"] = "response",
 ) -> float | Grade:
     """1 - edits / length of the longer text; 0 below `minimum`. Edits are the insertions, deletions and
     substitutions of characters that turn the answer into an accepted one (Levenshtein 1966), both in normal
@@ -74,7 +78,9 @@ def edit_similarity(
     )
 
 
-def search_r1(item: ScoreItem, *, substring: bool = False, format_score: float = 0.0) -> float | Grade:
+def search_r1(
+    item: ScoreItem, *, substring: bool = False, format_score: Annotated[float, Ge(0), Le(1)] = 0.0
+) -> float | Grade:
     """Search-R1's rule: 1 if the last `<answer>` equals an accepted one in normal form, `format_score` if it
     does not; 0.25 instead of 1 if there are more than 10 opening or closing tags.
 

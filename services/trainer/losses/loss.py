@@ -14,9 +14,11 @@ split over micro-batches. A selection's N tokens are those of the whole minibatc
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0  # e^20 still fits fp32 with room for sums
@@ -44,7 +46,11 @@ TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # (tokens, *, param
 
 
 def ppo_clip(
-    tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 3.0
+    tokens: PolicyTokens,
+    *,
+    clip_low: Annotated[float, Ge(0), Le(1)] = 0.2,
+    clip_high: Annotated[float, Ge(0)] = 0.2,
+    dual_clip: Annotated[float, Gt(1)] = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprob - old logprob).
 
@@ -65,7 +71,10 @@ def ppo_clip(
 
 
 def gspo(
-    tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4
+    tokens: PolicyTokens,
+    *,
+    clip_low: Annotated[float, Ge(0), Le(1)] = 3e-4,
+    clip_high: Annotated[float, Ge(0)] = 4e-4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clip on the sequence ratio s = exp(mean over the sample of logprob - old logprob), at most e^10.
 
@@ -84,7 +93,7 @@ def gspo(
 
 
 def gmpo(
-    tokens: PolicyTokens, *, clip_low: float = 0.4, clip_high: float = 0.4
+    tokens: PolicyTokens, *, clip_low: Annotated[float, Ge(0)] = 0.4, clip_high: Annotated[float, Ge(0)] = 0.4
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A exp(mean over the sample of d): the geometric mean of clipped ratios.
 
@@ -106,7 +115,10 @@ def gmpo(
 
 
 def sapo(
-    tokens: PolicyTokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+    tokens: PolicyTokens,
+    *,
+    tau_positive: Annotated[float, Gt(0)] = 1.0,
+    tau_negative: Annotated[float, Gt(0)] = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A sigmoid(tau (r - 1)) 4 / tau: a soft gate in place of the clip, of slope 1 at r = 1.
 
@@ -120,7 +132,10 @@ def sapo(
 
 
 def cispo(
-    tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 0.2
+    tokens: PolicyTokens,
+    *,
+    clip_low: Annotated[float, Ge(0), Le(1)] = 1.0,
+    clip_high: Annotated[float, Ge(0)] = 0.2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob: clipped tokens keep a gradient.
 
@@ -136,7 +151,11 @@ def cispo(
 
 
 def dppo_tv(
-    tokens: PolicyTokens, *, clip_low: float = 0.15, clip_high: float = 0.15, max_ratio: float = 20.0
+    tokens: PolicyTokens,
+    *,
+    clip_low: Annotated[float, Ge(0), Le(1)] = 0.15,
+    clip_high: Annotated[float, Ge(0), Le(1)] = 0.15,
+    max_ratio: Annotated[float, Ge(1)] = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A sg(min(r, max_ratio)) logprob, 0 where the token's probability already moved too far A's way.
 
@@ -159,11 +178,11 @@ def dppo_tv(
 def clip_cov(
     tokens: PolicyTokens,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    share: float = 2e-4,
+    clip_low: Annotated[float, Ge(0), Le(1)] = 0.2,
+    clip_high: Annotated[float, Ge(0)] = 0.2,
+    share: Annotated[float, Gt(0), Le(1)] = 2e-4,
     min_cov: float = 1.0,
-    max_cov: float = 5.0,
+    max_cov: Annotated[float, Gt("min_cov")] = 5.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clip (without dual clip), 0 for chosen tokens: what would cost the most entropy is left out.
 
@@ -180,7 +199,7 @@ def clip_cov(
 
 
 def kl_cov(
-    tokens: PolicyTokens, *, share: float = 2e-4, coef: float = 1.0
+    tokens: PolicyTokens, *, share: Annotated[float, Gt(0), Le(1)] = 2e-4, coef: Annotated[float, Ge(0)] = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A r, and for chosen tokens + coef |logprob - old logprob|, which holds them where they were.
 
