@@ -124,38 +124,6 @@ def _the_mode_reads_it(config: RunConfig) -> str | None:
     return None
 
 
-def _supervised_sets_are_not_sampled(config: RunConfig) -> str | None:
-    for entry in config.validation.sets if config.run.mode == "supervised" else ():
-        if any(is_changed(entry, name) for name in ("num_samples", "sampling")):
-            return (
-                f'validation set {entry.name}: run.mode = "supervised" measures the loss of the given '
-                "answers: remove num_samples and sampling"
-            )
-    return None
-
-
-def _validation_has_sets(config: RunConfig) -> str | None:
-    names = ("every", "at_start", "at_end", "best")
-    changed = [f"validation.{name}" for name in names if is_changed(config.validation, name)]
-    if changed and not config.validation.sets:
-        return f"{', '.join(changed)}: nothing is validated: add [[validation.sets]], or remove that"
-    return None
-
-
-def _best_is_measured(config: RunConfig) -> str | None:
-    best, sets = config.validation.best, config.validation.sets
-    if config.run.mode == "supervised":
-        measured = [f"{entry.name}/nll" for entry in sets]
-    else:
-        kinds = ("avg", "pass")
-        measured = [f"{entry.name}/{kind}@{entry.num_samples}" for entry in sets for kind in kinds]
-    if best is not None and sets and best not in measured:
-        return (
-            f'validation.best = "{best}" is not measured by any set: set it to one of {", ".join(measured)}'
-        )
-    return None
-
-
 def _models_are_asked(config: RunConfig) -> str | None:
     """Only models that the recipe uses may be configured; see RunConfig.roles."""
     advantage = config.algorithm.advantage.name
@@ -207,9 +175,6 @@ def _switches_are_on(config: RunConfig) -> str | None:
 
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _the_mode_reads_it,
-    _supervised_sets_are_not_sampled,
-    _validation_has_sets,
-    _best_is_measured,
     _models_are_asked,
     _switches_are_on,
 )

@@ -9,7 +9,7 @@ from typing import get_args, get_origin
 from pydantic import BaseModel
 
 from atoll.config.functions import built_in
-from atoll.config.schema import FunctionConfig, RunConfig, Section
+from atoll.config.schema import FunctionConfig, RunConfig
 
 HEAD = """# Configuration
 
@@ -24,40 +24,59 @@ See [algorithms.md](algorithms.md) for parameters, and [rewards.md](rewards.md) 
 Written by `make docs` from `services/config/schema.py`.
 """
 
-_COMMENT = re.compile(r"    (?P<name>\w+): .*  # (?P<comment>.*)")
+_COMMENT = re.compile(r"^    (?P<name>\w+): [^#\n]*(?:\(\n[^#\n]*)?  # (?P<comment>.*)$", re.MULTILINE)
+
+# A setting has one row, although several sections may inherit it: by class and name, the path of the first
+Shown = dict[tuple[type[BaseModel], str], str]
 
 
 def document() -> str:
-    return HEAD + "".join(f"\n{line}" for line in _section("", RunConfig)) + "\n"
+    return HEAD + "".join(f"\n{line}" for line in _section("", RunConfig, {})) + "\n"
 
 
-def _section(prefix: str, section: type[BaseModel]) -> Iterator[str]:
-    """The lines of a section: a table of its plain settings, then its sub-tables, each with a heading."""
-    parents = (parent for parent in reversed(section.__mro__) if issubclass(parent, Section))
-    source = [line for parent in parents for line in inspect.getsource(parent).splitlines()]
-    comments = {match["name"]: match["comment"] for line in source if (match := _COMMENT.fullmatch(line))}
+def _section(path: str, section: type[BaseModel], shown: Shown) -> Iterator[str]:
+    """The lines of a section: links to settings that have a row, a table of its other plain settings, then
+    its sub-tables, each with a heading."""
     rows, tables = [], []
+    elsewhere: dict[str, list[str]] = {}
     for name, field in section.model_fields.items():
+        owner = _owner(section, name)
+        if owner is FunctionConfig:
+            continue  # the text above the table has the names
+        if (first := shown.setdefault((owner, name), path)) != path:
+            elsewhere.setdefault(first, []).append(f"`{name}`")
+            continue
         table = _table(field.annotation)
         if table and table.model_fields.keys() != {"name"}:
-            tables.append((f"{prefix}{name}", field.annotation, table))
+            tables.append((f"{path}.{name}".lstrip("."), field.annotation, table))
             continue
         default = "required" if field.is_required() else _shown(field.default)
         if table:  # a function, named instead of a table
             rows.append(f"| `{name}` | {default} | {_functions(table)} | {table.__doc__} |")
         else:
             values = " ".join(f"`{value}`" for value in get_args(field.annotation) if isinstance(value, str))
-            rows.append(f"| `{name}` | {default} | {values} | {comments.get(name, '')} |")
+            rows.append(f"| `{name}` | {default} | {values} | {_comments(owner).get(name, '')} |")
+    for first, names in elsewhere.items():
+        yield from [f"As in [[{first}]](#{first.replace('.', '')}): {', '.join(names)}.", ""]
     if rows:
-        yield from ["| setting | default | values | |", "|---|---|---|---|", *rows, ""]
-    for path, annotation, table in tables:
-        yield f"## [[{path}]]" if get_origin(annotation) is tuple else f"## [{path}]"
+        yield from ["| setting | default | values | meaning |", "|---|---|---|---|", *rows, ""]
+    for below, annotation, table in tables:
+        yield f"## [[{below}]]" if get_origin(annotation) is tuple else f"## [{below}]"
         yield ""
         if table.__doc__:
             yield from [table.__doc__, ""]
         if functions := _functions(table):
             yield from [f"`name` is one of {functions}, or `file.py:function`.", ""]
-        yield from _section(f"{path}.", table)
+        yield from _section(below, table, shown)
+
+
+def _owner(section: type[BaseModel], name: str) -> type[BaseModel]:
+    """The class that defines a field, of a section and those that it inherits from."""
+    return next(base for base in section.__mro__ if name in inspect.get_annotations(base))
+
+
+def _comments(section: type[BaseModel]) -> dict[str, str]:
+    return {match["name"]: match["comment"] for match in _COMMENT.finditer(inspect.getsource(section))}
 
 
 def _functions(table: type[BaseModel]) -> str:

@@ -33,7 +33,23 @@ def _prompts_leave_room_to_answer(config: RunConfig) -> str | None:
     return None
 
 
+def _responses_fit_into_a_sequence(config: RunConfig) -> str | None:
+    """A prompt has one token at least."""
+    if config.sequence_limit is None or config.run.mode not in ("train", "rollout_only"):
+        return None
+    setting, limit = config.sequence_limit
+    sets = {f"validation set {entry.name}: sampling": entry.sampling for entry in config.validation.sets}
+    for where, sampling in ({"rollout.sampling": config.rollout.sampling} | sets).items():
+        if sampling.max_new_tokens is not None and sampling.max_new_tokens >= limit:
+            return (
+                f"{where}.max_new_tokens = {sampling.max_new_tokens} is never reached: {setting} = {limit} "
+                "holds prompt and response: lower it, or raise the limit"
+            )
+    return None
+
+
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _the_engine_reads_its_table,
     _prompts_leave_room_to_answer,
+    _responses_fit_into_a_sequence,
 )

@@ -9,9 +9,10 @@ from atoll.config import (
     mode_rules,
     rollout_rules,
     training_rules,
+    validation_rules,
     weight_rules,
 )
-from atoll.config.schema import RunConfig
+from atoll.config.schema import MAX_SAMPLES, RunConfig
 
 
 def violations(config: RunConfig) -> list[str]:
@@ -37,6 +38,19 @@ def _groups_have_samples_to_compare(config: RunConfig) -> str | None:
         return (
             f'algorithm.advantage = "{advantage.name}" compares the samples of a prompt: '
             "set coordinator.samples_per_prompt to 2 or more"
+        )
+    return None
+
+
+def _steps_have_a_size_that_the_store_takes(config: RunConfig) -> str | None:
+    """A step's samples are consumed by one transaction of a few seconds, before which all others wait."""
+    coordinator = config.coordinator
+    samples = coordinator.prompts_per_step * coordinator.samples_per_prompt
+    if config.run.mode in ("train", "rollout_only") and samples > MAX_SAMPLES:
+        return (
+            f"coordinator.prompts_per_step = {coordinator.prompts_per_step} with samples_per_prompt = "
+            f"{coordinator.samples_per_prompt} are {samples} samples per step, expected at most "
+            f"{MAX_SAMPLES}: lower one of them"
         )
     return None
 
@@ -322,18 +336,6 @@ def _flash_has_half_precision(config: RunConfig) -> str | None:
     return None
 
 
-def _validation_sets_have_names_of_their_own(config: RunConfig) -> str | None:
-    names = [entry.name for entry in config.validation.sets]
-    for name in names:
-        if names.count(name) > 1:
-            return f'[[validation.sets]]: "{name}" is the name of two sets: rename one'
-    if "warmup" in names:
-        return (
-            '[[validation.sets]]: "warmup" is reserved for the metric of warmup.target_reward: rename the set'
-        )
-    return None
-
-
 def _warmup_has_rows(config: RunConfig) -> str | None:
     if config.warmup.steps and config.warmup.source is None:
         return "warmup.steps > 0 needs [warmup.source] with a path"
@@ -354,6 +356,7 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _replay_has_batches,
     _prompts_come_from_somewhere,
     _groups_have_samples_to_compare,
+    _steps_have_a_size_that_the_store_takes,
     _minibatches_have_groups,
     _baseline_is_generated,
     _baseline_is_scored_alike,
@@ -379,7 +382,6 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _samples_are_fresh_without_a_ratio,
     _entropy_guard_leaves_room,
     _flash_has_half_precision,
-    _validation_sets_have_names_of_their_own,
     _warmup_has_rows,
     _warmup_target_is_measured,
     *agent_rules.RULES,
@@ -387,5 +389,6 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     *training_rules.RULES,
     *layout_rules.RULES,
     *rollout_rules.RULES,
+    *validation_rules.RULES,
     *weight_rules.RULES,
 )

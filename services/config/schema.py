@@ -6,7 +6,7 @@ import difflib
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -23,7 +23,9 @@ from pydantic import (
 from atoll.config import functions
 from atoll.config.transports import TRANSPORTS
 
+MAX_SAMPLES: Final = 131_072  # of a step
 NonEmpty = Annotated[str, Field(min_length=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Role = Literal["actor", "critic", "cost_critic", "reference", "reward_model", "cost_model"]
@@ -74,12 +76,22 @@ class FunctionConfig(Section):
         return trait in functions.traits(self.kind).get(self.name, ())
 
 
-class SamplingConfig(Section):
-    max_new_tokens: PositiveInt = 256
-    temperature: NonNegativeFloat = 1.0  # 0: greedy
+class TruncationConfig(Section):
+    """How the distribution of the next token is cut, and where a response ends."""
+
     top_p: Probability = 1.0
     top_k: NonNegativeInt = 0  # 0: off
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # the end-of-sequence token always stops
+
+
+class SamplingConfig(TruncationConfig):
+    max_new_tokens: PositiveInt = 256
+    temperature: NonNegativeFloat = 1.0  # 0: greedy
+
+
+class ValidationSamplingConfig(TruncationConfig):
+    max_new_tokens: PositiveInt | None = None  # default: rollout.sampling.max_new_tokens
+    temperature: NonNegativeFloat = 0.0  # 0: greedy
 
 
 class RunSection(Section):
@@ -130,9 +142,10 @@ class SourceConfig(DatasetConfig):
 
 class ValidationSetConfig(DatasetConfig):
     name: str
-    num_samples: PositiveInt = 1  # k of avg@k and pass@k
+    num_samples: Annotated[int, Field(gt=0, le=MAX_SAMPLES)] = 1  # k of avg@k and pass@k
+    pass_score: float = 1.0  # score from which a sample passes, for pass@k
     max_prompts: PositiveInt | None = None
-    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    sampling: ValidationSamplingConfig = ValidationSamplingConfig()
 
 
 class DataSection(Section):
@@ -147,7 +160,7 @@ class CoordinatorSection(Section):
     """The dataflow. Batch sizes have one meaning and are never changed implicitly."""
 
     host: str = "127.0.0.1"
-    port: NonNegativeInt = 0  # 0: any free port
+    port: Port = 0  # 0: any free port
     prompts_per_step: PositiveInt = 16  # in supervised mode: rows per step
     samples_per_prompt: PositiveInt = 8
     greedy_baseline: bool = False  # one extra greedy sample per prompt, scored but not trained on (ReMax)
@@ -202,7 +215,7 @@ class CoordinatorSection(Section):
 
 class LocalEngineConfig(Section):
     slots: PositiveInt = 128  # concurrent sequences
-    max_length: PositiveInt = 2048  # prompt and response tokens per sequence
+    max_length: NonNegativeInt = 0  # prompt and response tokens; 0: the model's positions, at most 2048
 
 
 class SGLangConfig(Section):
@@ -224,6 +237,11 @@ class RolloutSection(Section):
     sglang: SGLangConfig = SGLangConfig()
     max_restarts: NonNegativeInt = 3  # per replica and hour, of its engine and of its process
     threads: PositiveInt = 1
+
+    def default_length(self, max_positions: int) -> int:
+        """Prompt and response tokens per sequence for a model of so many positions, if no setting limits
+        them."""
+        return min(2048, max_positions) if self.engine == "local" else max_positions
 
 
 class GraderConfig(FunctionConfig):
@@ -510,7 +528,7 @@ class GatewaySection(Section):
 
     instances: PositiveInt = 1  # a process each
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 0  # instance i listens on port + i; 0: any free ports
+    port: Port = 0  # instance i listens on port + i; 0: any free ports
     thinking: Literal["keep", "template"] = "keep"  # in history: as sampled, or as the chat template has it
     renderer: str = ""  # model family of the package `renderers`; "": the model's chat template
     tool_format: Literal["auto", "hermes", "qwen_xml", "llama"] = "auto"  # of tool calls in sampled text
@@ -705,11 +723,18 @@ class RunConfig(Section):
 
     @property
     def sequence_limit(self) -> TokenLimit | None:
-        """Limit of prompt and response tokens; None: the model's own."""
+        """Limit of prompt and response tokens; None: RolloutSection.default_length."""
         if self.rollout.engine == "local":
-            return TokenLimit("rollout.local.max_length", self.rollout.local.max_length)
-        length = (self.rollout.sglang.model_extra or {}).get("context_length")
-        return None if length is None else TokenLimit("rollout.sglang.context_length", int(length))
+            setting, length = "rollout.local.max_length", self.rollout.local.max_length
+        else:
+            setting = "rollout.sglang.context_length"
+            length = int((self.rollout.sglang.model_extra or {}).get("context_length", 0))
+        return TokenLimit(setting, length) if length else None
+
+    def validation_sampling(self, entry: ValidationSetConfig) -> SamplingConfig:
+        """A set's sampling, with what it takes over from training."""
+        default = {"max_new_tokens": self.rollout.sampling.max_new_tokens}
+        return SamplingConfig(**(default | entry.sampling.model_dump(exclude_none=True)))
 
     @property
     def longest_prompt(self) -> TokenLimit:

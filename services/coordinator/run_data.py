@@ -134,7 +134,7 @@ def _prompt_source(config: RunConfig, renderer: Renderer) -> PromptSource:
         run=run.name,
         seed=run.seed,
         shuffle=data.shuffle,
-        longest=config.longest_prompt,
+        longest=_longest_prompt(config),
         overlong=data.overlong_prompts,
     )
 
@@ -145,7 +145,8 @@ def _validation_sets(config: RunConfig, renderer: Renderer) -> list[ValidationSe
             name=entry.name,
             prompts=tuple(_prompts(config, entry, renderer)),
             num_samples=entry.num_samples,
-            sampling=_sampling(entry.sampling, renderer, config.run.seed),
+            pass_score=entry.pass_score,
+            sampling=_sampling(config.validation_sampling(entry), renderer, config.run.seed),
         )
         for entry in config.validation.sets
     ]
@@ -155,7 +156,7 @@ def _prompts(
     config: RunConfig, source: DatasetConfig, renderer: Renderer, max_rows: int | None = None
 ) -> list[Prompt]:
     prompts = read_prompts(_dataset(config, source, max_rows), renderer, config.run.name)
-    return drop_overlong_prompts(source.path, prompts, config.longest_prompt, config.data.overlong_prompts)
+    return drop_overlong_prompts(source.path, prompts, _longest_prompt(config), config.data.overlong_prompts)
 
 
 def _dataset(config: RunConfig, source: DatasetConfig, max_rows: int | None = None) -> Dataset:
@@ -170,6 +171,15 @@ def _dataset(config: RunConfig, source: DatasetConfig, max_rows: int | None = No
     limits = [max_rows, source.max_prompts if isinstance(source, ValidationSetConfig) else None]
     max_rows = min((limit for limit in limits if limit is not None), default=None)
     return Dataset(source.path, source.parameters, source.agent, required, max_rows)
+
+
+def _longest_prompt(config: RunConfig) -> TokenLimit:
+    """Also if nothing but the model limits a local engine's sequences."""
+    if config.rollout.engine != "local" or config.sequence_limit:
+        return config.longest_prompt
+    positions = config.rollout.default_length(read_spec(config.model.path).max_positions)
+    model = TokenLimit("the positions of the local engine - 1", positions - 1)
+    return min(config.longest_prompt, model, key=lambda limit: limit.tokens)
 
 
 def _sampling(config: SamplingConfig, renderer: Renderer, seed: int) -> Sampling:

@@ -21,16 +21,17 @@ class ValidationSet:
     prompts: tuple[Prompt, ...]
     num_samples: int  # k of avg@k and pass@k
     sampling: Sampling
+    pass_score: float = 1.0  # score from which a sample passes
 
 
-def set_metrics(name: str, groups: Sequence[Group]) -> dict[str, float]:
-    """avg@k: the mean score. pass@k: the share of prompts with at least one score of 1 or more."""
+def set_metrics(name: str, groups: Sequence[Group], pass_score: float) -> dict[str, float]:
+    """avg@k: the mean score. pass@k: the share of prompts with a sample that scores `pass_score` or more."""
     k = len(groups[0].samples)
     scores = np.array([[sample.score for sample in group.samples] for group in groups])
     lengths = np.array([[sample.num_produced for sample in group.samples] for group in groups])
     return {
         f"val/{name}/avg@{k}": float(scores.mean()),
-        f"val/{name}/pass@{k}": float((scores >= 1).any(axis=1).mean()),
+        f"val/{name}/pass@{k}": float((scores >= pass_score).any(axis=1).mean()),
         f"val/{name}/response_length/mean": float(lengths.mean()),
     }
 
@@ -72,7 +73,7 @@ async def evaluate(
         answers = sorted(collector.groups, key=lambda group: group.prompt.id.prompt)
         if keep:
             await keep(validation_set.name, answers)
-        metrics |= set_metrics(validation_set.name, answers)
+        metrics |= set_metrics(validation_set.name, answers, validation_set.pass_score)
         metrics[f"val/{validation_set.name}/dropped"] = float(collector.num_dropped)
     return metrics
 

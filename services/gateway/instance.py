@@ -42,7 +42,11 @@ class GatewayInstance:
     async def build(cls, context: ServiceContext) -> Self:
         config, section = context.config, context.config.gateway
         limit = config.sequence_limit
-        max_length = limit.tokens if limit else read_spec(config.model.path).max_positions
+        max_length = (
+            limit.tokens
+            if limit
+            else config.rollout.default_length(read_spec(config.model.path).max_positions)
+        )
         chat_format = ChatFormat.of_section(config.model.path, section, max_length)
         await prove(chat_format)
         store = Store(context.store, config.run.name)

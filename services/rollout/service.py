@@ -14,6 +14,7 @@ from atoll.rollout.engines.base import Engine
 from atoll.rollout.engines.local import LocalEngine
 from atoll.rollout.generate import LINGER_S, Generator, linger_for
 from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import read_spec
 from atoll.runtime.process import ServiceContext
 from atoll.weights.transport.base import open_receiver
 from atoll.wire.codec.rollout import (
@@ -154,12 +155,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
 async def _start_local(config: RunConfig) -> Engine:
     rollout, setup = config.rollout, _receiver_setup(config)
     torch.set_num_threads(rollout.threads)
+    positions = read_spec(config.model.path).max_positions
     return await asyncio.to_thread(
         LocalEngine,
         config.model.path,
         dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[rollout.dtype],
         slots=rollout.local.slots,
-        max_length=rollout.local.max_length,
+        max_length=rollout.local.max_length or rollout.default_length(positions),
         version=AS_IN_FOLDER,
         receiver=open_receiver(setup.transport, setup.deadline_s),
         lora=setup.lora,

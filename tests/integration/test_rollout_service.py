@@ -20,7 +20,7 @@ from atoll.rollout.engines.local import LocalEngine
 from atoll.rollout.service import AS_IN_FOLDER, RolloutService
 from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.errors import AtollError, EngineDiedError, ServiceUnavailableError, UserError
-from atoll.runtime.process import EXIT_RESTARTS_EXHAUSTED
+from atoll.runtime.process import EXIT_RESTARTS_EXHAUSTED, ServiceContext
 from atoll.runtime.server import Server
 from atoll.weights.transport import shm
 from atoll.wire.codec.values import encode_version
@@ -35,6 +35,7 @@ from atoll.wire.types import (
 )
 from atoll.wire.v1 import rollout_pb2 as pb
 from tests.builders import group_id, run_config, turn_request
+from tests.conftest import write_model
 from tests.tokens import CALLER, TOKEN
 
 GREEDY = Sampling(8, temperature=0.0)
@@ -267,3 +268,15 @@ async def line_with(process: Process, text: str) -> str:
     while text not in (line := (await process.stderr.readline()).decode()):
         assert line, "the log ended"
     return line.partition(text)[2].strip()
+
+
+@pytest.mark.parametrize(("positions", "taken"), [(64, 64), (4096, 2048)])
+async def test_a_local_engine_takes_what_the_model_does_up_to_2048(
+    tmp_path: Path, positions: int, taken: int
+) -> None:
+    model = write_model(tmp_path, "qwen2", max_position_embeddings=positions)
+    config = run_config(model={"path": model})
+    service = await RolloutService.build(ServiceContext(config, "rollout", "rollout-0", "a1", "127.0.0.1"))
+    info = await service.Info(pb.RolloutInfoRequest(), None)
+    await service.close()
+    assert info.max_length == taken

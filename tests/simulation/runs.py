@@ -82,7 +82,7 @@ def scene(seed: int, folder: Path) -> Scene:
             "max_dropped_share": 1.0,
             "dump": dice.random() < 0.5,
         },
-        "rollout": {"sampling": {"max_new_tokens": 8}},
+        "rollout": {"sampling": {"max_new_tokens": 8}, "local": {"max_length": 512}},
         "reward": {"graders": [{"name": "exact_match"}]},
         "algorithm": {"num_minibatches": dice.choice((1, 1, 2))},
         "checkpoint": {"every": dice.choice((0, 0, 0, 4, 7)), "keep": dice.randint(1, 2)},

@@ -10,6 +10,7 @@ import pytest
 
 from atoll.config.errors import ConfigError
 from atoll.config.load import bypass_proxies_on_loopback, load, read_resolved, write_resolved
+from atoll.config.schema import SamplingConfig
 from tests.http_servers import raw_http, reply
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -27,7 +28,8 @@ path = "train.parquet"
 """
 
 SCORER = '{path = "m"}'
-SET = '{ name = "%s", path = "v.parquet", num_samples = 4 }'
+SET = '{ name = "%s", path = "v.parquet", num_samples = 4, sampling = { temperature = 1.0 } }'
+GREEDY = SET.replace(", sampling = { temperature = 1.0 }", "%s")
 SERVER = '{ kind = "reward", name = "%s", url = "http://host:1", protocol = "http" }'
 
 
@@ -66,6 +68,16 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         (["coordinator.server_secrets=['*']"], "got '*', expected an environment variable"),
         (["coordinator.server_secrets=['ATOLL_*']"], "ATOLL_* would let the run's own tokens be sent"),
         (["coordinator.server_networks=['10.0.0.0/8', '10.0.0.1/8']"], "server_networks.1"),
+        (
+            ["coordinator.samples_per_prompt=100_000_000"],
+            "coordinator.prompts_per_step = 16 with samples_per_prompt = 100000000 are 1600000000 samples "
+            "per step, expected at most 131072: lower one of them",
+        ),
+        (["coordinator.prompts_per_step=100_000"], "are 800000 samples per step, expected at most 131072"),
+        (
+            ['validation.sets=[{name="v", path="v.parquet", num_samples=100_000_000}]'],
+            "num_samples: Input should be less than or equal to 131072",
+        ),
         (["algorithm.num_minibatches=17"], "algorithm.num_minibatches = 17 is more than the 16 groups"),
         (
             ["algorithm.advantage=remax"],
@@ -147,6 +159,32 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         (
             [f"validation.sets=[{SET % 'warmup'}]"],
             '"warmup" is reserved for the metric of warmup.target_reward',
+        ),
+        (
+            [f"validation.sets=[{GREEDY % ('sums', '')}]"],
+            "validation set sums: num_samples = 4, but at temperature 0 all samples of a prompt are the same"
+            ": set sampling.temperature = 1.0, or num_samples to 1",
+        ),
+        (
+            [f"validation.sets=[{GREEDY % ('sums', ', sampling = { max_new_tokens = 8 }')}]"],
+            "num_samples = 4, but at temperature 0",
+        ),
+        (
+            ["run.mode=supervised", 'validation.sets=[{name="v", path="v.parquet", pass_score=0.5}]'],
+            "remove num_samples, pass_score and sampling",
+        ),
+        (["coordinator.port=70000"], "coordinator.port: Input should be less than or equal to 65535"),
+        (
+            ["rollout.local.max_length=32", "rollout.sampling.max_new_tokens=100"],
+            "rollout.sampling.max_new_tokens = 100 is never reached: rollout.local.max_length = 32 holds "
+            "prompt and response: lower it, or raise the limit",
+        ),
+        (
+            [
+                "rollout={engine='sglang', sglang={context_length=512}}",
+                'validation.sets=[{name="v", path="v.parquet", sampling={max_new_tokens=512}}]',
+            ],
+            "validation set v: sampling.max_new_tokens = 512 is never reached: rollout.sglang.context_length",
         ),
         (["data.replay=dumps"], 'run.mode = "train" generates what it trains on: take data.replay out'),
         (
@@ -479,6 +517,32 @@ def test_a_prompt_has_at_most_what_the_engine_takes(
     toy: Path, overrides: list[str], longest: tuple[str, int]
 ) -> None:
     assert load(toy, overrides).longest_prompt == longest
+
+
+@pytest.mark.parametrize(
+    ("sampling", "resolved"),
+    [
+        ("{}", SamplingConfig(max_new_tokens=40, temperature=0.0)),
+        ("{ max_new_tokens = 8 }", SamplingConfig(max_new_tokens=8, temperature=0.0)),
+        ("{ top_k = 5 }", SamplingConfig(max_new_tokens=40, temperature=0.0, top_k=5)),
+        ("{ temperature = 0.5 }", SamplingConfig(max_new_tokens=40, temperature=0.5)),
+    ],
+)
+def test_a_validation_set_is_greedy_and_as_long_as_in_training_unless_it_says_otherwise(
+    toy: Path, sampling: str, resolved: SamplingConfig
+) -> None:
+    table = f'validation.sets=[{{ name = "v", path = "v.parquet", sampling = {sampling} }}]'
+    config = load(toy, ["rollout.sampling={ max_new_tokens = 40, top_p = 0.9 }", table])
+    assert config.validation_sampling(config.validation.sets[0]) == resolved
+
+
+@pytest.mark.parametrize(("engine", "lengths"), [("local", (64, 2048)), ("sglang", (64, 40960))])
+def test_a_sequence_is_by_default_as_long_as_the_model_takes(
+    toy: Path, engine: str, lengths: tuple[int, int]
+) -> None:
+    config = load(toy, [f"rollout.engine={engine}"])
+    assert config.sequence_limit is None
+    assert tuple(map(config.rollout.default_length, (64, 40960))) == lengths
 
 
 def derived(toy: Path, text: str) -> Path:

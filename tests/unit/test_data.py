@@ -34,7 +34,7 @@ from atoll.runtime.dump import write_dump
 from atoll.runtime.errors import UserError
 from atoll.runtime.rendering import Renderer
 from atoll.wire.types import GroupId, Message, Prompt
-from tests.builders import V0, run_config
+from tests.builders import V0, model_spec, run_config
 from tests.conftest import write_tokenizer
 
 
@@ -404,7 +404,8 @@ def test_rows_of_a_function_with_parameters(tmp_path: Path, renderer: Renderer) 
     write_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 64}')
     train = [{"path": path, "skip": 3}]
-    prompts = read_data(run_config(model={"path": tmp_path}, data={"train": train})).prompts
+    rollout = {"local": {"max_length": 512}}
+    prompts = read_data(run_config(model={"path": tmp_path}, data={"train": train}, rollout=rollout)).prompts
     assert prompts is not None
     assert sorted(prompt.text for prompt in prompts.draw(2)) == ["3+1=", "4+1="]
     # a resumed run is refused if the function returns other rows
@@ -632,12 +633,25 @@ def test_a_prompt_that_a_replica_would_refuse_is_refused_at_the_start(tmp_path: 
         model={"path": tmp_path},
         data={"train": [{"path": paths["train"]}]},
         validation={"sets": [{"name": "sums", "path": paths["sets"]}]},
-        rollout={"local": {"max_length": 9}},
+        rollout={"local": {"max_length": 9}, "sampling": {"max_new_tokens": 8}},
     )
     with pytest.raises(UserError, match=r"long.*row 3.*got 9 .*rollout.local.max_length - 1 = 8"):
         read_data(config)
     rollout = config.rollout.model_copy(update={"local": LocalEngineConfig(max_length=10)})
     assert read_data(config.model_copy(update={"rollout": rollout})).validation_sets
+
+
+def test_a_prompt_longer_than_the_models_positions_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the local engine, whose sequences are by default as long as the model takes."""
+    monkeypatch.setattr("atoll.coordinator.run_data.read_spec", lambda folder: model_spec(max_positions=9))
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 64}')
+    path = write_jsonl(tmp_path / "long.jsonl", [*sums(3), record("123456+1=", "123457")])
+    config = run_config(model={"path": tmp_path}, data={"train": [{"path": path}]})
+    with pytest.raises(UserError, match=r"row 3.*got 9 .*the positions of the local engine - 1 = 8"):
+        read_data(config)
 
 
 def test_a_prompt_that_the_template_refuses(tmp_path: Path) -> None:

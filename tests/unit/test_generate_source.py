@@ -39,8 +39,10 @@ class Journal:
 
     def __init__(self) -> None:
         self.dropped: list[tuple[SampleId, str, int | None]] = []
+        self.issued: list[tuple[int, str]] = []  # samples, and the cursor after them
 
-    async def issue(self, samples: Sequence[SampleId], cursor: str) -> None: ...
+    async def issue(self, samples: Sequence[SampleId], cursor: str) -> None:
+        self.issued.append((len(samples), cursor))
 
     async def consume(self, step: int, samples: Sequence[SampleId]) -> None: ...
 
@@ -104,6 +106,17 @@ def graded(group: PendingGroup, *scores: float) -> PendingGroup:
         group.accept(sample(id, node([3])))
         group.grade(Graded(id, score, {"exact_match": score}))
     return group
+
+
+async def test_a_large_step_is_issued_in_parts_each_with_its_cursor() -> None:
+    """One call of the store for 800,000 samples took longer than its 10 s."""
+    large, generation, journal = source(prompts_per_step=12_000)
+    await large.admit()
+    assert journal.issued == [(10_000, "5000"), (10_000, "10000"), (4_000, "12000")]
+    assert [group.order for group in generation.groups] == list(range(12_000))
+    huge, _, journal = source(samples_per_prompt=10_001)
+    await huge.admit()
+    assert journal.issued == [(10_001, str(number)) for number in (1, 2, 3, 4)]
 
 
 async def test_the_share_of_dropped_groups_is_judged_over_restarts() -> None:

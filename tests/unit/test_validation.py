@@ -59,3 +59,11 @@ async def test_the_answers_are_kept_in_the_order_of_their_rows() -> None:
 async def test_a_set_of_which_nothing_can_be_graded_is_an_error() -> None:
     with pytest.raises(AtollError, match=r"set sums: all 3 groups were dropped, .*ZeroDivisionError; fix"):
         await evaluate([SUMS], Generation(0, 1, 2), "toy", version=4)
+
+
+async def test_the_score_from_which_a_sample_passes() -> None:
+    """Of 0, 0, 0 and 1: with partial credit, pass@k at the default could be below avg@k."""
+    metrics = await evaluate([replace(SUMS, pass_score=1.5)], Generation(2), "toy", version=4)
+    assert metrics["val/sums/pass@2"] == 0.0 < metrics["val/sums/avg@2"]
+    metrics = await evaluate([replace(SUMS, pass_score=0.0)], Generation(2), "toy", version=4)
+    assert metrics["val/sums/pass@2"] == 1.0

@@ -22,6 +22,7 @@ from atoll.wire.types import Group, GroupId, Prompt, SampleId, Sampling, Traject
 
 log = logging.getLogger(__name__)
 
+MAX_ISSUED = 10_000  # samples, in one call of the store
 MIN_JUDGED = 2  # batches issued before the share of dropped groups is checked
 
 
@@ -191,16 +192,19 @@ class GenerateSource:
             self._producer.submit(groups, self)
 
     async def _issue(self, count: int) -> list[PendingGroup]:
-        """The next prompts; the journal has them and the cursor behind them when it returns."""
-        if count == 0:
-            return []
-        groups = [
-            self._group(prompt, self._issued + i, [None] * self._samples_per_group)
-            for i, prompt in enumerate(self._prompts.draw(count))
-        ]
-        self._issued += count
-        cursor = self._prompts.cursor.dump()
-        await self._journal.issue([id for group in groups for id in group.ids()], cursor)
+        """The next prompts; the journal has them and the cursor behind them when it returns. In parts, since
+        the store answers nobody else while it takes one."""
+        groups: list[PendingGroup] = []
+        part = max(1, MAX_ISSUED // self._samples_per_group)
+        while len(groups) < count:
+            issued = [
+                self._group(prompt, self._issued + i, [None] * self._samples_per_group)
+                for i, prompt in enumerate(self._prompts.draw(min(part, count - len(groups))))
+            ]
+            self._issued += len(issued)
+            cursor = self._prompts.cursor.dump()
+            await self._journal.issue([id for group in issued for id in group.ids()], cursor)
+            groups += issued
         return groups
 
     def restore(self, restored: Sequence[InFlight], version: Version, counters: Counters = NO_COUNTS) -> None:
