@@ -472,10 +472,17 @@ class AlgorithmSection(Section):
     num_epochs: PositiveInt = 1
     entropy_coef: float = 0.0  # coefficient of an entropy bonus
     kl: KLConfig | None = None
-    correction: CorrectionConfig | None = None
+    correction: tuple[CorrectionConfig, ...] = ()  # a table, or several in a list
     filter: FilterConfig | None = None
     reweight: ReweightConfig | None = None
     constraint: ConstraintConfig | None = None
+
+    @field_validator("correction", mode="before")
+    @classmethod
+    def _one_correction_is_a_list(cls, value: object) -> object:
+        if value is None:  # in the configs of earlier versions
+            return ()
+        return (value,) if isinstance(value, dict) else value
 
 
 class GuardsSection(Section):

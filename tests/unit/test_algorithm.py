@@ -380,6 +380,24 @@ def test_corrections_weigh_advantages_or_leave_tokens_out(
     np.testing.assert_array_equal(batch.old_logprobs, np.float32(actor.answer))  # type: ignore[arg-type]
 
 
+def test_weights_and_rejection_go_together() -> None:
+    """The first sample's tokens weigh e^0.5 and 1; its mean ratio e^0.25 = 1.28 is above 1.2."""
+    corrections = [
+        {"method": "truncate", "high": 1.5},
+        {"level": "geometric", "method": "reject", "low": 0.5, "high": 1.2},
+    ]
+    prepared, _ = prepare(
+        {"actor": Model([0, -0.5, -1, -1, 0, -1.5, -1, -1])},
+        algorithm={"advantage": "rloo", "correction": corrections},
+    )
+    batch = policy(prepared)
+    np.testing.assert_allclose(batch.loss_weights[TRAINED], np.array([0, 0, 1, 1, 1, 1]) / 4)
+    weighed = [-1, -np.exp(-0.5), 1, 1]  # advantages -1, -1, 1, 1; the third sample weighs e^-0.5
+    np.testing.assert_allclose(batch.advantages[TRAINED][2:], weighed, rtol=1e-6)
+    assert prepared.metrics["rollout_corr/masked_fraction"] == pytest.approx(2 / 6)
+    assert prepared.metrics["rollout_corr/truncated_fraction"] == pytest.approx(1 / 6)
+
+
 @pytest.mark.parametrize(
     ("body", "cause"),
     [

@@ -1,6 +1,7 @@
 """Configs: what a file may be built on, and which combinations are refused with which words."""
 
 import json
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.request import proxy_bypass
@@ -9,8 +10,8 @@ import openai
 import pytest
 
 from atoll.config.errors import ConfigError
-from atoll.config.load import bypass_proxies_on_loopback, load, read_resolved, write_resolved
-from atoll.config.schema import SamplingConfig
+from atoll.config.load import bypass_proxies_on_loopback, load, read_resolved, validate, write_resolved
+from atoll.config.schema import CorrectionConfig, SamplingConfig
 from tests.http_servers import raw_http, reply
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -304,6 +305,21 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             ["algorithm.correction={method='mask', low=2, high=2}"],
             "no weight is between low = 2 and high = 2: set low below high",
         ),
+        (
+            ["algorithm.correction=[{}, { level = 'sequence', high = 3 }]"],
+            'algorithm.correction: method = "truncate" is not the first of 2; only the first may weigh '
+            'advantages: set the others to "reject"',
+        ),
+        (
+            ["algorithm.correction=[{}, { level = 'geometric', method = 'reject', low = 2, high = 1 }]"],
+            "no weight is between low = 2 and high = 1",
+        ),
+        (
+            ["rollout.sampling.top_p=0.9"],
+            "rollout.sampling: top_p = 0.9 and top_k = 0 sample from a part of the distribution, and the "
+            "trainer's log-probabilities are of all of it: set top_p to 1 and top_k to 0, or weigh",
+        ),
+        (["rollout.sampling.top_k=50"], "top_p = 1 and top_k = 50 sample from a part"),
         (["algorithm.loss=gspo"], '"gspo" is defined as a mean over sequences: set algorithm.aggregation'),
         (["algorithm.loss=gmpo"], '"gmpo" is defined as a mean over sequences'),
         (["algorithm.loss=sapo"], '"sapo" is defined as a mean over sequences'),
@@ -532,7 +548,7 @@ def test_a_validation_set_is_greedy_and_as_long_as_in_training_unless_it_says_ot
     toy: Path, sampling: str, resolved: SamplingConfig
 ) -> None:
     table = f'validation.sets=[{{ name = "v", path = "v.parquet", sampling = {sampling} }}]'
-    config = load(toy, ["rollout.sampling={ max_new_tokens = 40, top_p = 0.9 }", table])
+    config = load(toy, ["rollout.sampling={ max_new_tokens = 40, temperature = 0.9 }", table])
     assert config.validation_sampling(config.validation.sets[0]) == resolved
 
 
@@ -543,6 +559,22 @@ def test_a_sequence_is_by_default_as_long_as_the_model_takes(
     config = load(toy, [f"rollout.engine={engine}"])
     assert config.sequence_limit is None
     assert tuple(map(config.rollout.default_length, (64, 40960))) == lengths
+
+
+def test_a_cut_distribution_is_trained_on_with_weights_or_the_engines_logprobs(toy: Path) -> None:
+    for setting in ("algorithm.correction.high=2.0", "algorithm.old_logprobs=rollout"):
+        assert load(toy, ["rollout.sampling.top_p=0.9", setting]).rollout.sampling.top_p == 0.9
+
+
+def test_a_correction_is_a_table_or_a_list_of_them(toy: Path) -> None:
+    one, same, none = (
+        load(toy, [f"algorithm.correction={text}"] if text else []).algorithm.correction
+        for text in ("{ high = 3.0 }", "[{ high = 3.0 }]", "")
+    )
+    assert one == same == (CorrectionConfig(high=3.0),)
+    assert none == ()
+    tree = tomllib.loads(TOY) | {"algorithm": {"correction": None}}  # as earlier versions resolved it
+    assert validate(tree, "toy").algorithm.correction == ()
 
 
 def derived(toy: Path, text: str) -> Path:

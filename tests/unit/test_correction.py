@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.coordinator.algorithm.correction import Correction, correct
+from atoll.coordinator.algorithm.correction import Correction, combine, correct
 
 # Three samples of 2, 0 and 1 tokens; old - rollout = ln 2, -ln 4 | | ln 3, so the tokens weigh 2, 1/4, 3;
 # the first sample as a whole 2 / 4 = 1/2, its tokens' geometric mean sqrt(1/2).
@@ -47,14 +47,22 @@ def test_metrics_by_hand() -> None:
     assert corrected("token", "truncate", 0.0, 2.5).metrics == pytest.approx(
         {
             "rollout_corr/is_weight_mean": 5.25 / 3,
+            # variance: mean of the squares less the square of the mean
+            "rollout_corr/is_weight_std": ((4 + 1 / 16 + 9) / 3 - 1.75**2) ** 0.5,
             "rollout_corr/is_weight_max": 3,
             "rollout_corr/is_weight_min": 0.25,
             "rollout_corr/ess": 5.25**2 / (3 * (4 + 1 / 16 + 9)),
+            "rollout_corr/truncated_fraction": 1 / 3,  # the weight 3
             "rollout_corr/masked_fraction": 0,
             # mean of rollout - old: -(ln 2 - ln 4 + ln 3) / 3
             "rollout_corr/kl": np.log(2 / 3) / 3,
             # mean of w - ln w - 1: (5.25 - ln(3 / 2) - 3) / 3
             "rollout_corr/k3_kl": (2.25 - np.log(3 / 2)) / 3,
+            # of the samples with tokens: mean logprobs -1.5 and -3; old ones more by ln(1/2) / 2 and ln 3
+            "rollout_corr/rollout_ppl": (np.exp(1.5) + np.exp(3)) / 2,
+            "rollout_corr/training_ppl": (np.exp(1.5) * 2**0.5 + np.exp(3) / 3) / 2,
+            "rollout_corr/chi2_token": (4 + 1 / 16 + 9) / 3 - 1,
+            "rollout_corr/chi2_seq": (0.25 + 9) / 2 - 1,
         },
         rel=1e-12,
     )
@@ -63,6 +71,29 @@ def test_metrics_by_hand() -> None:
     assert metrics["rollout_corr/is_weight_mean"] == pytest.approx(1.75)
     assert metrics["rollout_corr/ess"] == pytest.approx(3.5**2 / (2 * (0.25 + 9)))
     assert metrics["rollout_corr/kl"] == pytest.approx(np.log(2 / 3) / 3)
+
+
+def test_tokens_of_probability_zero() -> None:
+    """-inf - -inf is no number, and the error blamed rewards."""
+    old, rollout = np.array([-np.inf, -1.0, -np.inf]), np.array([-np.inf, -1.0, -1.0])
+    with np.errstate(all="raise"):
+        token = correct(old, rollout, np.array([3]), "token", "truncate", 0.0, 2.0)
+        both = correct(old[:2], rollout[:2], np.array([2]), "sequence", "truncate", 0.0, 2.0)
+    np.testing.assert_allclose(token.weights_T, [1, 1, np.exp(-20)])
+    np.testing.assert_array_equal(both.weights_T, [1, 1])
+    assert both.metrics["rollout_corr/kl"] == both.metrics["rollout_corr/chi2_seq"] == 0
+
+
+def test_weights_and_rejection_together() -> None:
+    """verl's preset of both: truncated weights of tokens, and samples with an outlying mean rejected."""
+    weighed, rejected = corrected("token", "truncate", 0.0, 2.5), corrected("geometric", "reject", 0.6, 2.5)
+    both = combine([weighed, rejected])
+    np.testing.assert_allclose(both.weights_T, [2, 0.25, 2.5])
+    np.testing.assert_array_equal(both.keep_T, [True, True, False])  # a mean ratio of 3
+    assert both.metrics == weighed.metrics | {"rollout_corr/masked_fraction": pytest.approx(1 / 3)}
+    assert combine([weighed]).metrics == weighed.metrics
+    nothing = correct(np.zeros(0), np.zeros(0), np.array([0]), "token", "reject", 0.5, 2.0)
+    assert combine([nothing, nothing]).metrics == {}
 
 
 def test_log_weights_are_clamped_at_their_own_level() -> None:

@@ -93,6 +93,15 @@ def test_log_ratio_is_clamped() -> None:
     assert values["actor/ppo_kl"].item() == -20
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_token_far_off_leaves_loss_and_ppo_kl_finite_and_the_same_in_every_loss(name: str) -> None:
+    for advantage in (1.0, -1.0):
+        batch = tokens(tensor(0, 0), tensor(-2000, 1), tensor(advantage, advantage), (2,))
+        loss, values = apply(name, batch)
+        assert loss.isfinite().all()
+        assert values["actor/ppo_kl"].tolist() == [-20, 1]
+
+
 def test_decoupled_ppo_is_ppo_clip_with_the_behaviour_weight_in_the_advantages() -> None:
     # behaviour probability 0.2, proximal 0.4, trained 0.6: weight 2, ratio 1.5 around the proximal policy
     #   A =  1: -2 min(1.5, 1.2)  = -2.4

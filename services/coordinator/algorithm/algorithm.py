@@ -19,7 +19,7 @@ from atoll.config.functions import load
 from atoll.config.schema import Role, RunConfig
 from atoll.coordinator.algorithm.advantage import ADVANTAGES, Estimate, Estimator, Float64, Trajectories
 from atoll.coordinator.algorithm.constraint import combine_advantages, update_multiplier
-from atoll.coordinator.algorithm.correction import correct
+from atoll.coordinator.algorithm.correction import combine, correct
 from atoll.coordinator.algorithm.experience import BatchLayout, lay_out, loss_weights, split, weighing_tokens
 from atoll.coordinator.algorithm.filters import components_of
 from atoll.coordinator.algorithm.kl import adapt_kl_coef, kl_penalty
@@ -138,7 +138,7 @@ class Algorithm:
         config, kl = self._config, self._config.kl
         needs_actor = config.old_logprobs == "trainer" and (
             config.num_minibatches * config.num_epochs > 1
-            or config.correction is not None
+            or bool(config.correction)
             or (kl is not None and kl.where == "reward")
         )  # otherwise the update takes them from its own forward pass
 
@@ -290,17 +290,15 @@ class Algorithm:
 
         Every policy loss grows in proportion to the advantage, so a weight there weighs the loss.
         """
-        correction, keep_R = self._config.correction, weighs_R
-        if correction is not None:
+        corrections, keep_R = self._config.correction, weighs_R
+        if corrections:
             assert old_R is not None
-            corrected = correct(
-                old_R,
-                layout.pick(layout.rollout_logprobs_T),
-                layout.lengths,
-                correction.level,
-                correction.method,
-                correction.low,
-                correction.high,
+            rollout_R = layout.pick(layout.rollout_logprobs_T)
+            corrected = combine(
+                [
+                    correct(old_R, rollout_R, layout.lengths, c.level, c.method, c.low, c.high)
+                    for c in corrections
+                ]
             )
             metrics |= corrected.metrics
             advantages_R = advantages_R * corrected.weights_T

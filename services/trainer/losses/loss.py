@@ -81,13 +81,13 @@ def gspo(
     The value of each token's ratio is s, and its gradient flows through the token's own logprob (GSPO-token).
     Needs aggregation = "seq_mean_token_mean". Source: https://arxiv.org/abs/2507.18071, eq. 7 and 13.
     """
-    differences_N = tokens.logprobs_N - tokens.old_logprobs_N
-    sequence_N = tokens.sample_mean(differences_N.detach())
+    log_ratio_N, _ = _ratio(tokens.logprobs_N, tokens.old_logprobs_N)
+    sequence_N = tokens.sample_mean((tokens.logprobs_N - tokens.old_logprobs_N).detach())
     ratio_N = (tokens.logprobs_N - tokens.logprobs_N.detach() + sequence_N).clamp(max=10.0).exp()
     free_N, clipped_N = _surrogates(ratio_N, tokens.advantages_N, clip_low, clip_high)
     return torch.maximum(free_N, clipped_N), {
         "actor/pg_clipfrac": clipped_N > free_N,
-        "actor/ppo_kl": -differences_N,
+        "actor/ppo_kl": -log_ratio_N,
         "actor/ratio": ratio_N,
     }
 
@@ -97,19 +97,19 @@ def gmpo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A exp(mean over the sample of d): the geometric mean of clipped ratios.
 
-    d = logprob - old logprob, at most clip_high where A > 0, else at least -clip_low. Made for one advantage
-    per sample. Needs aggregation = "seq_mean_token_mean". pg_clipfrac are the clipped tokens with A > 0,
-    pg_clipfrac_lower the other clipped ones. Source: https://arxiv.org/abs/2507.20673.
+    d = logprob - old logprob, within +-20, at most clip_high where A > 0, else at least -clip_low. Made for
+    one advantage per sample. Needs aggregation = "seq_mean_token_mean". pg_clipfrac are the clipped tokens
+    with A > 0, pg_clipfrac_lower the other clipped ones. Source: https://arxiv.org/abs/2507.20673.
     """
-    differences_N = tokens.logprobs_N - tokens.old_logprobs_N
+    log_ratio_N, _ = _ratio(tokens.logprobs_N, tokens.old_logprobs_N)
     is_good_N = tokens.advantages_N > 0
-    clipped_N = torch.where(is_good_N, differences_N.clamp(max=clip_high), differences_N.clamp(min=-clip_low))
+    clipped_N = torch.where(is_good_N, log_ratio_N.clamp(max=clip_high), log_ratio_N.clamp(min=-clip_low))
     ratio_N = tokens.sample_mean(clipped_N).exp()
-    is_clipped_N = clipped_N != differences_N
+    is_clipped_N = clipped_N != log_ratio_N
     return -tokens.advantages_N * ratio_N, {
         "actor/pg_clipfrac": is_clipped_N & is_good_N,
         "actor/pg_clipfrac_lower": is_clipped_N & ~is_good_N,
-        "actor/ppo_kl": -differences_N,
+        "actor/ppo_kl": -log_ratio_N,
         "actor/ratio": ratio_N,
     }
 
@@ -161,7 +161,7 @@ def dppo_tv(
 
     Too far: up by more than clip_high where A > 0, else down by more than clip_low; the change in
     probability is the total variation of this token against all others. pg_clipfrac_lower are the tokens
-    that count with a truncated ratio. Source: https://arxiv.org/abs/2602.04879.
+    that count with a truncated ratio; verl truncates it at 3 by default. Source: https://arxiv.org/abs/2602.04879.
     """
     log_ratio_N, ratio_N = _ratio(tokens.logprobs_N, tokens.old_logprobs_N)
     rise_N = tokens.logprobs_N.exp() - tokens.old_logprobs_N.exp()
@@ -247,11 +247,11 @@ def choose_clip_cov(
     advantages_N: Tensor,
     seed: int,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    share: float = 2e-4,
+    clip_low: Annotated[float, Ge(0), Le(1)] = 0.2,
+    clip_high: Annotated[float, Ge(0)] = 0.2,
+    share: Annotated[float, Gt(0), Le(1)] = 2e-4,
     min_cov: float = 1.0,
-    max_cov: float = 5.0,
+    max_cov: Annotated[float, Gt("min_cov")] = 5.0,
 ) -> Tensor:
     """[N] bool: max(1, int(share N)) tokens with min_cov < covariance < max_cov, drawn with `seed`.
 
@@ -274,8 +274,8 @@ def choose_kl_cov(
     advantages_N: Tensor,
     seed: int,
     *,
-    share: float = 2e-4,
-    coef: float = 1.0,
+    share: Annotated[float, Gt(0), Le(1)] = 2e-4,
+    coef: Annotated[float, Ge(0)] = 1.0,
 ) -> Tensor:
     """[N] bool: the max(1, int(share N)) tokens of largest covariance, of equal ones the first. No draw."""
     order = _covariance(logprobs_N, advantages_N).argsort(descending=True, stable=True)
