@@ -21,7 +21,7 @@ from atoll.coordinator.rewards.advice import slow_grading_note
 from atoll.coordinator.steps import StepSource
 from atoll.coordinator.summary import MetricsRow, write_summary
 from atoll.coordinator.warmup import WarmUp
-from atoll.runtime.errors import AtollError, ServiceUnavailableError
+from atoll.runtime.errors import AtollError, DivergedError, ServiceUnavailableError
 from atoll.runtime.telemetry import MetricsFile, StepTimer
 from atoll.wire.types import Version
 
@@ -105,7 +105,8 @@ class Loop:
     async def run(self) -> None:
         """Runs to the last step, the target reward, or a request to stop; then writes summary.json.
 
-        If it ends with any other error than a lost trainer, the last complete step is checkpointed.
+        If it ends with any other error than a lost trainer or divergence, the last complete step is
+        checkpointed.
         """
         try:
             await self._begin()
@@ -116,6 +117,8 @@ class Loop:
             await self._end()
         except ServiceUnavailableError:
             raise  # a trainer is gone: the others go back to the last checkpoint with it
+        except DivergedError as error:
+            raise AtollError(await self._with_last_good(str(error))) from error
         except Exception as error:
             await self._save_after(error)
             raise
@@ -212,14 +215,11 @@ class Loop:
 
     async def _guard(self, metrics: MetricsRow) -> None:
         """Stops or pauses a diverging run before its weights are published or saved."""
-        guards, control, checkpoints = self._settings.guards, self._parts.control, self._parts.checkpoints
+        guards, control = self._settings.guards, self._parts.control
         reason = check_divergence(metrics, self._scores, GuardLimits(**guards.model_dump(exclude={"action"})))
         if reason is None:
             return
-        await checkpoints.finish()
-        saved = checkpoints.steps()
-        good = f"step {saved[-1]} in {checkpoints.path(saved[-1])}" if saved else "none was saved"
-        reason = f"step {self._step}: {reason}; the last good checkpoint: {good}"
+        reason = await self._with_last_good(reason)
 
         async def refuse() -> None:
             control.refuse_checkpoint(f"Checkpoint: a guard has paused the run: {reason}; resume or stop it")
@@ -230,6 +230,14 @@ class Loop:
             await control.gate(refuse)
         if guards.action == "stop" or control.stopping:
             raise AtollError(reason)
+
+    async def _with_last_good(self, reason: str) -> str:
+        """Why this step's weights are no good, and which are."""
+        checkpoints = self._parts.checkpoints
+        await checkpoints.finish()
+        saved = checkpoints.steps()
+        good = f"step {saved[-1]} in {checkpoints.path(saved[-1])}" if saved else "none was saved"
+        return f"step {self._step}: {reason}; the last good checkpoint: {good}"
 
     async def _publish(self) -> dict[str, float]:
         """Pushes the current version to every replica, then lets the source continue."""

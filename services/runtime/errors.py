@@ -81,6 +81,10 @@ class WeightPushError(AtollError):
     code = grpc.StatusCode.DATA_LOSS
 
 
+class DivergedError(AtollError):
+    """The policy computes numbers that are not finite: its last update is no good."""
+
+
 class LostStateError(AtollError):
     """The service restarted and no longer holds what the call builds on: restore a checkpoint."""
 

@@ -47,7 +47,7 @@ def test_each_limit(name: str, value: float, want: str) -> None:
 def test_a_model_that_is_not_finite_always_trips(name: str, value: float) -> None:
     reason = check_divergence(HEALTHY | {name: value}, [], GuardLimits())
     assert reason is not None
-    assert reason.startswith(f"{name} is {value}")
+    assert reason.startswith(f"{name} is {value}: training has diverged; lower the learning rate")
 
 
 def test_a_metric_that_the_step_lacks_or_of_another_kind_is_not_judged() -> None:

@@ -16,7 +16,7 @@ from atoll.coordinator.journal.checkpoints import BestValidation
 from atoll.coordinator.rollouts.group_sources import ReplaySource
 from atoll.coordinator.supervised import HeldOutSet, SupervisedSteps
 from atoll.runtime.dump import dumps, last_dump, read_dump, write_dump
-from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
+from atoll.runtime.errors import AtollError, DivergedError, ServiceUnavailableError, UserError
 from atoll.runtime.telemetry import MetricsFile
 from atoll.wire.types import Group, StepKey, Trajectory, Version
 from tests.builders import group, node, sample, sample_id
@@ -97,6 +97,25 @@ async def test_a_guard_that_stops_leaves_the_diverged_weights_unpublished_and_un
     assert run.checkpoints.steps() == [0, 1]
     assert run.events[-1] == ("update", "actor", 2)
     assert run.source.published_versions == [0, 1]
+
+
+async def test_weights_that_the_push_finds_diverged_are_not_saved(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, {"checkpoint": {"every": 1, "at_end": True}})
+    push = run.push
+
+    async def push_until_diverged(version: Version) -> Mapping[str, float]:
+        if version.number == 2:
+            raise DivergedError("training has diverged: not finite")
+        return await push(version)
+
+    run.push = push_until_diverged
+    with pytest.raises(AtollError) as error:
+        await run.run()
+    assert str(error.value) == (
+        "step 2: training has diverged: not finite; "
+        f"the last good checkpoint: step 1 in {run.checkpoints.path(1)}"
+    )
+    assert run.checkpoints.steps() == [0, 1]
 
 
 async def paused(run: FakeRun) -> None:

@@ -16,11 +16,17 @@ from atoll.config.schema import WeightsSection
 from atoll.config.transports import TRANSPORTS
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.weight_sync import delivery, plans
-from atoll.coordinator.weight_sync.canary import Canary
+from atoll.coordinator.weight_sync.canary import Canary, CanaryError
 from atoll.coordinator.weight_sync.sync import WeightSync
 from atoll.rollout.refit import Refit
 from atoll.runtime.clients.base import Caller
-from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError, WeightPushError
+from atoll.runtime.errors import (
+    AtollError,
+    DivergedError,
+    ServiceUnavailableError,
+    UserError,
+    WeightPushError,
+)
 from atoll.trainer import publish
 from atoll.weights.transport.base import open_receiver, open_sender
 from atoll.wire.info import RolloutInfo, TrainerInfo
@@ -651,6 +657,9 @@ async def test_canary_that_is_not_finite(tiny_qwen2):
     run.trainer.train(1)
     ill.is_off = float("nan")
     assert (await run.sync.push(V1)).failed.keys() == {"ill"}
+    message = str(CanaryError(float("nan"), 0.05))
+    assert "differ from the trainer's by nan on average" in message
+    assert message.endswith("so its weights are damaged: look at its log")
     well.is_off = float("inf")
     with pytest.raises(WeightPushError, match=r"no replica accepted .* differ from the trainer's by inf"):
         await run.sync.push(V2)
@@ -690,6 +699,20 @@ async def test_trainer_that_fails_at_the_canary_leaves_nobody_routed(tiny_qwen2)
 
     run.trainer.compute_logprobs = gone
     with pytest.raises(ServiceUnavailableError, match="the trainer is gone"):
+        await run.sync.push(V1)
+    assert (run.routed(), run.held()) == (set(), {"one"})
+
+
+async def test_a_trainer_that_has_diverged_is_to_blame_and_no_replica(tiny_qwen2):
+    run = Run(tiny_qwen2, canary_every=1)
+    await run.join("one")
+    run.trainer.train(1)
+
+    async def diverged(segments: Segments, temperature: float) -> Float32:
+        return np.full(len(segments.token_ids), np.nan, np.float32)
+
+    run.trainer.compute_logprobs = diverged
+    with pytest.raises(DivergedError, match=r"training has diverged: .* lower trainer\.optimizer\.learning"):
         await run.sync.push(V1)
     assert (run.routed(), run.held()) == (set(), {"one"})
 

@@ -31,7 +31,7 @@ def check_divergence(
     for name, value in metrics.items():
         is_models = name.startswith(("actor/", "critic/", "cost_critic/")) and not name.endswith("/grad_norm")
         if is_models and not math.isfinite(value):
-            return f"{name} is {value}: the update is no longer finite (always checked)"
+            return f"{name} is {value}: training has diverged; lower the learning rate (always checked)"
     for name, setting, limit in (
         ("actor/ppo_kl", "max_ppo_kl", limits.max_ppo_kl),
         ("rollout_corr/logprob_diff_mean", "max_logprob_diff", limits.max_logprob_diff),

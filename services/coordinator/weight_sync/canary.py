@@ -13,7 +13,7 @@ import numpy as np
 from atoll.coordinator.fleet.replicas import Replica
 from atoll.runtime.clients.rollout import RolloutClient
 from atoll.runtime.clients.trainer import TrainerClient
-from atoll.runtime.errors import WeightPushError
+from atoll.runtime.errors import DivergedError, WeightPushError
 from atoll.runtime.model_spec import read_spec
 from atoll.runtime.progress_timeout import await_with_progress
 from atoll.runtime.rendering import Renderer
@@ -30,10 +30,15 @@ class CanaryError(WeightPushError):
     """A replica's logprobs differ from the trainer's."""
 
     def __init__(self, difference: float, tolerance: float) -> None:
+        expected = f"expected at most weights.canary_tolerance = {tolerance:g}: it gets no traffic"
+        advice = (
+            "raise the tolerance if this is due to its dtype's precision"
+            if np.isfinite(difference)
+            else "its own are not finite and the trainer's are, so its weights are damaged: look at its log"
+        )
         super().__init__(
-            f"its logprobs of fixed texts differ from the trainer's by {difference:.4g} on average, expected "
-            f"at most weights.canary_tolerance = {tolerance:g}: it gets no traffic; raise the tolerance if "
-            "this is due to its dtype's precision"
+            f"its logprobs of fixed texts differ from the trainer's by {difference:.4g} on average, "
+            f"{expected}; {advice}"
         )
         self.difference = difference
 
@@ -50,10 +55,16 @@ class Canary:
         return self._every > 0 and push % self._every == 0
 
     async def ask_trainer(self, trainer: TrainerClient) -> list[Float32]:
-        """Of each text [T], [T-1]: log-probability of each token but the first, at temperature 1."""
+        """Of each text [T], [T-1]: log-probability of each token but the first, at temperature 1. Raises
+        DivergedError if one is not finite."""
         sequences = await asyncio.to_thread(lambda: self._sequences)  # read from disk the first time
         segments = as_segments(sequences)
         logprobs_T = await trainer.compute_logprobs(segments, temperature=1.0)
+        if not np.isfinite(logprobs_T).all():
+            raise DivergedError(
+                "training has diverged: after this update, the policy's log-probabilities of fixed texts are "
+                "not finite; lower trainer.optimizer.learning_rate"
+            )
         return [logprobs[1:] for logprobs in np.split(logprobs_T, segments.offsets[1:-1])]
 
     async def ask_replica(self, client: RolloutClient, max_length: int) -> list[Float32]:
