@@ -13,12 +13,14 @@ from atoll.cli.data import SAMPLE
 from atoll.cli.gsm8k import build_gsm8k
 from atoll.cli.main import main
 from atoll.config.load import load
-from atoll.coordinator.data.dataset_rows import read_rows, read_supervised_rows
+from atoll.config.schema import TokenLimit
+from atoll.coordinator.data.dataset_rows import Dataset, read_rows, read_supervised_rows
 from atoll.coordinator.data.datasets import read_pairs, read_prompts
 from atoll.runtime.errors import UserError
 from atoll.runtime.rendering import Renderer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+POSITIONS = TokenLimit("max_position_embeddings", 1024)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_arithmetic_rows_are_right_and_disjoint(arithmetic: Path) -> None:
     questions: dict[str, set[str]] = {}
     for name, count in (("train", 7594), ("validation", 506)):
-        rows = read_rows(arithmetic / f"{name}.parquet")
+        rows = read_rows(Dataset(arithmetic / f"{name}.parquet"))
         assert len(rows) == count
         for row in rows:
             match = re.fullmatch(r"([1-9]\d)\+([1-9]\d)=", row.messages[0]["content"])
@@ -47,7 +49,7 @@ def test_arithmetic_rows_are_right_and_disjoint(arithmetic: Path) -> None:
         questions[name] = {row.messages[0]["content"] for row in rows}
         assert len(questions[name]) == count
     assert not questions["train"] & questions["validation"]
-    warmup = read_supervised_rows(arithmetic / "warmup.parquet")
+    warmup = read_supervised_rows(Dataset(arithmetic / "warmup.parquet"))
     answers = {row.messages[0]["content"]: row.response for row in warmup}
     assert answers.keys() == questions["train"]
     assert all(eval(question[:-1]) == int(answer) for question, answer in answers.items())
@@ -55,12 +57,12 @@ def test_arithmetic_rows_are_right_and_disjoint(arithmetic: Path) -> None:
 
 def test_arithmetic_prompts_are_plain_text(arithmetic: Path) -> None:
     renderer = Renderer(arithmetic / "model")
-    prompt = read_prompts(arithmetic / "train.parquet", renderer, "toy")[0]
+    prompt = read_prompts(Dataset(arithmetic / "train.parquet"), renderer, "toy")[0]
     # <pad> 0, <eos> 1, <unk> 2, digit d is 3 + d, + is 13, = is 17
     a, b = prompt.text[:2], prompt.text[3:5]
     assert prompt.token_ids.tolist() == [3 + int(d) for d in a] + [13] + [3 + int(d) for d in b] + [17]
     assert (renderer.eos_id, renderer.stop_ids, renderer.vocab_size) == (1, (1,), 64)
-    pair = read_pairs(arithmetic / "warmup.parquet", renderer)[0]
+    pair = read_pairs(Dataset(arithmetic / "warmup.parquet"), renderer, POSITIONS, "refuse")[0]
     assert len(pair[0]) == 6
     assert pair[1][-1] == 1
 
@@ -103,7 +105,7 @@ def test_transformers_loads_the_model(task: str, num_parameters: int, request: p
 def test_gsm8k_rows(gsm8k: Path) -> None:
     for name, count in (("train", 200), ("test", 50)):
         lines = (SAMPLE / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = read_rows(gsm8k / f"{name}.parquet")
+        rows = read_rows(Dataset(gsm8k / f"{name}.parquet"))
         assert len(rows) == count
         for line, row in zip(lines, rows, strict=True):
             problem = json.loads(line)
@@ -118,7 +120,7 @@ def test_gsm8k_rows(gsm8k: Path) -> None:
             assert row.extra["answer"] == problem["answer"]
     columns = pq.read_schema(gsm8k / "train.parquet").names
     assert columns == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
-    for row in read_supervised_rows(gsm8k / "warmup.parquet"):
+    for row in read_supervised_rows(Dataset(gsm8k / "warmup.parquet")):
         assert "<<" not in row.response
         assert re.search(r"\n#### [-0-9.,]+$", row.response)
 
@@ -128,7 +130,7 @@ def test_gsm8k_tokenizer_is_lossless_and_agrees_with_transformers(gsm8k: Path) -
 
     reference = AutoTokenizer.from_pretrained(gsm8k / "model")
     renderer = Renderer(gsm8k / "model")
-    for prompt in read_prompts(gsm8k / "test.parquet", renderer, "toy"):
+    for prompt in read_prompts(Dataset(gsm8k / "test.parquet"), renderer, "toy"):
         messages = [{"role": "user", "content": prompt.text.split("\n", 1)[1].split("<|im_end|>")[0]}]
         expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert prompt.token_ids.tolist() == expected
@@ -155,7 +157,10 @@ def test_a_seed_gives_the_same_files(task: str, request: pytest.FixtureRequest, 
 @pytest.mark.parametrize(("digits", "sums"), [(1, 81), (6, 8100)])
 def test_sums_of_other_lengths(tmp_path: Path, digits: int, sums: int) -> None:
     build_arithmetic(tmp_path, seed=0, digits=digits)
-    rows = [*read_rows(tmp_path / "train.parquet"), *read_rows(tmp_path / "validation.parquet")]
+    rows = [
+        *read_rows(Dataset(tmp_path / "train.parquet")),
+        *read_rows(Dataset(tmp_path / "validation.parquet")),
+    ]
     questions = {row.messages[0]["content"] for row in rows}
     assert len(questions) == len(rows) == sums
     assert all(re.fullmatch(rf"[1-9]\d{{{digits - 1}}}\+[1-9]\d{{{digits - 1}}}=", q) for q in questions)
@@ -185,9 +190,9 @@ def test_the_examples_use_what_is_written(
     monkeypatch.chdir(tmp_path)
     renderer = Renderer(config.model.path)
     for path in [*(s.path for s in config.data.train), *(s.path for s in config.validation.sets)]:
-        longest = max(len(prompt.token_ids) for prompt in read_prompts(path, renderer, "toy"))
+        longest = max(len(prompt.token_ids) for prompt in read_prompts(Dataset(path), renderer, "toy"))
         assert longest <= config.data.max_prompt_tokens
     longest_sequence = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
     assert longest_sequence <= config.rollout.local.max_length
     assert config.warmup.source is not None
-    assert read_pairs(config.warmup.source.path, renderer)
+    assert read_pairs(Dataset(config.warmup.source.path), renderer, POSITIONS, "refuse")

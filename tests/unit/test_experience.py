@@ -284,7 +284,7 @@ def test_validation_metrics_by_hand() -> None:
         Group(prompt(i), tuple(sample(i, k, node(-1, [3], [1]), score=s) for k, s in enumerate(scores)))
         for i, scores in enumerate([(1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (0.5, 0.0)])
     ]
-    metrics = set_metrics("sums", graded)
+    metrics = set_metrics("sums", graded, pass_score=1.0)
     assert metrics == {
         "val/sums/avg@2": pytest.approx(3.5 / 8),
         "val/sums/pass@2": 0.5,

@@ -29,12 +29,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("run latin.toml", "latin.toml: not UTF-8 at byte 4: save the file as UTF-8", 2),
         ("run loop.toml", "loop.toml: Too many levels of symbolic links; expected a file", 2),
         ("run toy.toml/x", "toy.toml/x: Not a directory; expected a file", 2),
-        ("run toy.toml --set run.dir=toy.toml", "toy.toml/toy: Not a directory; set run.dir to a folder", 2),
-        (
-            "run toy.toml --set run.dir=/proc/none",
-            "/proc/none/toy: No such file or directory; set run.dir",
-            2,
-        ),
         ("status cut", "cut/summary.json: not valid JSON: Expecting value: line 1 column 9", 2),
         ("examples --out cut", "cut exists: give a new folder with --out, or delete it", 2),
         ("examples --out toy.toml/new", "toy.toml/new: Not a directory", 1),
