@@ -53,3 +53,12 @@ async def test_a_run_is_paused_saved_resumed_and_stopped(tmp_path: Path) -> None
         await running
         assert (await client.status()).state == "finished"
     assert run.summary()["steps"] == 1
+
+
+async def test_a_note_is_shown_unless_there_is_an_error(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, {"run": {"steps": 1}}, source=ListSource([batch(1)]))
+    async with client_of(run) as client, asyncio.timeout(60):
+        await run.control.report(note="grading is slow")
+        assert (await client.status()).error == "grading is slow"
+        await run.control.report(error="waiting for a server")
+        assert (await client.status()).error == "waiting for a server"
