@@ -1,4 +1,4 @@
-"""Runs agent functions, each as a task of an event loop beside the service's own."""
+"""Runs agent functions as tasks of an event loop separate from the service's."""
 
 import asyncio
 import faulthandler

@@ -1,4 +1,4 @@
-"""What an agent function is given: a row of a dataset, and the policy behind a chat API.
+"""The argument of an agent function: a dataset row, and the policy behind a chat API.
 
 async def agent(session: AgentSession) -> float:
     answer = await session.client.chat.completions.create(model=session.model, messages=session.messages)

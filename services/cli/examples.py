@@ -1,4 +1,4 @@
-"""`atoll examples`: copies the example configs, data and functions, which an installed package has, too."""
+"""`atoll examples`: copies the package's example configs, data and functions."""
 
 import argparse
 import shutil

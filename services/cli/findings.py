@@ -1,4 +1,4 @@
-"""What `atoll doctor` and the checks before a run report."""
+"""Findings of `atoll doctor` and of the checks before a run."""
 
 import socket
 from dataclasses import dataclass

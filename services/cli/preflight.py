@@ -1,4 +1,4 @@
-"""Checks what can be checked of a run before its services start: for `atoll run`, `--dry-run` and `doctor`.
+"""Checks a run before its services start: for `atoll run`, `--dry-run` and `doctor`.
 
 Does not load torch. Users' functions are imported in a process of their own, except those of datasets.
 """

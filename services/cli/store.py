@@ -1,4 +1,4 @@
-"""`atoll serve store`: the store of a run whose services are started by hand."""
+"""`atoll serve store`: runs the store for services that are started by hand."""
 
 import argparse
 import signal

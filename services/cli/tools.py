@@ -1,4 +1,4 @@
-"""The agents' task: sums as in `arithmetic.py`, for a model that may call a tool `add` or guess."""
+"""The task of the agents example: sums as in `arithmetic.py`, for a model that can call a tool or guess."""
 
 import json
 from pathlib import Path

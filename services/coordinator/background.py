@@ -1,4 +1,4 @@
-"""Background work of the loop, whose failure is raised by whoever waits for its results."""
+"""Background work of the loop; awaiting its results raises its failure."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,5 +1,5 @@
-"""Address checks for registered servers, so that nobody can reach through the coordinator what they cannot
-reach themselves. Servers in the run's config are not checked.
+"""Checks addresses of registered servers: nobody gains access through the coordinator to hosts that they
+cannot reach themselves. Servers in the run's config are not checked.
 
 A name may resolve to a different address at each look-up. So it is resolved once, all its addresses are
 checked, and all calls go to one of them: `ExternalServer.address`.

@@ -1,4 +1,4 @@
-"""What agents talk to: the chat APIs in bare ASGI, everything else through FastAPI."""
+"""The HTTP interface for agents: chat APIs in plain ASGI, everything else with FastAPI."""
 
 import asyncio
 import hashlib

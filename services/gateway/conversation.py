@@ -1,4 +1,4 @@
-"""A request for a turn and its answer, whatever chat API they travel by. Pure.
+"""A turn's request and response, independent of the chat API. Pure.
 
 An agent asks "12+34?" and offers a tool `add`; the policy calls it:
 

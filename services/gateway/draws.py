@@ -1,4 +1,4 @@
-"""The gateway's end of `Draw`: turns go out to the coordinator and come back drawn."""
+"""The gateway's end of `Draw`: sends turns to the coordinator and receives them generated."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

@@ -1,4 +1,4 @@
-"""uvicorn inside the service's event loop, with bounds on what a connection may hold up."""
+"""Runs uvicorn in the service's event loop, with limits on each connection."""
 
 import asyncio
 import socket

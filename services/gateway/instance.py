@@ -1,4 +1,4 @@
-"""Puts a gateway instance together: gRPC for the coordinator, HTTP for agents."""
+"""Assembles a gateway instance: gRPC for the coordinator, HTTP for agents."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""What the store keeps of sessions, so that any gateway instance can go on with any of them.
+"""Session state in the store, so that any gateway instance can continue any session.
 
     gateway/keys            hash   digest of a key -> "agent SESSION" or "reward SESSION"
     gateway/open            set    sessions that the coordinator has not ended

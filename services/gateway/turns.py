@@ -1,4 +1,4 @@
-"""One turn: from a request's messages to exact tokens, and from drawn tokens to a finished record.
+"""One turn: from a request's messages to exact tokens, and from sampled tokens to a finished record.
 
 What the policy produced never meets a tokenizer again: a request's context is the ids that the session's tree
 holds, and the ids of its new messages behind them.

@@ -1,4 +1,4 @@
-"""Dumps of a run's samples: what its steps consumed and its validation answers, one `Dump` message a file.
+"""Dumps of a run's samples: consumed groups and validation answers, one `Dump` message per file.
 
     runs/NAME/dumps/step-000007.pb           the batch of step 7
     runs/NAME/dumps/val-SET/step-000010.pb   the answers to validation set SET after step 10

@@ -1,4 +1,4 @@
-"""What one rank does for each method of proto/atoll/wire/v1/trainer.proto.
+"""Executes each method of proto/atoll/wire/v1/trainer.proto on one rank.
 
 Every rank runs every command, all in one thread; rank 0's thread is the one that the servicer (service.py)
 gives commands to.

@@ -1,4 +1,4 @@
-"""The trainer's door: package atoll.v1's Trainer, served by rank 0. Free of torch.
+"""The trainer servicer: package atoll.v1's Trainer, served by rank 0. Free of torch.
 
 What crosses it stays bytes: rank 0 gives each call's requests to all ranks as they came (rank.py), and passes
 a reply on as it is. So a method is declared in proto/ and answered in rank.py, and has no code here.

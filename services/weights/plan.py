@@ -1,4 +1,4 @@
-"""Which trainer rank sends which box of which tensor to which rank of a replica, and when. Pure numpy.
+"""Plans a push: which trainer rank sends which box of which tensor to which replica rank, and when. Pure.
 
 Worked example: trainer rank 0 holds rows 0-1 of `w` [4, 6] and rank 1 rows 2-3 (TP2), with data-parallel
 copies on ranks 2 and 3; the replica (TP1) needs all of it. Ranks 0 and 2 hold the same two rows, so 0 sends

@@ -1,4 +1,4 @@
-"""Chooses which of the ranks that hold the same boxes send them to which target rank. Pure numpy.
+"""Chooses a sender for each target rank among the ranks that hold the same boxes. Pure numpy.
 
 The elements that a set of ranks has in common are laid out on a line, target after target; each rank of the
 set sends one stretch. Equal stretches balance the work. To keep the number of senders per target low,

@@ -1,4 +1,4 @@
-"""The processes that run agent functions, and which of them holds the next session."""
+"""The agent processes of a run, and the choice of one for each session."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""runs/NAME/ledger.jsonl: what the journal did, one line for each event, only ever appended to.
+"""runs/NAME/ledger.jsonl: the journal's events, one per line, append-only.
 
     {"event": "branch", "lineage": "9b1c", "parent": "77aa", "step": 6, "fork": 6, "continues": "77aa",
      "pending": "0/17/0-7 0/18/0-7", "cursor": {...}}

@@ -1,4 +1,4 @@
-"""What a run's status says about grading that is slow. Pure."""
+"""Advice on slow grading, shown in a run's status. Pure."""
 
 from collections.abc import Mapping, Sequence
 

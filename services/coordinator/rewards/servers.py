@@ -1,4 +1,4 @@
-"""The external servers of a run: which there are, their health, and which one gets the next call.
+"""The external servers of a run: registration, health, and the choice of one for each call.
 
 A server is listed in the config or was registered. Registered servers are kept in the store, for the run's
 next coordinator, until they are removed or have been unhealthy for LEASE_S.

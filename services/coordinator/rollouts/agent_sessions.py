@@ -1,4 +1,4 @@
-"""Samples that agents make: each attempt is a session at a gateway, in which an agent asks for turns."""
+"""Samples by agents: each attempt is a gateway session in which an agent requests turns."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Prompts in, scored groups out: a sample is one turn of a replica, or an agent's session, and graded."""
+"""Prompts in, scored groups out: generates single turns or agent sessions, and grades them."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What every chat API offers the gateway's HTTP side. Pure: JSON in, JSON out.
+"""The interface between chat APIs and the gateway's HTTP server. Pure: JSON in, JSON out.
 
 request = api.parse({"model": "policy", "messages": [{"role": "user", "content": "12+34?"}]})
 request.chat         ChatRequest(messages=(Message("user", "12+34?"),))

@@ -1,4 +1,4 @@
-"""Named rules for what particular clients send. They change text, so a run turns them on by name."""
+"""Named fixes for requests of particular clients. They change text, so a run turns them on by name."""
 
 from collections.abc import Callable
 from typing import Final

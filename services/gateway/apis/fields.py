@@ -1,4 +1,4 @@
-"""Fields of requests, checked by hand: a history may have thousands of messages."""
+"""Validates request fields by hand, for speed: a history may have thousands of messages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Models as GET /v1/models lists them: one, the policy."""
+"""GET /v1/models: lists one model, the policy."""
 
 from datetime import UTC, datetime
 from typing import Any

@@ -1,4 +1,4 @@
-"""What makes two messages the same, as digests. Pure.
+"""Digests of messages: equal messages have equal digests. Pure.
 
 Two messages are the same if role, text, calls and the call that they answer are. Thinking does not count,
 since clients drop it. Arguments of calls are compared as JSON, since clients serialise them anew: spaces and

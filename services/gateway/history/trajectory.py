@@ -1,4 +1,4 @@
-"""A session's records -> its trajectory. Pure.
+"""Builds a session's trajectory from its turn records. Pure.
 
 A root with tools, and one turn after it; then a title is asked for:
 

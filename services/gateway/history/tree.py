@@ -1,4 +1,4 @@
-"""What a session remembers between its turns: token ids, and which conversations it has seen. No I/O.
+"""A session's state between turns: token ids and known conversations. No I/O.
 
     tree = SessionTree(records)
     match = tree.match(digest_request(request.messages, request.tools))

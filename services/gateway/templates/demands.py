@@ -1,4 +1,4 @@
-"""What a request demands of the reply's form: how the prompt says it, and what a reply did not keep to."""
+"""Format demands of requests: states them in the prompt, and checks replies."""
 
 import itertools
 import json

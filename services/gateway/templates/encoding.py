@@ -1,4 +1,4 @@
-"""Encodes rendered conversations: special tokens are those that the template wrote."""
+"""Encodes rendered conversations; only the template's special tokens count as such."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Proves at start-up, on random conversations, that a model folder's chat format is exact."""
+"""Tests at start-up, on random conversations, that a model folder's chat format is exact."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Suffixes by the package `renderers`, for families whose templates do not extend by themselves."""
+"""Renders suffixes with the package `renderers`, for model families whose templates do not extend."""
 
 from collections.abc import Sequence
 from typing import Any

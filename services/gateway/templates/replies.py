@@ -1,4 +1,4 @@
-"""A sampled reply, taken apart into what clients see. The tokens themselves stay as they were sampled."""
+"""Parses sampled replies into the messages that clients see. The tokens stay as sampled."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

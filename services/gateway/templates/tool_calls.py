@@ -1,4 +1,4 @@
-"""Tool calls in a reply's text, in the formats that models speak. Pure."""
+"""Parses tool calls in a reply's text, in the models' own formats. Pure."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Hides what special tokens are spelled with from templates and tokenizers. Pure."""
+"""Hides the spelling of special tokens from templates and tokenizers. Pure."""
 
 from collections.abc import Iterable
 from typing import TypeVar

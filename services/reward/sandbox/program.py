@@ -1,4 +1,4 @@
-"""What a fork of the zygote does: confines itself, then runs a program. Imports only the standard library.
+"""A fork of the zygote: confines itself, then runs a program. Imports only the standard library.
 
 The host reads its reports. Anything but STARTED is the reason why it could not confine itself; anything after
 STARTED may have been written by the program, so it is trusted no more than an exit code.

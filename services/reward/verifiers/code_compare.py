@@ -1,5 +1,5 @@
-"""Compares what a program printed, or a function returned, with what a dataset expects. It runs on the host,
-so its time is linear in the answer, whatever the answer is.
+"""Compares a program's output, or a function's return value, with the dataset's expectation. It runs on the
+host, so its time is linear in the answer, whatever the answer is.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Decides with math-verify, and so SymPy, what exact rationals cannot.
+"""Compares answers with math-verify, and so SymPy, if exact rationals cannot decide.
 
 Its timeouts use SIGALRM and cannot stop a long operation in C, so they stay off: this runs in worker
 processes that are killed at their deadline, and expressions that look too expensive are refused beforehand.

@@ -1,5 +1,4 @@
-"""Low-rank adapters on the local engine's matrices, unmerged: what is pushed where the trainer sends only
-them, while the folder's weights stay as they are.
+"""Unmerged low-rank adapters on the local engine's matrices, if the trainer pushes only adapters.
 
 The adapters of matrices that the forward pass multiplies as one are one, too: their A side by side, their B
 along a diagonal.

@@ -1,4 +1,4 @@
-"""Draws tokens. Pure: what is drawn depends on logits, settings and the sample's own random stream,
+"""Samples tokens. Pure: what is drawn depends on logits, settings and the sample's own random stream,
 never on the batch.
 
 Letters in shapes: B rows, V vocabulary.

@@ -1,4 +1,4 @@
-"""What is asked of agent functions, and how they end <-> messages. Pure."""
+"""Agent tasks and their outcomes <-> messages. Pure."""
 
 from atoll.wire.codec.gateway import decode_session_id, encode_session_id
 from atoll.wire.codec.rewards import decode_message, encode_message

@@ -1,4 +1,4 @@
-"""Sessions of agents, and what the store keeps of them <-> messages. Pure."""
+"""Agent sessions and their records in the store <-> messages. Pure."""
 
 from collections.abc import Callable
 from typing import TypeVar

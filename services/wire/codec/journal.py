@@ -1,4 +1,4 @@
-"""What the coordinator keeps of groups and samples <-> files and values of the store. Pure."""
+"""The coordinator's groups and samples <-> files and values of the store. Pure."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""What is asked of the rollout service, and what it says <-> messages. Pure."""
+"""Requests to the rollout service and its responses <-> messages. Pure."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What the trainer says of itself <-> messages. Pure."""
+"""The trainer's info <-> messages. Pure."""
 
 from collections.abc import Sequence
 

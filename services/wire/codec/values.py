@@ -1,4 +1,4 @@
-"""Tensors, versions and group ids <-> messages: what every boundary sends. Pure, as every module here: one
+"""Tensors, versions and group ids <-> messages: shared by all boundaries. Pure, as every module here: one
 encode and one decode per type, side by side."""
 
 import numpy as np

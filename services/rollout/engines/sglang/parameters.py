@@ -1,4 +1,4 @@
-"""Which part of which canonical (Hugging Face) tensor each of SGLang's parameters holds. Pure.
+"""Maps SGLang's parameters to slices of canonical (Hugging Face) tensors. Pure.
 
 SGLang joins what it multiplies as one (q, k, v; gate, up; the matrices of all experts) and cuts by tensor
 parallelism: query heads, MLP columns and vocabulary in equal parts; key-value heads that are fewer than the
