@@ -15,7 +15,7 @@ from pathlib import Path
 from atoll.cli import tokens
 from atoll.cli.processes import Fleet, ScrapeTargets, ServiceCommand, ServiceGroup
 from atoll.cli.tokens import Tokens
-from atoll.cli.trackers import check_packages, tracker_groups
+from atoll.cli.trackers import tracker_groups
 from atoll.config.load import write_private, write_resolved
 from atoll.config.schema import Role, RunConfig
 from atoll.runtime.clients.base import Caller
@@ -47,8 +47,6 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
     check_interpreter("rollout.python", config.rollout.python)
     for agent in config.agents:
         check_interpreter(f'[[agents]] "{agent.name}": python', agent.python)
-    check_interpreter("tracking.python", config.tracking.python)
-    check_packages(config.tracking.to, config.tracking.python)
     given = Tokens.of_this_run()
     claim_folder(config.folder, resume=resume)
     with store_url(config) as url, gateway_listeners(config) as listeners:  # one launcher of a run holds it

@@ -6,7 +6,7 @@ Does not load torch. Users' functions are imported in a process of their own, ex
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from atoll.cli.findings import Finding, FindingState, loopback
 from atoll.cli.launcher import check_folder, check_interpreter, gateway_listeners, listen
 from atoll.config.errors import ConfigError
 from atoll.config.load import secret
-from atoll.config.schema import AgentConfig, LoraConfig, Role, RunConfig, section_name
+from atoll.config.schema import AgentConfig, LoraConfig, Role, RunConfig, TrackerName, section_name
 from atoll.coordinator.run_data import data_checks
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.model_spec import HEADS, check_layout, check_length, read_spec
@@ -28,8 +28,12 @@ IMPORT_TIMEOUT_S = 120.0
 ENGINE_PACKAGES = {"local": "torch", "sglang": "sglang"}
 
 _FIND_PACKAGES = """
-import importlib.util, sys
-sys.exit(" ".join(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
+import sys
+from importlib.util import find_spec
+def is_found(name):  # a folder of that name alone, such as the files that wandb writes, has no origin
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None
+sys.exit(" ".join(name for name in sys.argv[1:] if not is_found(name)))
 """
 _LOAD_FUNCTIONS = """
 import sys
@@ -108,6 +112,8 @@ def _environment_checks(config: RunConfig) -> Iterator[tuple[str, Callable[[], s
         yield "rollout.python", partial(_packages, "rollout.python", config.rollout.python, *packages)
     if config.run.mode != "rollout_only":
         yield "trainer packages", partial(_packages, "", None, "torch", "megatron.core")
+    if config.tracking.to:
+        yield "trackers", partial(check_trackers, config.tracking.to, config.tracking.python)
     for server in config.servers:
         if server.auth:
             yield f"servers {server.name}", partial(_secret, server.auth)
@@ -148,6 +154,18 @@ def _packages(setting: str, python: Path | None, *names: str) -> str:
     if missing:
         advice = f"; install it there, or set {setting}" if setting else ": see `atoll doctor`"
         raise UserError(f"{interpreter} cannot import {missing}{advice}")
+    return f"{interpreter} has {', '.join(names)}"
+
+
+def check_trackers(names: Sequence[TrackerName], python: Path | None) -> str:
+    """Raises UserError if the package of a tracker is missing where its process runs."""
+    check_interpreter("tracking.python", python)
+    interpreter = str(python or sys.executable)
+    if missing := _run(interpreter, _FIND_PACKAGES, "atoll", *names):
+        raise UserError(
+            f"{interpreter} cannot import {missing}: pip install 'atoll[{','.join(names)}]' there, or set "
+            "tracking.python"
+        )
     return f"{interpreter} has {', '.join(names)}"
 
 

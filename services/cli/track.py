@@ -5,7 +5,8 @@ import subprocess
 import typing
 from pathlib import Path
 
-from atoll.cli.trackers import check_packages, tracker_command
+from atoll.cli.preflight import check_trackers
+from atoll.cli.trackers import tracker_command
 from atoll.config.load import read_resolved
 from atoll.config.schema import TrackerName
 from atoll.runtime.errors import UserError
@@ -30,6 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
     names = tuple(arguments.to or section.to)
     if not names:
         raise UserError(f"{config} names no tracker in tracking.to: choose one with --to")
-    check_packages(names, section.python)
+    check_trackers(names, section.python)
     codes = [subprocess.call(tracker_command(config, name, section.python)) for name in names]
     return 1 if any(codes) else 0

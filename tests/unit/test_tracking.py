@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from atoll.cli.trackers import check_packages
+from atoll.cli.preflight import check_trackers
 from atoll.config.errors import ConfigError
 from atoll.config.schema import RunConfig
 from atoll.coordinator.control import RunControl
@@ -190,14 +190,13 @@ def test_a_missing_package_is_told_with_the_extra_that_installs_it(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     with pytest.raises(UserError) as raised:
-        check_packages(("wandb", "mlflow"), bare)
+        check_trackers(("wandb", "mlflow"), bare)
     assert str(raised.value) == (
-        f"tracking.to = ['wandb', 'mlflow']: wandb, mlflow not installed for {bare}: "
-        "pip install 'atoll[wandb,mlflow]'"
+        f"{bare} cannot import wandb mlflow: pip install 'atoll[wandb,mlflow]' there, or set tracking.python"
     )
     for name in ("wandb", "mlflow"):
         (tmp_path / f"{name}.py").touch()
-    check_packages(("wandb", "mlflow"), bare)
+    assert check_trackers(("wandb", "mlflow"), bare) == f"{bare} has wandb, mlflow"
 
 
 def test_a_tracker_is_named_once(tmp_path: Path) -> None:
