@@ -18,9 +18,10 @@ from atoll.cli.tokens import Tokens
 from atoll.cli.trackers import check_packages, tracker_groups
 from atoll.config.load import write_private, write_resolved
 from atoll.config.schema import Role, RunConfig
+from atoll.coordinator.summary import SUMMARY_FILE, Outcome, complete_summary
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
-from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
 from atoll.runtime.process import BACKLOG
 from atoll.runtime.store import run_embedded_server
 from atoll.runtime.telemetry import METRICS_FILE
@@ -55,8 +56,9 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
         write_resolved(config, config.folder / "config.json")
         coordinator = coordinator_group(config, url, resume=resume)
         services = partial(service_groups, config, store=url, listeners=listeners)
+        (config.folder / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier start
         try:
-            return asyncio.run(
+            completed = asyncio.run(
                 supervise(
                     config.folder,
                     given,
@@ -67,7 +69,14 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
                 )
             )
         except asyncio.CancelledError:  # by the second interrupt
-            return False
+            completed = False
+        except AtollError as error:
+            first, *_, last = [*str(error).splitlines(), ""]
+            complete_summary(config, Outcome.FAILED, f"{first} {last.strip()}".strip())
+            raise
+        if not completed:
+            complete_summary(config, Outcome.INTERRUPTED)
+        return completed
 
 
 async def supervise(
@@ -345,27 +354,42 @@ def handle_interrupts(stop: asyncio.Event) -> Iterator[None]:
 
 
 async def stop_run(stop: asyncio.Event, client: CoordinatorClient) -> None:
-    """Asks the coordinator to stop the run, and shows what it is waiting for: the current step and a
-    checkpoint. Returns if there is nothing to finish.
+    """Asks the coordinator to stop the run once `stop` is set, and shows what it is waiting for: the current
+    step and a checkpoint. Returns if there is nothing to finish.
     """
     await stop.wait()
+    await follow_stop(client, advice="interrupt again to stop immediately", unless=("starting", "recovering"))
+
+
+async def follow_stop(
+    client: CoordinatorClient,
+    *,
+    advice: str,
+    unless: Sequence[str] = (),
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
+    """Asks the coordinator to stop the run and shows what it is waiting for, until the coordinator does not
+    answer any more and the run `is_over`. Returns if the run is in one of the states `unless`.
+    """
     seen, shown, is_told = 0, "", False
     while True:
         try:
             status = await client.status(seen)
-            if status.state in ("starting", "recovering"):
+            if status.state in unless:
                 return
             if not is_told:
                 await client.stop_run()
                 is_told = True
         except ServiceUnavailableError as error:  # busy, or already ending
+            if is_over():
+                return
             waits_for = f"the coordinator to answer ({error})"
             await asyncio.sleep(STOP_RETRY_S)
         else:
             seen = status.revision
             waits_for = f"the run, which is {status.state} after step {status.step} of {status.num_steps}"
         if waits_for != shown:
-            _log.warning("stopping: waiting for %s; interrupt again to stop immediately", waits_for)
+            _log.warning("stopping: waiting for %s; %s", waits_for, advice)
             shown = waits_for
 
 

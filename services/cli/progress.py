@@ -3,8 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,6 +10,7 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from atoll.cli.summary import VALIDATION, is_result
 from atoll.runtime.clients.coordinator import CoordinatorClient, statuses
 from atoll.wire.info import RunStatus
 from atoll.wire.types import ServerHealth
@@ -29,7 +28,6 @@ HEADLINES = (
     ("staleness", "staleness/mean", "{:.2f}"),
 )
 TIMING = "timing_s/"
-VALIDATION = "val/"
 
 Show = Callable[[RunStatus], None]
 
@@ -68,24 +66,6 @@ def line(status: RunStatus) -> str:
         words.append("seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in timings))
     words += [f"unhealthy: {_place(health)}" for health in status.servers if not health.healthy]
     return "  ".join(words)
-
-
-def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
-    """Prints summary.json in readable form."""
-    minutes, seconds = divmod(int(summary["seconds"]), 60)
-    print(f"{summary['run']}: {summary['steps']} steps in {minutes}:{seconds:02}")
-    if summary["reward_first"] is not None:
-        window = summary["reward_window"]
-        print(
-            f"  reward      {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} "
-            f"(mean of the first and the last {window} steps)"
-        )
-    for name, first in summary["validation_first"].items():
-        last = summary["validation_last"].get(name)
-        if _is_result(name) and last is not None:
-            print(f"  {name.removeprefix(VALIDATION)}  {first:.3f} -> {last:.3f}")
-    print(f"  checkpoint  {summary['checkpoint'] or 'none'}")
-    print(f"  metrics     {folder / 'metrics.jsonl'}")
 
 
 def _line_printer(console: Console) -> Show:
@@ -137,14 +117,9 @@ def _headlines(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     validation = [
         (key.removeprefix(VALIDATION), f"{value:.3f}")
         for key, value in sorted(metrics.items())
-        if key.startswith(VALIDATION) and _is_result(key)
+        if is_result(key)
     ]
     return known + validation
-
-
-def _is_result(name: str) -> bool:
-    """avg@k, pass@k or nll, but not lengths and drops."""
-    return "@" in name or name.endswith("/nll")
 
 
 def _timings(metrics: Mapping[str, float]) -> list[tuple[str, float]]:

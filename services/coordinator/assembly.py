@@ -245,14 +245,14 @@ class Assembly:
             checkpoints=self._checkpoints,
         )
         rows = rows_before(config.folder)
-        start = LoopStart(version, rows=list(rows.values()))
+        self._control.continue_from(state.seconds if state else 0.0)
+        start = LoopStart(version, rows=list(rows.values()), seconds=self._control.seconds)
         if state:
             start = replace(
                 start,
                 step=step,
                 best=state.best,
                 unrecorded=None if step in rows else state.row,
-                seconds=state.seconds,
                 resumed=True,
             )
         settings = LoopSettings(
