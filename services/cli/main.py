@@ -18,6 +18,8 @@ COMMANDS = {
     "run": "run all services of a run on this machine and show progress",
     "status": "show a run's state, services, servers and latest metrics",
     "runs": "list the runs of a folder with state, step, reward and size",
+    "compare": "show which settings and results of two runs differ",
+    "plot": "plot metrics of runs, in the terminal or as an SVG file",
     "stop": "stop a running run after the step in progress, with a checkpoint",
     "rm": "delete the folders of runs",
     "register": "add a reward, tool or environment server to a running run",

@@ -38,7 +38,7 @@ def write_summary(
 ) -> None:
     """`reason`: of a failure. `seconds`: of all starts of the run; None: unknown."""
     scores = [row[SCORE] for row in rows if SCORE in row]
-    window = min(run.target_window, len(scores) // 2)  # the first and the last steps do not overlap
+    window, first, last = first_and_last(scores, run.target_window)
     validations = [validation for row in rows if (validation := _validation(row))]
     summary = {
         "run": run.name,
@@ -47,8 +47,8 @@ def write_summary(
         "steps": steps,
         "num_steps": run.steps,
         "seconds": seconds,
-        "reward_first": _mean(scores[:window]),
-        "reward_last": _mean(scores[-max(window, 1) :]),
+        "reward_first": first,
+        "reward_last": last,
         "reward_window": window,
         "target_reward": run.target_reward,
         "validation_first": validations[0] if validations else {},
@@ -79,6 +79,14 @@ def complete_summary(config: RunConfig, outcome: Outcome, reason: str = "") -> N
         best=None,
         checkpoint=checkpoints.path(saved[-1]) if saved else None,
     )
+
+
+def first_and_last(values: Sequence[float], window: int) -> tuple[int, float | None, float | None]:
+    """The means of the first and of the last values, and how many these are: at most `window`, and never the
+    same ones twice. Of a single value only the last is known (window 0), of none nothing.
+    """
+    window = min(window, len(values) // 2)
+    return window, _mean(values[:window]), _mean(values[-max(window, 1) :])
 
 
 def learning_hint(last: Sequence[MetricsRow], scores: Sequence[float]) -> str:

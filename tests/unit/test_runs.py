@@ -10,27 +10,8 @@ from atoll.cli.active_runs import run_folder
 from atoll.cli.main import main
 from atoll.cli.runs import as_table, best_validation, overview, read_size, show_age, show_bytes
 from atoll.cli.summary import clock, describe_summary
-from atoll.config.load import write_resolved
-from atoll.coordinator.summary import Outcome, complete_summary
-from atoll.runtime.telemetry import MetricsFile
-from tests.builders import run_config
-
-
-def make_run(folder: Path, *scores: float, outcome: Outcome | None = None, reason: str = "") -> Path:
-    """A run of 10 steps below `folder`, with a row for each score. None: it ended without a summary."""
-    config = run_config(
-        run={"name": "toy", "steps": 10, "dir": folder},
-        validation={"sets": [{"name": "sums", "path": "sums.jsonl"}], "best": "sums/avg@1"},
-    )
-    config.folder.mkdir(parents=True, exist_ok=True)
-    write_resolved(config, config.folder / "config.json")
-    if scores:
-        with MetricsFile(config.folder / "metrics.jsonl", clock=lambda: 100.0) as metrics:
-            for step, score in enumerate(scores, 1):
-                metrics.write(step, {"critic/score/mean": score, "val/sums/avg@1": 1 - score})
-    if outcome:
-        complete_summary(config, outcome, reason)
-    return config.folder
+from atoll.coordinator.summary import Outcome
+from tests.builders import write_run
 
 
 @pytest.mark.parametrize(
@@ -45,7 +26,7 @@ def make_run(folder: Path, *scores: float, outcome: Outcome | None = None, reaso
     ],
 )
 def test_a_run_that_has_ended_is_listed(tmp_path: Path, outcome: Outcome | None, state: str) -> None:
-    folder = make_run(tmp_path, 0.25, 0.75, 0.5, outcome=outcome)
+    folder = write_run(tmp_path, 0.25, 0.75, 0.5, outcome=outcome)
     found = overview(folder)
     assert (found.state, found.step, found.num_steps) == (state, 3, 10)
     assert (found.reward, found.best) == (0.5, 0.75)  # the best of 0.75, 0.25, 0.5
@@ -53,7 +34,7 @@ def test_a_run_that_has_ended_is_listed(tmp_path: Path, outcome: Outcome | None,
 
 
 def test_a_run_is_running_while_its_coordinator_answers(tmp_path: Path) -> None:
-    folder = make_run(tmp_path)
+    folder = write_run(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as coordinator:
         (folder / "coordinator.address").write_text(f"127.0.0.1:{coordinator.getsockname()[1]}")
         found = overview(folder)
@@ -68,7 +49,7 @@ def test_of_a_loss_the_lowest_is_the_best() -> None:
 
 
 def test_the_list_fits_eighty_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(tmp_path, 0.25, 0.5, outcome=Outcome.INTERRUPTED)
+    write_run(tmp_path, 0.25, 0.5, outcome=Outcome.INTERRUPTED)
     assert main(["runs", str(tmp_path)]) == 0
     titles, row = capsys.readouterr().out.splitlines()
     assert titles.split() == ["run", "state", "step", "reward", "best", "changed", "size"]
@@ -95,16 +76,16 @@ def test_sizes_and_ages_are_short() -> None:
 
 def test_a_run_is_named_by_its_name_or_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    make_run(Path("runs"))
+    write_run(Path("runs"))
     (tmp_path / "toy").mkdir()  # no run
     assert run_folder("toy") == run_folder("runs/toy") == Path("runs/toy")
     assert run_folder("other") == Path("other")
-    make_run(tmp_path)
+    write_run(tmp_path)
     assert run_folder("toy") == Path("toy")
 
 
 def test_rm_deletes_what_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_run(tmp_path, 0.5)
+    folder = write_run(tmp_path, 0.5)
     assert main(["rm", str(folder), "--yes"]) == 0
     assert not folder.exists()
     assert capsys.readouterr().out.startswith("deleted ")
@@ -112,7 +93,7 @@ def test_rm_deletes_what_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(("answer", "is_left"), [("n", True), ("", True), ("y", False)])
 def test_rm_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, is_left: bool) -> None:
-    folder = make_run(tmp_path, 0.5)
+    folder = write_run(tmp_path, 0.5)
     monkeypatch.setattr("builtins.input", lambda question: answer)
     assert main(["rm", str(folder)]) == int(is_left)
     assert folder.exists() == is_left
@@ -121,7 +102,7 @@ def test_rm_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, i
 def test_rm_deletes_nothing_if_one_is_running_or_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended, running = make_run(tmp_path / "a", 0.5), make_run(tmp_path / "b", 0.5)
+    ended, running = write_run(tmp_path / "a", 0.5), write_run(tmp_path / "b", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as coordinator:
         (running / "coordinator.address").write_text(f"127.0.0.1:{coordinator.getsockname()[1]}")
         assert main(["rm", "--yes", str(ended), str(running)]) == 2
@@ -132,7 +113,7 @@ def test_rm_deletes_nothing_if_one_is_running_or_no_run(
 
 
 def test_stop_of_a_run_that_is_not_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stop", str(make_run(tmp_path, 0.5))]) == 2
+    assert main(["stop", str(write_run(tmp_path, 0.5))]) == 2
     assert "is not running" in capsys.readouterr().err
 
 
@@ -220,7 +201,7 @@ def test_a_summary_begins_with_how_the_run_ended(changes: dict[str, Any], lines:
 
 
 def test_a_broken_summary_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_run(tmp_path, 0.5)
+    folder = write_run(tmp_path, 0.5)
     for text, problem in (
         ("{", ": not valid JSON"),
         ('{"run": "toy"}', " is not a run's summary"),
