@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 
 from atoll.cli import active_runs
-from atoll.cli.launcher import ADDRESS_FILE, follow_stop
+from atoll.cli.interrupts import follow_stop
+from atoll.cli.launcher import ADDRESS_FILE
 from atoll.cli.summary import describe_summary, read_summary
 
 
