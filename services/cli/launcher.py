@@ -165,6 +165,13 @@ def service_groups(
             return [*models, *trackers]
 
 
+def service_names(config: RunConfig) -> list[str]:
+    """The names under which the run's services register: of a trainer, its first rank's."""
+    gateways = range(config.gateway.instances if config.has_agents else 0)
+    groups = service_groups(config, coordinator="")
+    return [*(group.names[0] for group in groups), *(f"gateway-{index}" for index in gateways)]
+
+
 def gateway_groups(
     config: RunConfig, store: str, listeners: Sequence[socket.socket], *arguments: str
 ) -> list[ServiceGroup]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from atoll.cli import active_runs, preflight, progress
 from atoll.cli.compare import differences, read_settings
 from atoll.cli.fork import fork, parse_fork
-from atoll.cli.launcher import launch
+from atoll.cli.launcher import launch, service_names
 from atoll.cli.main import EXIT_INTERRUPTED
 from atoll.cli.samples import SamplePrinter
 from atoll.cli.summary import describe_summary, read_summary
@@ -72,7 +72,7 @@ def follow_to_end(
     elif resume and active_runs.is_run(config.folder):
         show_changes(config.folder, config)
     printer = SamplePrinter(config.folder, config.console)
-    with progress.view() as show:
+    with progress.view(config.folder, service_names(config)) as show:
 
         def show_all(status: RunStatus) -> None:
             show(status)

@@ -368,6 +368,7 @@ class Assembly:
             probe = replace(first, name="warmup", sampling=data.sampling, num_samples=1)
             score = evaluate([probe], generation, config.run.name, version.number)
             metrics = await background.wait_for(score)
+            self._rewards.take_metrics()  # what it dropped or retried is not the first step's
             return metrics["val/warmup/avg@1"]
 
         export = config.folder.absolute() / WARMUP_EXPORT if config.started_from_warmup else None
