@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from atoll.config.load import validate
+from atoll.config.load import validate, write_resolved
 from atoll.config.mode_rules import UNREAD
 from atoll.config.schema import RunConfig
 from atoll.coordinator.fleet.agent_hosts import AgentHosts
@@ -19,8 +19,10 @@ from atoll.coordinator.fleet.replicas import Replicas
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.summary import Outcome, complete_summary
 from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.model_spec import ModelSpec
+from atoll.runtime.telemetry import MetricsFile
 from atoll.wire.codec.trajectories import encode_payload
 from atoll.wire.types import (
     BELOW_PROMPT,
@@ -194,3 +196,20 @@ def model_spec(**overrides: Any) -> ModelSpec:
         "qk_norm": False,
     }
     return ModelSpec(**(settings | overrides))
+
+
+def write_run(folder: Path, *scores: float, outcome: Outcome | None = None, reason: str = "") -> Path:
+    """A run of 10 steps below `folder`, with a row for each score. None: it ended without a summary."""
+    config = run_config(
+        run={"name": "toy", "steps": 10, "dir": folder},
+        validation={"sets": [{"name": "sums", "path": "sums.jsonl"}], "best": "sums/avg@1"},
+    )
+    config.folder.mkdir(parents=True, exist_ok=True)
+    write_resolved(config, config.folder / "config.json")
+    if scores:
+        with MetricsFile(config.folder / "metrics.jsonl", clock=lambda: 100.0) as metrics:
+            for step, score in enumerate(scores, 1):
+                metrics.write(step, {"critic/score/mean": score, "val/sums/avg@1": 1 - score})
+    if outcome:
+        complete_summary(config, outcome, reason)
+    return config.folder

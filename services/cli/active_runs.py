@@ -25,10 +25,36 @@ class RunAddress:
     caller: Caller
 
 
+def run_folder(text: str) -> Path:
+    """The folder that RUN stands for: itself, or the run of that name in runs/."""
+    path, named = Path(text), RUNS / text
+    return named if is_run(named) and not is_run(path) else path
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.json").exists()
+
+
+def check_is_run(folder: Path) -> None:
+    if not is_run(folder):
+        raise UserError(f"{folder} contains no run: give a run's name or folder; `atoll runs` lists them")
+
+
+def add_run(parser: argparse._ActionsContainer, *, optional: bool = False, several: bool = False) -> None:
+    """RUN, a name or a folder; `optional`: None stands for the only active run; `several`: a list."""
+    parser.add_argument(
+        "run",
+        type=run_folder,
+        nargs="?" if optional else "+" if several else None,
+        metavar="RUN",
+        help="a run's name or folder" + ("; default: the only active run in runs/" if optional else ""),
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--run", type=Path, metavar="FOLDER", help="a run's folder; default: the only active run in runs/"
+        "--run", type=run_folder, help="a run's name or folder; default: the only active run in runs/"
     )
     which.add_argument(
         "--coordinator",
@@ -88,5 +114,5 @@ def find_only_run(runs: Path) -> Path:
             if folders
             else f"no active run in {runs}"
         )
-        raise UserError(f"{there}: choose one with --run FOLDER or --coordinator HOST:PORT")
+        raise UserError(f"{there}: name one with RUN or --coordinator HOST:PORT")
     return folders[0]

@@ -13,6 +13,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal
 
+from atoll.cli import active_runs
 from atoll.coordinator.journal.ledger import LEDGER
 from atoll.runtime.dump import DUMPS, dumps, read_dump
 from atoll.runtime.errors import UserError
@@ -313,7 +314,7 @@ def _draws(cursor: Mapping[str, Any] | None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="runs/NAME, finished or in progress")
+    active_runs.add_run(parser)
     parser.add_argument("--json", action="store_true", help="print every sample as JSON")
 
 

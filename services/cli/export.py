@@ -4,6 +4,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
+from atoll.cli import active_runs
 from atoll.cli.launcher import first_of, trainer_group
 from atoll.cli.processes import Fleet
 from atoll.cli.tokens import Tokens
@@ -19,7 +20,10 @@ FENCE = 1  # this fleet has no coordinator
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", type=Path, metavar="RUN|CHECKPOINT", help="a run's folder, or one of its checkpoints"
+        "source",
+        type=active_runs.run_folder,
+        metavar="RUN|CHECKPOINT",
+        help="a run's name or folder, or one of its checkpoints",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to create")
 

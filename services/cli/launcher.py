@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -13,14 +12,17 @@ from functools import partial
 from pathlib import Path
 
 from atoll.cli import tokens
+from atoll.cli.interrupts import handle_interrupts, stop_run
 from atoll.cli.processes import Fleet, ScrapeTargets, ServiceCommand, ServiceGroup
 from atoll.cli.tokens import Tokens
 from atoll.cli.trackers import tracker_groups
 from atoll.config.load import write_private, write_resolved
 from atoll.config.schema import Role, RunConfig
+from atoll.coordinator.journal.checkpoints import Checkpoints
+from atoll.coordinator.summary import SUMMARY_FILE, Outcome, complete_summary
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
-from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.process import BACKLOG
 from atoll.runtime.store import run_embedded_server
 from atoll.runtime.telemetry import METRICS_FILE
@@ -28,15 +30,15 @@ from atoll.runtime.telemetry import METRICS_FILE
 _log = logging.getLogger(__name__)
 
 ADDRESS_FILE = "coordinator.address"  # in the run's folder while it is running
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MIN_OPEN_FILES = 256  # a trainer rank of a tiny model on a CPU has 106
-STOP_RETRY_S = 1.0  # before asking again a coordinator that did not answer
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
 
 
-def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
+def launch(config: RunConfig, follow: Follow, *, resume: bool, step: int | None = None) -> bool:
     """Runs to the end, in config.folder. Returns False if the user stopped it early.
+
+    `step`: of the checkpoint to resume from; None: the newest.
 
     `follow` shows progress; it is cancelled at the end. The first Ctrl-C (or SIGTERM, or SIGHUP of a terminal
     that closes) stops the run after the step in progress, the second at once. Raises UserError if the folder
@@ -50,11 +52,14 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
     given = Tokens.of_this_run()
     claim_folder(config.folder, resume=resume)
     with store_url(config) as url, gateway_listeners(config) as listeners:  # one launcher of a run holds it
+        if step is not None:
+            go_back(config.folder, step)
         write_resolved(config, config.folder / "config.json")
         coordinator = coordinator_group(config, url, resume=resume)
         services = partial(service_groups, config, store=url, listeners=listeners)
+        (config.folder / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier start
         try:
-            return asyncio.run(
+            completed = asyncio.run(
                 supervise(
                     config.folder,
                     given,
@@ -65,7 +70,13 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool) -> bool:
                 )
             )
         except asyncio.CancelledError:  # by the second interrupt
-            return False
+            completed = False
+        except AtollError as error:
+            complete_summary(config, Outcome.FAILED, str(error).partition("\n")[0])
+            raise
+        if not completed:
+            complete_summary(config, Outcome.INTERRUPTED)
+        return completed
 
 
 async def supervise(
@@ -150,6 +161,13 @@ def service_groups(
             return [*reward, *rollout, *sessions, *trackers]
         case "train_only" | "supervised":
             return [*models, *trackers]
+
+
+def service_names(config: RunConfig) -> list[str]:
+    """The names under which the run's services register: of a trainer, its first rank's."""
+    gateways = range(config.gateway.instances if config.has_agents else 0)
+    groups = service_groups(config, coordinator="")
+    return [*(group.names[0] for group in groups), *(f"gateway-{index}" for index in gateways)]
 
 
 def gateway_groups(
@@ -291,6 +309,12 @@ def check_folder(folder: Path, *, resume: bool) -> None:
         raise UserError(f"{existing} {problem}: the run writes to {folder}; set run.dir to another folder")
 
 
+def go_back(folder: Path, step: int) -> None:
+    """Leaves later checkpoints than that of `step` behind; the coordinator does so with rows and dumps."""
+    for left in Checkpoints(folder / "checkpoints", keep=1).leave_after(step):
+        _log.warning("a later checkpoint is left as %s; delete it if you do not need it", left)
+
+
 @contextmanager
 def store_url(config: RunConfig) -> Iterator[str]:
     if config.store.url == "embedded":
@@ -312,59 +336,6 @@ def publish_address(folder: Path, address: str, given: Tokens) -> Iterator[None]
         if path.exists() and path.read_text() == address:
             path.unlink()
             tokens.remove(folder)
-
-
-@contextmanager
-def handle_interrupts(stop: asyncio.Event) -> Iterator[None]:
-    """SIGINT, SIGTERM or SIGHUP sets `stop`; a second one cancels the calling task."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None
-    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
-
-    def interrupt(number: signal.Signals) -> None:
-        if stop.is_set():
-            task.cancel()
-        stop.set()
-        if number == signal.SIGHUP:  # the terminal is gone: what is printed from now on would raise
-            with open(os.devnull, "w") as nowhere:
-                for descriptor in terminals:
-                    os.dup2(nowhere.fileno(), descriptor)
-
-    # nohup ignores SIGHUP, which stays so
-    signals = [n for n in INTERRUPTS if signal.getsignal(n) is not signal.SIG_IGN]
-    for number in signals:
-        loop.add_signal_handler(number, interrupt, number)
-    try:
-        yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
-
-
-async def stop_run(stop: asyncio.Event, client: CoordinatorClient) -> None:
-    """Asks the coordinator to stop the run, and shows what it is waiting for: the current step and a
-    checkpoint. Returns if there is nothing to finish.
-    """
-    await stop.wait()
-    seen, shown, is_told = 0, "", False
-    while True:
-        try:
-            status = await client.status(seen)
-            if status.state in ("starting", "recovering"):
-                return
-            if not is_told:
-                await client.stop_run()
-                is_told = True
-        except ServiceUnavailableError as error:  # busy, or already ending
-            waits_for = f"the coordinator to answer ({error})"
-            await asyncio.sleep(STOP_RETRY_S)
-        else:
-            seen = status.revision
-            waits_for = f"the run, which is {status.state} after step {status.step} of {status.num_steps}"
-        if waits_for != shown:
-            _log.warning("stopping: waiting for %s; interrupt again to stop immediately", waits_for)
-            shown = waits_for
 
 
 async def first_of(*coroutines: Coroutine[None, None, None]) -> None:

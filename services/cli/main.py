@@ -1,10 +1,12 @@
 """The `atoll` command. Each subcommand is a module of this folder, imported on demand."""
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 # The launcher forks while gRPC runs; children do not use gRPC before exec, so fork support is off.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -15,6 +17,11 @@ COMMANDS = {
     "quickstart": "build the arithmetic task and train on it (two to three minutes on two cores)",
     "run": "run all services of a run on this machine and show progress",
     "status": "show a run's state, services, servers and latest metrics",
+    "runs": "list the runs of a folder with state, step, reward and size",
+    "compare": "show which settings and results of two runs differ",
+    "plot": "plot metrics of runs, in the terminal or as an SVG file",
+    "stop": "stop a running run after the step in progress, with a checkpoint",
+    "rm": "delete the folders of runs",
     "register": "add a reward, tool or environment server to a running run",
     "deregister": "remove a registered server from a running run",
     "reload": "reload the user's own graders of a running run",
@@ -42,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="atoll", description="Disaggregated reinforcement-learning post-training for language models."
     )
+    parser.add_argument("--version", action="version", version=f"atoll {version('atoll')}")
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        parser.error(f"unknown command {argv[0]!r}" + (f"; did you mean {near[0]}?" if near else ""))
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)

@@ -102,9 +102,11 @@ def show(config: RunConfig | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
-    titles = ("model", "ranks", "trainer", "to", "sent", "got", "rounds", *LINKS)
+    titles = ("model", "ranks", "layout", "to", "sent", "got", "rounds", *LINKS)
     title = "GB sent and received by the busiest rank; seconds per push by link"
-    table = Table(*titles, title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in titles:  # on a narrow terminal words are broken, and no number is cut
+        table.add_column(name, overflow="fold", no_wrap=name not in ("model", "layout"))
     for found in rows:
         table.add_row(*format_row(found))
     Console().print(table)

@@ -13,6 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from atoll.cli import active_runs
 from atoll.config.schema import ConsoleSection
 from atoll.coordinator.control import RunState
 from atoll.runtime.errors import AtollError
@@ -25,7 +26,7 @@ PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 600, 1200  # longer texts lose their mi
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/NAME")
+    active_runs.add_run(parser)
     parser.add_argument("--step", type=int, metavar="N", help="default: the last step that has samples")
     parser.add_argument("--set", metavar="NAME", help="show the answers to this validation set")
     order = parser.add_mutually_exclusive_group()

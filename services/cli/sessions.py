@@ -18,7 +18,7 @@ from atoll.wire.types import Int32, SessionId, SessionReward, TurnRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that is running")
+    active_runs.add_run(parser)
     parser.add_argument("session", nargs="?", metavar="SESSION", help="show this session turn by turn")
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from atoll.cli import active_runs, progress
 from atoll.cli.launcher import ADDRESS_FILE
-from atoll.config.load import read_json
-from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.cli.summary import describe_summary, read_summary
+from atoll.runtime.errors import ServiceUnavailableError
 from atoll.wire.info import RunStatus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("run", type=Path, nargs="?", metavar="RUN", help="a run's folder, such as runs/NAME")
+    which = parser.add_mutually_exclusive_group()
+    active_runs.add_run(which, optional=True)
     which.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
@@ -26,15 +26,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.coordinator:
         print(describe(asyncio.run(ask(active_runs.run_at(arguments.coordinator)))))
         return 0
-    folder: Path = arguments.run
-    if not (folder / "config.json").exists():
-        raise UserError(f"{folder} contains no run: give a run's folder, such as runs/NAME")
+    folder: Path = arguments.run or active_runs.find_only_run(active_runs.RUNS)
+    active_runs.check_is_run(folder)
     if (folder / ADDRESS_FILE).exists():
         with suppress(ServiceUnavailableError):  # left by a killed launcher
             print(describe(asyncio.run(ask(active_runs.run_in(folder)))))
             return 0
-    if (folder / "summary.json").exists():
-        progress.print_summary(read_json(folder / "summary.json"), folder)
+    if summary := read_summary(folder):
+        print(describe_summary(summary, folder))
     else:
         print(f"{folder} is not running and did not finish: see {folder / 'logs'}; continue with --resume")
     return 0

@@ -223,7 +223,8 @@ class Assembly:
         if data.rows and state and state.cursor:
             data.rows.load(state.cursor)
         set_dumps_aside(config.folder / DUMPS, after=step)
-        restored = await self._journal.restore(checkpoint)
+        with self._checkpoints.explain_damage(step):
+            restored = await self._journal.restore(checkpoint)
         version = Version(restored.lineage, checkpoint.version.number if checkpoint else 0)
         metrics = MetricsFile(config.folder / METRICS_FILE, step if checkpoint else None)
         push = _pushes(self._sync) if self._sync else skip_push
@@ -245,14 +246,14 @@ class Assembly:
             checkpoints=self._checkpoints,
         )
         rows = rows_before(config.folder)
-        start = LoopStart(version, rows=list(rows.values()))
+        self._control.continue_from(state.seconds if state else 0.0)
+        start = LoopStart(version, rows=list(rows.values()), seconds=self._control.seconds)
         if state:
             start = replace(
                 start,
                 step=step,
                 best=state.best,
                 unrecorded=None if step in rows else state.row,
-                seconds=state.seconds,
                 resumed=True,
             )
         settings = LoopSettings(
@@ -269,9 +270,10 @@ class Assembly:
             log.info("resumes after the dump of step %d", dump[0])
             return Checkpoint(*dump, None), CoordinatorState(*dump, None, None, AlgorithmState())
         if trained and (saved := self._checkpoints.steps()):
-            state, journal, path = self._checkpoints.load(saved[-1])
-            for role, model in trained.items():
-                await model.load_checkpoint(path / role)
+            with self._checkpoints.explain_damage(saved[-1]):
+                state, journal, path = self._checkpoints.load(saved[-1])
+                for role, model in trained.items():
+                    await model.load_checkpoint(path / role)
             log.info("resumes after step %d, version %s", state.step, state.version)
             return Checkpoint(state.step, state.version, journal), state
         for model in trained.values():
@@ -366,6 +368,7 @@ class Assembly:
             probe = replace(first, name="warmup", sampling=data.sampling, num_samples=1)
             score = evaluate([probe], generation, config.run.name, version.number)
             metrics = await background.wait_for(score)
+            self._rewards.take_metrics()  # what it dropped or retried is not the first step's
             return metrics["val/warmup/avg@1"]
 
         export = config.folder.absolute() / WARMUP_EXPORT if config.started_from_warmup else None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -37,14 +38,27 @@ class RunProgress:
 
 
 class RunControl:
-    def __init__(self, *, trains: bool) -> None:
+    def __init__(self, *, trains: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self.progress = RunProgress()
         self._trains = trains
+        self._clock, self._started = clock, clock()
+        self._earlier_s: float | None = None
         self._stop = asyncio.Event()
         self._paused = False
         self._changed = asyncio.Condition()
         self._checkpoints: list[asyncio.Future[str]] = []  # asked for
         self._begun: list[asyncio.Future[str]] = []  # requested before the checkpoint in progress began
+
+    @property
+    def seconds(self) -> float:
+        """That the run has taken, over all its starts, from each start of the coordinator."""
+        return self._clock() - self._started + (self._earlier_s or 0.0)
+
+    def continue_from(self, seconds: float) -> None:
+        """Earlier starts took `seconds`. Only the first call counts: a loop that begins again after the loss
+        of a trainer has lost no time that this start did not take."""
+        if self._earlier_s is None:
+            self._earlier_s = seconds
 
     async def report(self, **changes: object) -> None:
         """Called by the loop to report its state; wakes followers."""

@@ -7,19 +7,21 @@ in how far the source may run ahead (coordinator.max_staleness) and whether a pu
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atoll.config.schema import CheckpointSection, GraderConfig, GuardsSection, RunSection, ValidationSection
 from atoll.coordinator.algorithm.algorithm import PreparedStep
 from atoll.coordinator.algorithm.guards import GuardLimits, check_divergence
+from atoll.coordinator.algorithm.metrics import SCORE
 from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.journal.checkpoints import BestValidation, Checkpoints, CoordinatorState
 from atoll.coordinator.journal.journal import Journal
 from atoll.coordinator.learners import Learners
 from atoll.coordinator.rewards.advice import slow_grading_note
 from atoll.coordinator.steps import StepSource
-from atoll.coordinator.summary import MetricsRow, write_summary
+from atoll.coordinator.summary import MetricsRow, Outcome, write_summary
 from atoll.coordinator.warmup import WarmUp
 from atoll.runtime.errors import AtollError, DivergedError, ServiceUnavailableError
 from atoll.runtime.telemetry import MetricsFile, StepTimer
@@ -34,6 +36,10 @@ MAX_REFUSED = 2  # consecutive steps refused by the trainer before the run fails
 Push = Callable[
     [Version], Awaitable[Mapping[str, float]]
 ]  # pushes a version to every replica; returns metrics
+
+
+class GuardError(AtollError):
+    """A guard has stopped a diverging run."""
 
 
 async def skip_push(version: Version) -> Mapping[str, float]:
@@ -75,7 +81,7 @@ class LoopStart:
     best: BestValidation | None = None
     rows: Sequence[MetricsRow] = ()  # metrics of the steps so far
     unrecorded: MetricsRow | None = None  # those of `step`, if they are not among `rows`
-    seconds: float = 0.0  # that the run has taken so far
+    seconds: float = 0.0  # that the run has taken so far, over all its starts
     resumed: bool = False  # from a checkpoint, also that of step 0
 
 
@@ -94,7 +100,7 @@ class Loop:
         self._unrecorded = start.unrecorded
         self._row: MetricsRow = start.unrecorded or {}  # metrics of the last step, as far as they are known
         rows = [*start.rows, self._row]
-        self._scores = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
+        self._scores = [row[SCORE] for row in rows if SCORE in row]
         self._clock = clock
         self._begun = clock() - start.seconds
         self._saved = start.step if start.resumed else None  # the step of the last checkpoint
@@ -106,7 +112,7 @@ class Loop:
         """Runs to the last step, the target reward, or a request to stop; then writes summary.json.
 
         If it ends with any other error than a lost trainer or divergence, the last complete step is
-        checkpointed.
+        checkpointed first.
         """
         try:
             await self._begin()
@@ -118,9 +124,13 @@ class Loop:
         except ServiceUnavailableError:
             raise  # a trainer is gone: the others go back to the last checkpoint with it
         except DivergedError as error:
-            raise AtollError(await self._with_last_good(str(error))) from error
+            reason = await self._with_last_good(str(error))
+            self._summarize_failure(Outcome.FAILED, reason)
+            raise AtollError(reason) from error
         except Exception as error:
             await self._save_after(error)
+            is_guards = isinstance(error, GuardError)
+            self._summarize_failure(Outcome.STOPPED_BY_GUARD if is_guards else Outcome.FAILED, str(error))
             raise
         finally:
             await self._parts.checkpoints.abandon()  # if the run failed
@@ -154,17 +164,31 @@ class Loop:
         if settings.checkpoint.at_end and self._step not in parts.checkpoints.steps():
             await self._checkpoint()  # stopped between two steps
             await parts.checkpoints.finish()
-        saved = parts.checkpoints.steps()
+        if self._has_reached_target():
+            self._summarize(Outcome.TARGET_REACHED)
+        else:
+            is_complete = self._step >= settings.run.steps
+            self._summarize(Outcome.FINISHED if is_complete else Outcome.INTERRUPTED)
+        await parts.control.report(state=RunState.FINISHED)
+
+    def _summarize(self, outcome: Outcome, reason: str = "") -> None:
+        settings, checkpoints = self._settings, self._parts.checkpoints
+        saved = checkpoints.steps()
         write_summary(
-            settings.folder / "summary.json",
+            settings.folder,
             settings.run,
             self._rows,
+            outcome,
+            reason=reason,
             steps=self._step,
             seconds=self._clock() - self._begun,
             best=self._best,
-            checkpoint=parts.checkpoints.path(saved[-1]) if saved else None,
+            checkpoint=checkpoints.path(saved[-1]) if saved else None,
         )
-        await parts.control.report(state=RunState.FINISHED)
+
+    def _summarize_failure(self, outcome: Outcome, reason: str) -> None:
+        with suppress(OSError):  # a full disk, perhaps the failure itself
+            self._summarize(outcome, reason)
 
     async def _one_step(self) -> None:
         """Consumes what the step trains on; waits for it; unblocked by the source, and by a stop."""
@@ -177,8 +201,8 @@ class Loop:
             self._can_save = False
             metrics, refusal = await self._update(step, prepared, timer)
             self._step, self._row = step, metrics
-            if "critic/score/mean" in metrics:
-                self._scores.append(metrics["critic/score/mean"])
+            if SCORE in metrics:
+                self._scores.append(metrics[SCORE])
             await self._guard(metrics)
             self._can_save = True
             with timer.phase("sync_weights"):
@@ -229,7 +253,7 @@ class Loop:
             await control.pause(reason)
             await control.gate(refuse)
         if guards.action == "stop" or control.stopping:
-            raise AtollError(reason)
+            raise GuardError(reason)
 
     async def _with_last_good(self, reason: str) -> str:
         """Why this step's weights are no good, and which are."""
@@ -328,14 +352,17 @@ class Loop:
         return (every > 0 and self._step % every == 0) or (at_end and self._ends())
 
     def _ends(self) -> bool:
+        is_over = self._step >= self._settings.run.steps or self._parts.control.stopping
+        return is_over or self._has_reached_target()
+
+    def _has_reached_target(self) -> bool:
         run = self._settings.run
         last = self._scores[-run.target_window :]
-        reached = (
+        return (
             run.target_reward is not None
             and len(last) == run.target_window
             and sum(last) / run.target_window > run.target_reward
         )
-        return reached or self._step >= run.steps or self._parts.control.stopping
 
     async def _record(self, metrics: MetricsRow) -> None:
         if not metrics:

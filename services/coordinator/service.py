@@ -72,6 +72,7 @@ class CoordinatorService(CoordinatorServicer):
                 metrics=progress.metrics,
                 revision=progress.revision,
                 servers=tuple(self._servers.health()),
+                seconds=self._control.seconds,
             )
         )
 

@@ -101,3 +101,7 @@ class CheckpointError(AtollError):
     """A checkpoint could not be written, as on a full disk; those before it are untouched."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class DamagedCheckpointError(UserError):
+    """A checkpoint lacks a file, or one of its files is cut off or unreadable."""

@@ -26,7 +26,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from atoll.runtime.errors import CheckpointError, LostStateError, ServiceUnavailableError, UserError
+from atoll.runtime.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    LostStateError,
+    ServiceUnavailableError,
+    UserError,
+)
 from atoll.trainer import progress
 from atoll.trainer.command_channel import IDLE_TIMEOUT
 from atoll.trainer.state import TensorBoxes, allocate_state, apply_loaded_state, frozen_checksum, snapshot
@@ -67,11 +73,10 @@ class Checkpointer:
         return self._writing[1]
 
     def load(self, learner: Learner, path: Path) -> None:
-        """Restores what `save` wrote, on any layout. Raises UserError if it cannot."""
+        """Restores what `save` wrote, on any layout. Raises DamagedCheckpointError if files are missing or
+        unreadable, UserError if they are of another model."""
         self._wait()
-        if not (path / DESCRIPTION_FILE).exists():
-            raise UserError(f"{path} is not a trainer checkpoint: it has no {DESCRIPTION_FILE}")
-        about = json.loads((path / DESCRIPTION_FILE).read_text())
+        about = _read_description(path)
         _check_model(about, self._describe(learner), path)
         state = allocate_state(learner, about["num_updates"])
         try:
@@ -82,9 +87,7 @@ class Checkpointer:
                 process_group=self._group,
             )
         except CheckpointException as error:
-            raise UserError(
-                f"{path} does not fit this model: {_cause(error)}; resume with the model it was made of"
-            ) from error
+            raise _load_error(path, error) from error
         apply_loaded_state(learner)
         learner.num_updates = about["num_updates"]
         learner.reset()
@@ -199,6 +202,26 @@ def _kind(about: dict[str, Any]) -> str:
     if about["frozen"] is None:
         return "all weights"
     return f"adapters on top of weights with checksum {about['frozen']}"
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    file = path / DESCRIPTION_FILE
+    if not file.exists():
+        raise DamagedCheckpointError(f"{path} is not a trainer checkpoint: it has no {DESCRIPTION_FILE}")
+    try:
+        return json.loads(file.read_text())  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {DESCRIPTION_FILE}: {error}") from None
+
+
+def _load_error(path: Path, error: CheckpointException) -> UserError:
+    """The description fits already, so other tensors (which PyTorch tells by these errors) are rare."""
+    cause, _ = next(iter(error.failures.values()))
+    if isinstance(cause, ValueError) or "Missing key" in str(cause):
+        return UserError(
+            f"{path} does not fit this model: {_cause(error)}; resume with the model it was made of"
+        )
+    return DamagedCheckpointError(f"{path} is damaged: {_cause(error)}")
 
 
 def _write_error(partial: Path, path: Path, error: CheckpointException) -> CheckpointError:

@@ -57,6 +57,7 @@ class RunStatus:
     metrics: Mapping[str, float]
     revision: int  # changes with state, step, services and servers
     servers: tuple[ServerHealth, ...]
+    seconds: float = 0.0  # that the run has taken, over all its starts
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,9 @@ def test_a_reward_that_never_counts(config: Path, tmp_path: Path) -> None:
     )
     assert "coordinator.max_dropped_share = 0.5" in message
     assert "Traceback" not in message
-    assert not (tmp_path / "runs/toy/summary.json").exists()
+    summary = json.loads((tmp_path / "runs/toy/summary.json").read_text())
+    assert (summary["outcome"], summary["steps"]) == ("failed", 0)
+    assert "ZeroDivisionError: division by zero" in summary["reason"]
 
 
 async def step_reached(client: CoordinatorClient, step: int) -> None:

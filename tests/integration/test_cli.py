@@ -53,7 +53,7 @@ def test_help_needs_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["quickstart", "run", "status", "reload", "data", "export", "bench", "serve"]
+    "command", ["quickstart", "run", "status", "runs", "reload", "data", "export", "bench", "serve"]
 )
 def test_every_command_has_help(command: str) -> None:
     answer = atoll(command, "--help")

@@ -19,7 +19,8 @@ import pytest
 from atoll.cli import processes
 from atoll.cli.active_runs import RunAddress
 from atoll.cli.active_runs import run_in as folders_run
-from atoll.cli.launcher import handle_interrupts, launch, supervise
+from atoll.cli.interrupts import handle_interrupts
+from atoll.cli.launcher import launch, supervise
 from atoll.cli.processes import Fleet, ServiceCommand, ServiceDiedError, ServiceGroup
 from atoll.cli.tokens import Tokens
 from atoll.config.load import read_resolved, validate, write_resolved

@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 import atoll
+from atoll.cli.audit import audit
+from atoll.cli.fork import fork
 from atoll.cli.launcher import launch
 from atoll.config.schema import RunConfig
 from atoll.runtime.clients.coordinator import CoordinatorClient
@@ -178,6 +180,18 @@ def test_a_killed_trainer_ends_the_run_and_resuming_gives_the_same_losses(
         launch(broken, kill_trainer, resume=False)
     assert launch(make("broken", trainer=alone), watch, resume=True)
     assert curve(broken)[:6] == curve(whole)
+
+
+def test_a_fork_goes_back_to_an_earlier_checkpoint_and_trains_on(make: Make, whole: RunConfig) -> None:
+    forked = make("forked", run={"steps": 5})
+    assert fork(whole.folder, None, forked.folder) == 6
+    shutil.copytree(whole.folder / "checkpoints/step-000003", forked.folder / "checkpoints/step-000003")
+    assert launch(forked, watch, resume=True, step=3)
+    assert [row["step"] for row in rows(forked)] == [0, 1, 2, 3, 4, 5]
+    assert curve(forked)[:3] == curve(whole)[:3]
+    names = sorted(path.name for path in (forked.folder / "checkpoints").iterdir())
+    assert names == ["left-000006-1", "step-000003", "step-000005"]
+    assert audit(forked.folder).exit_code == 0  # nothing is lost, or trained on twice
 
 
 # A loss in whose process the checkpoint of step 3 is written, and never put in its place.

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 
 from atoll.config.schema import LoraConfig, OptimizerConfig, ParallelConfig
-from atoll.runtime.errors import CheckpointError, UserError
+from atoll.runtime.errors import CheckpointError, DamagedCheckpointError, UserError
 from atoll.runtime.ports import reserve_port
 from atoll.trainer.checkpoint import Checkpointer, CheckpointWrite
 from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
@@ -245,7 +245,7 @@ def check_alone(model: Path, other_model: Path, folder: Path, then: dict[str, li
             checkpointer.load(new_learner(other_model), two)
         check_adapters(checkpointer, model, folder)
         (two / ".metadata").rename(two / "metadata")
-        with pytest.raises(UserError, match=r"does not fit this model: .*No such file"):
+        with pytest.raises(DamagedCheckpointError, match=r"is damaged: .*No such file"):
             checkpointer.load(learner, two)
 
 

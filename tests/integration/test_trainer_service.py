@@ -1,6 +1,8 @@
 """The trainer fleet as its own processes over gRPC: calls, retries, checkpoints, deaths."""
 
 import asyncio
+import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from atoll.config.schema import ParallelConfig
 from atoll.runtime.clients.trainer import TrainerClient
-from atoll.runtime.errors import LostStateError, ServiceUnavailableError, UserError
+from atoll.runtime.errors import DamagedCheckpointError, LostStateError, ServiceUnavailableError, UserError
 from atoll.runtime.process import EXIT_RANK_LOST
 from atoll.wire.types import PublishRequest, Segments, ValueBatch, Version
 from tests.tokens import CALLER
@@ -72,8 +74,13 @@ async def drive(address: str, folder: Path) -> list[float]:
         with pytest.raises(LostStateError, match="nothing is being written to"):
             await client.wait_checkpoint(folder / "other")
 
-        with pytest.raises(UserError, match="is not a trainer checkpoint"):
+        with pytest.raises(DamagedCheckpointError, match="is not a trainer checkpoint"):
             await client.load_checkpoint(folder / "export")
+        damaged = shutil.copytree(saved, folder / "damaged")
+        os.truncate(next(damaged.glob("*.distcp")), written.num_bytes // 2)
+        with pytest.raises(DamagedCheckpointError, match="damaged is damaged: EOFError"):
+            await client.load_checkpoint(damaged)
+        await client.load_checkpoint(saved)
         outside = folder.with_name(f"{folder.name}-outside")
         outside.mkdir()
         (outside / "thesis.tex").touch()

@@ -12,7 +12,13 @@ from atoll.config.schema import Role
 from atoll.coordinator.algorithm.algorithm import AlgorithmState
 from atoll.coordinator.journal import checkpoints
 from atoll.coordinator.journal.checkpoints import BestValidation, Checkpoints, CoordinatorState
-from atoll.runtime.errors import AtollError, CheckpointError, ServiceUnavailableError, UserError
+from atoll.runtime.errors import (
+    AtollError,
+    CheckpointError,
+    DamagedCheckpointError,
+    ServiceUnavailableError,
+    UserError,
+)
 from atoll.wire.types import CheckpointWrite, Version
 
 
@@ -232,3 +238,35 @@ async def test_a_checkpoint_of_the_version_before_is_refused_in_one_sentence(tmp
         UserError, match=r"step-000004 was written by another version of Atoll .* start a new one"
     ):
         run.checkpoints.load(4)
+
+
+async def test_a_damaged_one_names_an_older_one(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        await run.save(step)
+    (tmp_path / "step-000003" / "coordinator.json").write_text('{"format": 2, "st')
+    (tmp_path / "step-000002" / "journal.bin").unlink()
+    (tmp_path / "step-000001" / "coordinator.json").unlink()
+    for step, what, advice in (
+        (3, "coordinator.json: ", "resume from an older one: --resume --step 2"),
+        (2, "it has no journal.bin", "resume from an older one: --resume --step 1"),
+        (1, "coordinator.json: .*No such file", "there is no older one"),
+    ):
+        path = run.checkpoints.path(step)
+        with (
+            pytest.raises(DamagedCheckpointError, match=f"{path} is damaged: {what}.*; {advice}$"),
+            run.checkpoints.explain_damage(step),
+        ):
+            run.checkpoints.load(step)
+
+
+async def test_later_ones_are_left_behind(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        await run.save(step)
+    with pytest.raises(UserError, match="has no checkpoint of step 4, only of: 1, 2, 3"):
+        run.checkpoints.leave_after(4)
+    assert [path.name for path in run.checkpoints.leave_after(1)] == ["left-000002-1", "left-000003-1"]
+    assert run.checkpoints.steps() == [1]
+    await run.save(2)
+    assert [path.name for path in run.checkpoints.leave_after(1)] == ["left-000002-2"]

@@ -101,6 +101,7 @@ def content(value: Any) -> Any:
                 {"loss": 0.5},
                 7,
                 (ServerHealth(SERVER, False, "busy"),),
+                12.5,
             ),
         ),
         *(

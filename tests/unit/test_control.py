@@ -33,3 +33,12 @@ async def test_who_asks_while_one_is_written_waits_for_the_next() -> None:
     assert control.checkpoint_requested
     assert not later.done()
     later.cancel()
+
+
+def test_seconds_add_up_over_resumes_and_not_over_lost_trainers() -> None:
+    now = iter([100.0, 130.0, 140.0])
+    control = RunControl(trains=True, clock=lambda: next(now))
+    control.continue_from(1000.0)
+    assert control.seconds == 1030.0
+    control.continue_from(1030.0)  # the loop begins again in this start, at a checkpoint of this start
+    assert control.seconds == 1040.0

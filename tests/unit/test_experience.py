@@ -253,6 +253,7 @@ def test_step_metrics_by_hand() -> None:
         "critic/score/mean": 1 / 3,
         "critic/score/max": 1,
         "critic/score/min": 0,
+        "critic/score/equal_share": 0,  # of the one group with several samples: 1 and 0
         "response_length/mean": 5 / 3,  # tokens of tools do not count
         "response_length/max": 3,
         "response_length/min": 0,

@@ -66,7 +66,10 @@ async def test_the_summary_says_where_a_run_began_and_ended(tmp_path: Path) -> N
     await run.run()
     assert run.summary() == {
         "run": "toy",
+        "outcome": "finished",
+        "reason": "",
         "steps": 2,
+        "num_steps": 2,
         "seconds": 30.0,
         "reward_first": 0.25,
         "reward_last": 0.75,
@@ -76,6 +79,7 @@ async def test_the_summary_says_where_a_run_began_and_ended(tmp_path: Path) -> N
         "validation_last": {"val/sums/avg@1": 0.75},
         "best": {"step": 2, "value": 0.75},
         "checkpoint": str(run.checkpoints.path(2)),
+        "hint": "",
     }
     assert [row["step"] for row in run.rows()] == [0, 1, 2]
     assert run.control.progress.state is RunState.FINISHED
@@ -95,6 +99,9 @@ async def test_a_guard_that_stops_leaves_the_diverged_weights_unpublished_and_un
         f"the last good checkpoint: step 1 in {good}"
     )
     assert run.checkpoints.steps() == [0, 1]
+    summary = run.summary()
+    assert (summary["outcome"], summary["reason"]) == ("stopped by a guard", str(error.value))
+    assert (summary["steps"], summary["checkpoint"]) == (2, str(good))
     assert run.events[-1] == ("update", "actor", 2)
     assert run.source.published_versions == [0, 1]
 

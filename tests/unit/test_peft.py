@@ -1,19 +1,20 @@
 """Which of peft's folders a model cannot start from, and why; which layers have no adapters."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from atoll.config.schema import LoraConfig
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import Experts, ModelSpec, read_spec
 from atoll.trainer.megatron.lora import check_targets
 from atoll.trainer.megatron.model import MegatronModel
-from atoll.trainer.megatron.peft import load_adapter
+from atoll.trainer.megatron.peft import load_adapter, save_tensors
 
 LORA = LoraConfig(rank=4, alpha=8, targets=("q_proj", "v_proj"))
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}
@@ -68,3 +69,15 @@ def test_experts_have_no_adapters(tiny_qwen3: Path) -> None:
         UserError, match=r"targets has gate_proj, up_proj, down_proj, which lie in this model"
     ):
         check_targets(sparse, LoraConfig())
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_weights_are_as_readable_as_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+    path = tmp_path / "model.safetensors"
+    before = os.umask(umask)
+    try:
+        save_tensors({"a": torch.ones(2)}, path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == mode
+    assert torch.equal(load_file(path)["a"], torch.ones(2))

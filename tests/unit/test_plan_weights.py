@@ -82,7 +82,7 @@ def test_a_replica_gets_its_own_part_once(number: int, parameters: int) -> None:
     assert found.sent == pytest.approx(found.received / found.trainer_ranks, rel=0.05)
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 256,
@@ -97,7 +97,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "max_position_embeddings": 64,
         "tie_word_embeddings": True,
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
     run_file = tmp_path / "run.toml"
     run_file.write_text(
         f"""
@@ -105,7 +107,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         name = "toy"
         steps = 1
         [model]
-        path = "{tmp_path}"
+        path = "{model}"
         [data]
         train = [{{ path = "unused.jsonl" }}]
         """
@@ -113,6 +115,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--weights", "--json", str(run_file), "trainer.parallel.data=2"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     # embedding, final norm; per layer q, k, v, o, their norms, gate, up, down, two norms; float32
+    monkeypatch.setenv("COLUMNS", "70")
+    assert main(["plan", "--weights", str(run_file), "trainer.parallel.data=2"]) == 0
+    numbers = [f"{found['sent'] / 1e9:.3g}", *(f"{seconds:.2g}" for seconds in found["seconds"].values())]
+    assert set(numbers) <= set(capsys.readouterr().out.split())  # none of them is cut
     layer = 16 * 16 + 2 * 8 * 16 + 16 * 16 + 2 * 4 + 3 * 16 * 24 + 2 * 16
     assert found["received"] == 4 * (256 * 16 + 16 + 2 * layer)
     assert found["trainer"] == "DP2"

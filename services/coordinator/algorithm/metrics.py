@@ -7,7 +7,11 @@ import numpy as np
 
 from atoll.coordinator.algorithm.advantage import Float64
 from atoll.coordinator.algorithm.experience import fresh_tokens
+from atoll.coordinator.algorithm.filters import scores_differ
 from atoll.wire.types import FinishReason, Group, Int64, Trajectory, Version
+
+SCORE = "critic/score/mean"
+EQUAL_SHARE = "critic/score/equal_share"  # of groups of several samples, those with equal scores: no gradient
 
 MAX_KINDS = 16  # of reasons of one grader that are metrics of their own
 MAX_KIND_CHARACTERS = 40
@@ -32,6 +36,8 @@ def step_metrics(groups: Sequence[Group], version: Version, oldest: int = 0) -> 
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
     }
+    if several := [group for group in groups if len(group.samples) > 1]:
+        metrics[EQUAL_SHARE] = sum(not scores_differ(group) for group in several) / len(several)
     if oldest > 0:
         is_stale_R = ~fresh_tokens(groups, oldest)
         metrics["staleness/masked_fraction"] = float(is_stale_R.sum()) / max(len(is_stale_R), 1)

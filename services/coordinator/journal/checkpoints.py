@@ -3,6 +3,7 @@
 checkpoints/step-000100/actor/            model and optimizer; likewise critic/ where the run has one
                         coordinator.json  step, version, best validation, the algorithm's state
                         journal.bin       enough to rebuild the store: data cursor, samples in flight
+            left-000120-1/              left by a resume from an earlier step
 """
 
 import asyncio
@@ -21,7 +22,12 @@ from atoll.config.schema import Role
 from atoll.coordinator.algorithm.algorithm import AlgorithmState
 from atoll.coordinator.algorithm.filters import Counters
 from atoll.coordinator.data.datasets import Cursor
-from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
+from atoll.runtime.errors import (
+    AtollError,
+    DamagedCheckpointError,
+    ServiceUnavailableError,
+    UserError,
+)
 from atoll.wire.types import CheckpointWrite, Version
 
 log = logging.getLogger(__name__)
@@ -197,10 +203,15 @@ class Checkpoints:
     def load(self, step: int) -> tuple[CoordinatorState, Path, Path]:
         """State, the journal's file, and the folder in which each model that learns has its own.
 
-        Raises UserError for a checkpoint of another version.
+        Raises UserError for a checkpoint of another version, DamagedCheckpointError for a broken one.
         """
         path = self.path(step)
-        tree = json.loads((path / STATE).read_text())
+        try:
+            tree = json.loads((path / STATE).read_text())
+        except (FileNotFoundError, ValueError) as error:
+            raise DamagedCheckpointError(f"{path} is damaged: {STATE}: {error}") from None
+        if not (path / JOURNAL).exists():
+            raise DamagedCheckpointError(f"{path} is damaged: it has no {JOURNAL}")
         if tree.get("format", 1) != FORMAT:
             raise UserError(
                 f"{path} was written by another version of Atoll (checkpoint format {tree.get('format', 1)}, "
@@ -208,6 +219,33 @@ class Checkpoints:
             )
         state = CoordinatorState.parse(tree)
         return state, path / JOURNAL, path
+
+    @contextmanager
+    def explain_damage(self, step: int) -> Iterator[None]:
+        """Adds to a DamagedCheckpointError of `step` which older checkpoint there is."""
+        try:
+            yield
+        except DamagedCheckpointError as error:
+            older = [number for number in self.steps() if number < step]
+            advice = (
+                f"resume from an older one: --resume --step {older[-1]}" if older else "there is no older one"
+            )
+            raise DamagedCheckpointError(f"{error}; {advice}") from error
+
+    def leave_after(self, step: int) -> list[Path]:
+        """Renames later checkpoints than that of `step`, which the run then continues from. Returns their
+        new paths. Raises UserError if `step` has none.
+        """
+        there = self.steps()
+        if step not in there:
+            kept = ", ".join(map(str, there)) or "none"
+            raise UserError(f"{self._folder} has no checkpoint of step {step}, only of: {kept}")
+        left = []
+        for later in there:
+            if later > step:
+                number = 1 + sum(1 for _ in self._folder.glob(f"left-{later:06d}-*"))
+                left.append(self.path(later).rename(self._folder / f"left-{later:06d}-{number}"))
+        return left
 
     def _remove_old(self, state: CoordinatorState) -> None:
         keep = set(self.steps()[-self._keep :]) | ({state.best.step} if state.best else set())

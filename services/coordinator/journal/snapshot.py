@@ -15,7 +15,7 @@ from typing import IO, Final
 from google.protobuf.message import DecodeError
 
 from atoll.coordinator.journal import scripts
-from atoll.runtime.errors import UserError
+from atoll.runtime.errors import DamagedCheckpointError, UserError
 from atoll.runtime.store import Store
 from atoll.wire.codec.journal import decode_journal_record, encode_journal_index, encode_journal_payload
 from atoll.wire.types import JournalIndex
@@ -96,13 +96,13 @@ def _read_record(path: Path, file: IO[bytes]) -> tuple[str, bytes] | JournalInde
     if content and len(content) == _LENGTH.unpack(header)[0]:
         with suppress(DecodeError):
             return decode_journal_record(content)
-    raise UserError(f"{path} is damaged: it ends within a record; continue from an earlier checkpoint")
+    raise DamagedCheckpointError(f"{path} is damaged: it ends within a record")
 
 
 def read_parts(path: Path) -> Iterator[list[str | bytes] | JournalIndex]:
     """Payloads as number, content, number, ..., some MiB in one part; the index at the end.
 
-    Raises UserError for a file that is cut off or something else.
+    Raises DamagedCheckpointError for a file that is cut off, UserError for something else.
     """
     part: list[str | bytes] = []
     size = 0

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.runtime.errors import CheckpointError, UserError
@@ -20,7 +19,7 @@ from atoll.trainer import progress
 from atoll.trainer.megatron.lora import adapters, attach_adapters, check_targets, merge_adapter
 from atoll.trainer.megatron.model import MegatronModel, ModelSettings, build
 from atoll.trainer.megatron.names import shapes
-from atoll.trainer.megatron.peft import load_adapter, write_adapter
+from atoll.trainer.megatron.peft import load_adapter, save_tensors, write_adapter
 from atoll.trainer.megatron.shards import boxes_of
 from atoll.trainer.megatron.tensor_files import INDEX, open_tensors
 
@@ -112,7 +111,7 @@ def _write(
     target.mkdir(parents=True, exist_ok=True)
     for file, names in files.items():
         tensors = {name: tensor for name, tensor in (next(gathered) for _ in names) if tensor is not None}
-        save_file(tensors, target / file, metadata={"format": "pt"})
+        save_tensors(tensors, target / file)
     num_bytes = sum((target / file).stat().st_size for file in files)
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}

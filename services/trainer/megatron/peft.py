@@ -19,6 +19,14 @@ from atoll.trainer.megatron.tensor_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS,
 from atoll.weights.adapters import adapter_names, is_target
 
 
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """As safetensors, with the permissions of any new file: the library's own are for the owner alone."""
+    path.touch()
+    mode = path.stat().st_mode  # as the umask wants it
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
 def load_adapter(model: MegatronModel, folder: Path) -> None:
     """Fills this rank's adapters, reading only its own slices. Raises UserError if its rank, alpha or targets
     differ from the model's, or if files are missing or unreadable."""
@@ -54,7 +62,7 @@ def write_adapter(model: MegatronModel, folder: Path) -> None:
     if dist.get_rank() > 0:
         return
     folder.mkdir(parents=True)
-    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    save_tensors(tensors, folder / ADAPTER_WEIGHTS)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

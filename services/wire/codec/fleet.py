@@ -71,6 +71,7 @@ def encode_run_status(status: RunStatus) -> coordinator_pb2.StatusReply:
         metrics=status.metrics,
         revision=status.revision,
         servers=[encode_server_health(health) for health in status.servers],
+        seconds=status.seconds,
     )
 
 
@@ -86,4 +87,5 @@ def decode_run_status(message: coordinator_pb2.StatusReply) -> RunStatus:
         metrics=dict(message.metrics),
         revision=message.revision,
         servers=tuple(decode_server_health(server) for server in message.servers),
+        seconds=message.seconds,
     )

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61toll/wire/v1/coordinator.proto\x12\x08\x61toll.v1\"P\n\x0cServiceEntry\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\":\n\x0fRegisterRequest\x12\'\n\x07service\x18\x01 \x01(\x0b\x32\x16.atoll.v1.ServiceEntry\"/\n\rRegisterReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\";\n\x10HeartbeatRequest\x12\'\n\x07service\x18\x01 \x01(\x0b\x32\x16.atoll.v1.ServiceEntry\".\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"<\n\x11\x44\x65registerRequest\x12\'\n\x07service\x18\x01 \x01(\x0b\x32\x16.atoll.v1.ServiceEntry\"\x11\n\x0f\x44\x65registerReply\"\xfa\x01\n\x0e\x45xternalServer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\x10\n\x08protocol\x18\x04 \x01(\t\x12\x36\n\x07options\x18\x05 \x03(\x0b\x32%.atoll.v1.ExternalServer.OptionsEntry\x12\x0c\n\x04\x61uth\x18\x06 \x01(\t\x12\x13\n\x0b\x63oncurrency\x18\x07 \x01(\x05\x12\x11\n\ttimeout_s\x18\x08 \x01(\x01\x12\x0f\n\x07\x61\x64\x64ress\x18\t \x01(\t\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"X\n\x0cServerHealth\x12(\n\x06server\x18\x01 \x01(\x0b\x32\x18.atoll.v1.ExternalServer\x12\x0f\n\x07healthy\x18\x02 \x01(\x08\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\"<\n\x10\x41\x64\x64ServerRequest\x12(\n\x06server\x18\x01 \x01(\x0b\x32\x18.atoll.v1.ExternalServer\"\x10\n\x0e\x41\x64\x64ServerReply\">\n\x13RemoveServerRequest\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\"$\n\x11RemoveServerReply\x12\x0f\n\x07removed\x18\x01 \x01(\x05\"\x1d\n\rStatusRequest\x12\x0c\n\x04seen\x18\x01 \x01(\x03\"\xb4\x02\n\x0bStatusReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x11\n\tnum_steps\x18\x04 \x01(\x03\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12(\n\x08services\x18\x07 \x03(\x0b\x32\x16.atoll.v1.ServiceEntry\x12\x33\n\x07metrics\x18\x08 \x03(\x0b\x32\".atoll.v1.StatusReply.MetricsEntry\x12\x10\n\x08revision\x18\t \x01(\x03\x12\'\n\x07servers\x18\n \x03(\x0b\x32\x16.atoll.v1.ServerHealth\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x11\n\x0fPauseRunRequest\"\x0f\n\rPauseRunReply\"\x12\n\x10ResumeRunRequest\"\x10\n\x0eResumeRunReply\"\x10\n\x0eStopRunRequest\"\x0e\n\x0cStopRunReply\"\x13\n\x11\x43heckpointRequest\"\x1f\n\x0f\x43heckpointReply\x12\x0c\n\x04path\x18\x01 \x01(\t2\xa5\x05\n\x0b\x43oordinator\x12>\n\x08Register\x12\x19.atoll.v1.RegisterRequest\x1a\x17.atoll.v1.RegisterReply\x12\x41\n\tHeartbeat\x12\x1a.atoll.v1.HeartbeatRequest\x1a\x18.atoll.v1.HeartbeatReply\x12\x44\n\nDeregister\x12\x1b.atoll.v1.DeregisterRequest\x1a\x19.atoll.v1.DeregisterReply\x12\x41\n\tAddServer\x12\x1a.atoll.v1.AddServerRequest\x1a\x18.atoll.v1.AddServerReply\x12J\n\x0cRemoveServer\x12\x1d.atoll.v1.RemoveServerRequest\x1a\x1b.atoll.v1.RemoveServerReply\x12\x38\n\x06Status\x12\x17.atoll.v1.StatusRequest\x1a\x15.atoll.v1.StatusReply\x12>\n\x08PauseRun\x12\x19.atoll.v1.PauseRunRequest\x1a\x17.atoll.v1.PauseRunReply\x12\x41\n\tResumeRun\x12\x1a.atoll.v1.ResumeRunRequest\x1a\x18.atoll.v1.ResumeRunReply\x12;\n\x07StopRun\x12\x18.atoll.v1.StopRunRequest\x1a\x16.atoll.v1.StopRunReply\x12\x44\n\nCheckpoint\x12\x1b.atoll.v1.CheckpointRequest\x1a\x19.atoll.v1.CheckpointReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61toll/wire/v1/coordinator.proto\x12\x08\x61toll.v1\"P\n\x0cServiceEntry\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\":\n\x0fRegisterRequest\x12\'\n\x07service\x18\x01 \x01(\x0b\x32\x16.atoll.v1.ServiceEntry\"/\n\rRegisterReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\";\n\x10HeartbeatRequest\x12\'\n\x07service\x18\x01 \x01(\x0b\x32\x16.atoll.v1.ServiceEntry\".\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"<\n\x11\x44\x65registerRequest\x12\'\n\x07service\x18\x01 \x01(\x0b\x32\x16.atoll.v1.ServiceEntry\"\x11\n\x0f\x44\x65registerReply\"\xfa\x01\n\x0e\x45xternalServer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\x10\n\x08protocol\x18\x04 \x01(\t\x12\x36\n\x07options\x18\x05 \x03(\x0b\x32%.atoll.v1.ExternalServer.OptionsEntry\x12\x0c\n\x04\x61uth\x18\x06 \x01(\t\x12\x13\n\x0b\x63oncurrency\x18\x07 \x01(\x05\x12\x11\n\ttimeout_s\x18\x08 \x01(\x01\x12\x0f\n\x07\x61\x64\x64ress\x18\t \x01(\t\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"X\n\x0cServerHealth\x12(\n\x06server\x18\x01 \x01(\x0b\x32\x18.atoll.v1.ExternalServer\x12\x0f\n\x07healthy\x18\x02 \x01(\x08\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\"<\n\x10\x41\x64\x64ServerRequest\x12(\n\x06server\x18\x01 \x01(\x0b\x32\x18.atoll.v1.ExternalServer\"\x10\n\x0e\x41\x64\x64ServerReply\">\n\x13RemoveServerRequest\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\"$\n\x11RemoveServerReply\x12\x0f\n\x07removed\x18\x01 \x01(\x05\"\x1d\n\rStatusRequest\x12\x0c\n\x04seen\x18\x01 \x01(\x03\"\xc5\x02\n\x0bStatusReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x11\n\tnum_steps\x18\x04 \x01(\x03\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12(\n\x08services\x18\x07 \x03(\x0b\x32\x16.atoll.v1.ServiceEntry\x12\x33\n\x07metrics\x18\x08 \x03(\x0b\x32\".atoll.v1.StatusReply.MetricsEntry\x12\x10\n\x08revision\x18\t \x01(\x03\x12\'\n\x07servers\x18\n \x03(\x0b\x32\x16.atoll.v1.ServerHealth\x12\x0f\n\x07seconds\x18\x0b \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x11\n\x0fPauseRunRequest\"\x0f\n\rPauseRunReply\"\x12\n\x10ResumeRunRequest\"\x10\n\x0eResumeRunReply\"\x10\n\x0eStopRunRequest\"\x0e\n\x0cStopRunReply\"\x13\n\x11\x43heckpointRequest\"\x1f\n\x0f\x43heckpointReply\x12\x0c\n\x04path\x18\x01 \x01(\t2\xa5\x05\n\x0b\x43oordinator\x12>\n\x08Register\x12\x19.atoll.v1.RegisterRequest\x1a\x17.atoll.v1.RegisterReply\x12\x41\n\tHeartbeat\x12\x1a.atoll.v1.HeartbeatRequest\x1a\x18.atoll.v1.HeartbeatReply\x12\x44\n\nDeregister\x12\x1b.atoll.v1.DeregisterRequest\x1a\x19.atoll.v1.DeregisterReply\x12\x41\n\tAddServer\x12\x1a.atoll.v1.AddServerRequest\x1a\x18.atoll.v1.AddServerReply\x12J\n\x0cRemoveServer\x12\x1d.atoll.v1.RemoveServerRequest\x1a\x1b.atoll.v1.RemoveServerReply\x12\x38\n\x06Status\x12\x17.atoll.v1.StatusRequest\x1a\x15.atoll.v1.StatusReply\x12>\n\x08PauseRun\x12\x19.atoll.v1.PauseRunRequest\x1a\x17.atoll.v1.PauseRunReply\x12\x41\n\tResumeRun\x12\x1a.atoll.v1.ResumeRunRequest\x1a\x18.atoll.v1.ResumeRunReply\x12;\n\x07StopRun\x12\x18.atoll.v1.StopRunRequest\x1a\x16.atoll.v1.StopRunReply\x12\x44\n\nCheckpoint\x12\x1b.atoll.v1.CheckpointRequest\x1a\x19.atoll.v1.CheckpointReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -66,25 +66,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSREQUEST']._serialized_start=951
   _globals['_STATUSREQUEST']._serialized_end=980
   _globals['_STATUSREPLY']._serialized_start=983
-  _globals['_STATUSREPLY']._serialized_end=1291
-  _globals['_STATUSREPLY_METRICSENTRY']._serialized_start=1245
-  _globals['_STATUSREPLY_METRICSENTRY']._serialized_end=1291
-  _globals['_PAUSERUNREQUEST']._serialized_start=1293
-  _globals['_PAUSERUNREQUEST']._serialized_end=1310
-  _globals['_PAUSERUNREPLY']._serialized_start=1312
-  _globals['_PAUSERUNREPLY']._serialized_end=1327
-  _globals['_RESUMERUNREQUEST']._serialized_start=1329
-  _globals['_RESUMERUNREQUEST']._serialized_end=1347
-  _globals['_RESUMERUNREPLY']._serialized_start=1349
-  _globals['_RESUMERUNREPLY']._serialized_end=1365
-  _globals['_STOPRUNREQUEST']._serialized_start=1367
-  _globals['_STOPRUNREQUEST']._serialized_end=1383
-  _globals['_STOPRUNREPLY']._serialized_start=1385
-  _globals['_STOPRUNREPLY']._serialized_end=1399
-  _globals['_CHECKPOINTREQUEST']._serialized_start=1401
-  _globals['_CHECKPOINTREQUEST']._serialized_end=1420
-  _globals['_CHECKPOINTREPLY']._serialized_start=1422
-  _globals['_CHECKPOINTREPLY']._serialized_end=1453
-  _globals['_COORDINATOR']._serialized_start=1456
-  _globals['_COORDINATOR']._serialized_end=2133
+  _globals['_STATUSREPLY']._serialized_end=1308
+  _globals['_STATUSREPLY_METRICSENTRY']._serialized_start=1262
+  _globals['_STATUSREPLY_METRICSENTRY']._serialized_end=1308
+  _globals['_PAUSERUNREQUEST']._serialized_start=1310
+  _globals['_PAUSERUNREQUEST']._serialized_end=1327
+  _globals['_PAUSERUNREPLY']._serialized_start=1329
+  _globals['_PAUSERUNREPLY']._serialized_end=1344
+  _globals['_RESUMERUNREQUEST']._serialized_start=1346
+  _globals['_RESUMERUNREQUEST']._serialized_end=1364
+  _globals['_RESUMERUNREPLY']._serialized_start=1366
+  _globals['_RESUMERUNREPLY']._serialized_end=1382
+  _globals['_STOPRUNREQUEST']._serialized_start=1384
+  _globals['_STOPRUNREQUEST']._serialized_end=1400
+  _globals['_STOPRUNREPLY']._serialized_start=1402
+  _globals['_STOPRUNREPLY']._serialized_end=1416
+  _globals['_CHECKPOINTREQUEST']._serialized_start=1418
+  _globals['_CHECKPOINTREQUEST']._serialized_end=1437
+  _globals['_CHECKPOINTREPLY']._serialized_start=1439
+  _globals['_CHECKPOINTREPLY']._serialized_end=1470
+  _globals['_COORDINATOR']._serialized_start=1473
+  _globals['_COORDINATOR']._serialized_end=2150
 # @@protoc_insertion_point(module_scope)

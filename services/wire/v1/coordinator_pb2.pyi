@@ -408,6 +408,7 @@ class StatusReply(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     SERVERS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     state: _builtins.str
     """"starting", "warming up", "training", "validating", "paused", "finished", "failed" """
@@ -417,6 +418,8 @@ class StatusReply(_message.Message):
     error: _builtins.str
     revision: _builtins.int
     """from 1; grows with every change of state, step, services or servers"""
+    seconds: _builtins.float
+    """that the run has taken, over all its starts"""
     @_builtins.property
     def services(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServiceEntry]: ...
     @_builtins.property
@@ -438,10 +441,11 @@ class StatusReply(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         revision: _builtins.int = ...,
         servers: _abc.Iterable[Global___ServerHealth] | None = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "metrics", b"metrics", "num_steps", b"num_steps", "revision", b"revision", "run", b"run", "servers", b"servers", "services", b"services", "state", b"state", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "metrics", b"metrics", "num_steps", b"num_steps", "revision", b"revision", "run", b"run", "seconds", b"seconds", "servers", b"servers", "services", b"services", "state", b"state", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
