@@ -3,12 +3,12 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 LEARNING := tests/integration/test_learning.py tests/integration/test_recipes.py
 RUNS := $(patsubst %,tests/integration/test_%.py,agent_clients agents_learn bad_input double_restart external_servers \
-	fleet gateway_kills run sglang_run supervised)
+	first_hour fleet gateway_kills run sglang_run supervised)
 TWO_AT_A_TIME = $(MAKE) --no-print-directory --jobs 2 --keep-going
 SAYING_WHOSE = 2>&1 | sed --unbuffered 's/^/$@: /'
 
 .PHONY: quickstart test test-units test-integration test-runs test-long test-learning test-long-runs test-services \
-	test-sglang test-gateway test-gpu lint proto docs
+	test-first-hour test-sglang test-gateway test-gpu lint proto docs
 
 quickstart: .venv/installed
 	$(BIN)/atoll quickstart
@@ -40,6 +40,10 @@ test-long-runs: .venv/installed .venv-servers/installed .venv-sglang/installed
 
 test-services: .venv/installed .venv-servers/installed .venv-sglang/installed .venv-tracking/installed
 	$(BIN)/python -m tests.rerun -v -m long $(RUNS:%=--ignore %) $(LEARNING:%=--ignore %) $(SAYING_WHOSE)
+
+# The tutorial with the whole quickstart; the long tests have it with a quickstart of 30 steps.
+test-first-hour: .venv/installed
+	FIRST_HOUR=whole $(BIN)/pytest -s tests/integration/test_first_hour.py $(SAYING_WHOSE)
 
 # The real SGLang on a CPU, one and two ranks; a part of the long tests.
 test-sglang: .venv-sglang/installed

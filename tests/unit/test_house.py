@@ -5,7 +5,6 @@ import ast
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -19,6 +18,7 @@ import pytest
 import atoll
 from atoll.reward.verifiers.exact_match import exact_match
 from tests import module_list
+from tests.wheel import PIP, build_source_distribution, build_wheel, tracked_files
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "services"
@@ -105,34 +105,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of packages: the wheel of this tree's source distribution, and a stranger's package by the
     name of our folder."""
     assert (ROOT / "atoll").readlink() == Path("services")
-    source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
-    tracked = subprocess.run(("git", "ls-files"), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    for name in tracked.stdout.splitlines():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).exists():  # or it was removed, and is not committed
-            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
-    script = f"from setuptools.build_meta import build_sdist; build_sdist({str(wheels)!r})"
-    subprocess.run((sys.executable, "-c", script), cwd=source, check=True, stdout=subprocess.DEVNULL)
-    [sdist] = wheels.iterdir()
-    shutil.unpack_archive(sdist, wheels, filter="data")
-    sdist.unlink()
-    [unpacked] = wheels.iterdir()
+    folder, target = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("target")
+    unpacked = build_source_distribution(folder)
     packed = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
-    expected = {name.replace("services/", "atoll/", 1) for name in tracked.stdout.splitlines()}
+    expected = {name.replace("services/", "atoll/", 1) for name in tracked_files()}
     assert expected - packed == {".gitignore", "atoll", "atoll/examples"}
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    build = (
-        *pip,
-        "wheel",
-        "--no-index",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        wheels,
-        unpacked,
-    )
-    subprocess.run(build, check=True)
-    [wheel] = wheels.glob("*.whl")
+    wheel = build_wheel(folder)
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
     about = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
@@ -140,7 +118,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     examples = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*") if path.is_file()}
     assert {f"atoll/{name}" for name in examples if "__pycache__" not in name} <= names
     assert not [name for name in names if name.endswith(".pyc")]
-    subprocess.run((*pip, "install", "--no-index", "--no-deps", "--target", target, wheel), check=True)
+    subprocess.run((*PIP, "install", "--no-index", "--no-deps", "--target", target, wheel), check=True)
     (target / "services").mkdir()
     (target / "services" / "__init__.py").write_text("OWNER = 'a stranger'\n")
     return target
