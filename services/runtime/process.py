@@ -235,6 +235,8 @@ async def _serve_one(
                 if first and arguments.ready_fd is not None:
                     announce(arguments.ready_fd, server.address, metrics.address)
                 _log.info("serves %s at %s", context.role, server.address)
+                if metrics.address:
+                    _log.info("serves /metrics at %s", metrics.address)
                 entry = ServiceEntry(context.role, context.name, context.incarnation, server.address)
                 if lease:
                     await lease.hold(entry, asked, failed)

@@ -1,7 +1,6 @@
 """What a process serves to Prometheus: its resources, and the calls that its gRPC server handles."""
 
 import errno
-import logging
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, start_http_server
@@ -9,8 +8,6 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, st
 from atoll.config.schema import PrometheusSection
 from atoll.runtime.errors import UserError
 from atoll.runtime.server import advertised_host
-
-_log = logging.getLogger(__name__)
 
 _BUCKETS_S: Final = (0.001, 0.01, 0.1, 1, 10, 100, 1000)  # from a heartbeat to a step's generation
 _MAX_TRIES: Final = 1000  # ports
@@ -48,7 +45,6 @@ class ProcessMetrics:
                     "set it to an address of this machine, and prometheus.port to a port that you may use"
                 ) from None
             self.address = f"{advertised_host(section.host)}:{server.server_port}"
-            _log.info("serves /metrics at %s", self.address)
             return
         raise UserError(
             f"prometheus.port = {section.port}: none of the {_MAX_TRIES} ports from there is free; set it to "

@@ -70,7 +70,7 @@ class Feed:
             if row["time"] > self._bookmark.time:
                 step = int(row["step"])
                 self._tracker.log(step, row["time"], metrics_of(row))
-                if self._section.samples and step % self._section.every == 0:
+                if self._section.samples and step and step % self._section.every == 0:
                     self._send_samples(step)
                 self._bookmark.move(row["time"])
 
