@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import get_args, get_origin
 
 from pydantic import BaseModel
@@ -75,6 +76,7 @@ def _owner(section: type[BaseModel], name: str) -> type[BaseModel]:
     return next(base for base in section.__mro__ if name in inspect.get_annotations(base))
 
 
+@cache
 def _comments(section: type[BaseModel]) -> dict[str, str]:
     return {match["name"]: match["comment"] for match in _COMMENT.finditer(inspect.getsource(section))}
 
