@@ -3,8 +3,8 @@
 import argparse
 import subprocess
 import typing
-from pathlib import Path
 
+from atoll.cli import active_runs
 from atoll.cli.trackers import check_packages, tracker_command
 from atoll.config.load import read_resolved
 from atoll.config.schema import TrackerName
@@ -12,7 +12,7 @@ from atoll.runtime.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/NAME")
+    active_runs.add_run(parser)
     parser.add_argument(
         "--to",
         action="append",
