@@ -164,9 +164,9 @@ def service_groups(
 
 
 def service_names(config: RunConfig) -> list[str]:
-    """The names under which the run's services register: of a trainer, its first rank's."""
+    """The names of the services that a run waits for, as they register: of a trainer, its first rank's."""
     gateways = range(config.gateway.instances if config.has_agents else 0)
-    groups = service_groups(config, coordinator="")
+    groups = [group for group in service_groups(config, coordinator="") if not group.if_lost]
     return [*(group.names[0] for group in groups), *(f"gateway-{index}" for index in gateways)]
 
 

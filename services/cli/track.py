@@ -3,8 +3,8 @@
 import argparse
 import subprocess
 import typing
-from pathlib import Path
 
+from atoll.cli import active_runs
 from atoll.cli.preflight import check_trackers
 from atoll.cli.trackers import tracker_command
 from atoll.config.load import read_resolved
@@ -13,7 +13,7 @@ from atoll.runtime.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/NAME")
+    active_runs.add_run(parser)
     parser.add_argument(
         "--to",
         action="append",

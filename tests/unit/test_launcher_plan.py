@@ -19,6 +19,7 @@ from atoll.cli.launcher import (
     launch,
     publish_address,
     service_groups,
+    service_names,
 )
 from atoll.cli.tokens import Tokens
 from atoll.config.errors import ConfigError
@@ -305,3 +306,11 @@ def test_a_low_limit_of_open_files_is_named_before_anything_starts(tmp_path: Pat
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_services_that_a_run_waits_for_are_named() -> None:
+    """Neither further ranks nor trackers, which do not register."""
+    config = run_config(
+        trainer={"parallel": {"data": 2}}, rollout={"replicas": 2}, tracking={"to": ["tensorboard"]}
+    )
+    assert sorted(service_names(config)) == ["actor-0", "reward-0", "rollout-0", "rollout-1"]
