@@ -62,8 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         code: int = command.run(arguments)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # as in `atoll audit RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush would raise
+        return 1
     except Exception as error:
         if not (message := _message_for_user(error)):
             raise

@@ -1,6 +1,7 @@
 """The real command: what it refuses, and with which words."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -30,6 +31,18 @@ max_new_tokens = 4
 def atoll(*words: str | Path) -> subprocess.CompletedProcess[str]:
     command = [Path(sys.executable).with_name("atoll"), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback(tmp_path: Path) -> None:
+    run = tmp_path / "toy"
+    run.mkdir()
+    (run / "config.json").write_text('{"run": {"steps": 2}, "validation": {"best": null}}')
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [Path(sys.executable).with_name("atoll"), "runs", tmp_path]
+    answer = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writing)
+    assert (answer.returncode, answer.stderr) == (1, "")
 
 
 @pytest.fixture
