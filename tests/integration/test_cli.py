@@ -39,7 +39,7 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(tmp_path: Path) -> None
     (run / "config.json").write_text('{"run": {"steps": 2}, "validation": {"best": null}}')
     reading, writing = os.pipe()
     os.close(reading)
-    command = [Path(sys.executable).with_name("atoll"), "runs", tmp_path]
+    command = [Path(sys.executable).with_name("atoll"), "status", run]
     answer = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writing)
     assert (answer.returncode, answer.stderr) == (1, "")
