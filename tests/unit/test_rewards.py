@@ -127,6 +127,7 @@ def test_grading_that_dominates_a_step_gets_a_hint(tmp_path: Path) -> None:
     assert slow_grading_note(metrics | {"timing_s/reward": 5.0}, [mine]) == ""
     assert slow_grading_note(metrics, [mine.model_copy(update={"concurrency": 2})]) == ""
     assert slow_grading_note(metrics, [GraderConfig(name="exact_match")]) == ""
+    assert slow_grading_note(metrics | {"timing_s/reward": 11.0}, [mine]) == ""  # a validation's, too
     assert slow_grading_note({}, [mine]) == ""
 
 

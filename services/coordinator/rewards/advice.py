@@ -17,7 +17,7 @@ def slow_grading_note(metrics: Mapping[str, float], graders: Sequence[GraderConf
     """A hint if a step spent its time waiting for graders that grade one response at a time; else ""."""
     alone = [grader.name for grader in graders if grader.is_users_own and (grader.concurrency or 1) == 1]
     reward_s, step_s = metrics.get("timing_s/reward", 0.0), metrics.get("timing_s/step", 0.0)
-    if not alone or reward_s <= SLOW_SHARE * step_s:
+    if not alone or not SLOW_SHARE * step_s < reward_s <= step_s:  # more: a validation's answers count, too
         return ""
     return (
         f"grading took {reward_s:.1f} s of a step of {step_s:.1f} s: {' and '.join(alone)} grades one "
