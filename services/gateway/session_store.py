@@ -278,7 +278,7 @@ class SessionStore:
                 _DELIVERED, [_session(id) for id, _ in delivered], *(number for _, number in delivered)
             )
         except StoreError as error:
-            log.warning("answers that were delivered are not noted: %s", error)
+            log.warning("delivered responses are not recorded: %s", error)
 
     async def _write_turns(self, messages: Sequence[str | bytes]) -> list[str]:
         names: list[str] = []

@@ -110,7 +110,7 @@ def run_service(
     ) as error:
         sys.exit(f"{arguments.name}: {error}")
     except EngineDiedError:
-        _log.exception("gives up")
+        _log.exception("giving up")
         sys.exit(EXIT_RESTARTS_EXHAUSTED)
     except (AtollError, OSError) as error:
         _log.exception("failed")

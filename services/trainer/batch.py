@@ -51,7 +51,7 @@ def check_segments(segments: Segments, vocab_size: int, max_length: int) -> None
     if unknown.any():
         raise UserError(
             f"token id {int(tokens[unknown][0])} is outside the model's vocabulary of {vocab_size}: "
-            "the tokenizer and the model do not belong together"
+            "the tokenizer does not match the model"
         )
     longest = int(segments.positions.max(initial=-1)) + 1
     if longest > max_length:

@@ -149,7 +149,7 @@ class SessionTurns:
         """Aborts the turns that a lost gateway was waiting for: the instance that takes over its sessions
         uses new turn numbers. If the gateway returns, it asks for them again."""
         for turn in {turn for turn in self._turns.values() if turn.link is link}:
-            self._abort(turn, "its gateway is gone")
+            self._abort(turn, "its gateway was lost")
 
     def limit(self, session: SessionId, max_versions: int) -> None:
         """It ends before its first turn that could be of one version more; 0: it does not."""

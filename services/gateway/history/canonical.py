@@ -104,7 +104,7 @@ def _finite(text: str) -> float:
 
 
 def _refuse(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 def _dump(value: Any) -> bytes:

@@ -126,7 +126,7 @@ def _tagged(text: str, read: Callable[[str], tuple[str, str] | None]) -> CallsFo
 
 
 def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 _JSON = json.JSONDecoder(parse_constant=_refuse_constant)

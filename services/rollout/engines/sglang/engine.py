@@ -301,7 +301,7 @@ class SGLangEngine:
         if job.aborted:
             return completion
         if completion.finish_reason is FinishReason.ABORT:
-            raise SGLangError(f"SGLang gave up {job.id}: {answer['meta_info']['finish_reason']}")
+            raise SGLangError(f"SGLang aborted {job.id}: {answer['meta_info']['finish_reason']}")
         return completion if completion.spans[0].version == version else None
 
     def _end(self, jobs: Iterable[_SampleJob]) -> int:

@@ -216,8 +216,8 @@ def _check(model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> to
     dtypes = {parameter.dtype for parameter in parameters.values()}
     if len(dtypes) > 1 or not dtypes <= DTYPES.keys():
         raise UserError(
-            f"SGLang's parameters have the dtypes {sorted(map(str, dtypes))}; weights can be pushed to "
-            "float32 or bfloat16 alone: set rollout.dtype, and leave out rollout.sglang.quantization"
+            f"SGLang's parameters have the dtypes {sorted(map(str, dtypes))}; weights can be pushed "
+            "only to float32 or bfloat16: set rollout.dtype, and remove rollout.sglang.quantization"
         )
     for name, parameter in parameters.items():
         if not parameter.is_contiguous():
