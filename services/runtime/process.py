@@ -92,7 +92,7 @@ def run_service(
     of its run.
 
     Ends the process with exit code 1 if it cannot start, has failed, or the run does not want it. The last
-    lines on stderr are then "NAME: ..." for whoever started it, unless the cause is a bug.
+    lines on stderr are then "NAME: ..." for the caller that started it, unless the cause is a bug.
     """
     arguments = parse_arguments(service)
     configure_logging(arguments.name)

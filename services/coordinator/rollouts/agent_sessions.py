@@ -90,7 +90,7 @@ class AgentSessions:
                 session.task.cancel()
 
     def cut(self, groups: Sequence[PendingGroup]) -> None:
-        """Ends their sessions with the turns that they have; those that have none go on."""
+        """Ends their sessions with the turns that they have; those that have none continue."""
         for session in self._of({group.prompt.id for group in groups}):
             if self._turns.has_turn(session.id):
                 session.cut.set()

@@ -133,7 +133,7 @@ _JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _json_call(text: str, keys: Sequence[str]) -> tuple[str, str] | None:
-    """Name and arguments, the latter as they stand there; None if `text` is not exactly one call."""
+    """Name and arguments, the latter unparsed; None if `text` is not exactly one call."""
     try:
         members = {key: (raw, value) for key, raw, value in _members(text)}
         name = members["name"][1]

@@ -111,7 +111,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     def __init__(
         self, model: torch.nn.Module, folder: Path, rank: int, size: int, outcome: Path, *, in_place: bool
     ) -> None:
-        """`folder` is where the model came from; `outcome` gets what becomes of each commit. `in_place`: the
+        """`folder` is where the model came from; `outcome` records how each commit ended. `in_place`: the
         parameters stay where they are in memory."""
         self._model, self._folder, self._rank, self._size = model, folder, rank, size
         self._outcome, self._in_place = outcome, in_place
