@@ -24,7 +24,7 @@ BLOCKED_S: Final = 120.0  # that a function may block the loop of all
 JOIN_TIMEOUT_S: Final = 1.0  # for the loop to stop
 MAX_CAUSE: Final = 500  # characters
 CANCELLED: Final = AgentOutcome("cancelled")
-LOST: Final = AgentOutcome("the process that ran the agent is gone")
+LOST: Final = AgentOutcome("the process that ran the agent exited")
 
 AgentFunction = Callable[[AgentSession], Awaitable[object]]
 
@@ -106,7 +106,7 @@ class AgentRunner:
 
         def give_up() -> None:
             if not session.outcome.done():
-                _log.warning("session %s: its function goes on after it was cancelled", id)
+                _log.warning("session %s: its function is still running after it was cancelled", id)
                 session.settle(CANCELLED)
 
         self._loop.call_soon_threadsafe(cancel_call)

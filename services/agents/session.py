@@ -21,7 +21,7 @@ CONNECT_TIMEOUT_S: Final = 10.0
 
 class EnvironmentFailedError(Exception):
     """Raise it if a tool or an environment broke down: its session ends as "environment failed", and
-    `on_end.environment_failed` says what becomes of it."""
+    `on_end.environment_failed` says what happens to it."""
 
 
 class AgentSession:

@@ -74,7 +74,7 @@ class Auditor:
         if event["event"] == "branch":
             self._branch(event)
         elif (account := self.accounts.get(event["lineage"])) is None:
-            self.unknown.append(f"lineage {event['lineage']} did a {event['event']} that no branch precedes")
+            self.unknown.append(f"lineage {event['lineage']} has an event {event['event']} before its branch")
         elif event["event"] == "issue":
             self._issue(account, event)
         elif event["event"] == "drop":
@@ -192,7 +192,7 @@ class Auditor:
             self.wrong.append(
                 f"after {where}, {difference} prompts were drawn and never issued"
                 if difference > 0
-                else f"after {where}, the data stand {-difference} prompts before what was issued"
+                else f"after {where}, the data cursor is {-difference} prompts behind the issued prompts"
             )
 
     def check_dumps(self, dumps: Iterable[tuple[int, set[str]]]) -> None:
@@ -351,6 +351,6 @@ def _as_text(report: AuditReport) -> str:
         reason = f" ({fate.reason})" if fate.reason else ""
         lines.append(f"{fate.kind}{step}{reason}: {' '.join(_spans(by_fate[fate]))}")
     lines += [f"WRONG: {finding}" for finding in report.wrong]
-    lines += [f"CANNOT BE TOLD: {finding}" for finding in report.unknown]
+    lines += [f"INCONCLUSIVE: {finding}" for finding in report.unknown]
     total = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     return "\n".join([*lines, f"{len(report.fates)} samples: {total}"])

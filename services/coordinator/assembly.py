@@ -267,14 +267,14 @@ class Assembly:
         """Restores the last checkpoint in every trained model; in rollout_only, reads the last dump."""
         folder = self._config.folder
         if not trained and (dump := await asyncio.to_thread(last_dump, folder / DUMPS)):
-            log.info("resumes after the dump of step %d", dump[0])
+            log.info("resuming after the dump of step %d", dump[0])
             return Checkpoint(*dump, None), CoordinatorState(*dump, None, None, AlgorithmState())
         if trained and (saved := self._checkpoints.steps()):
             with self._checkpoints.explain_damage(saved[-1]):
                 state, journal, path = self._checkpoints.load(saved[-1])
                 for role, model in trained.items():
                     await model.load_checkpoint(path / role)
-            log.info("resumes after step %d, version %s", state.step, state.version)
+            log.info("resuming after step %d, version %s", state.step, state.version)
             return Checkpoint(state.step, state.version, journal), state
         for model in trained.values():
             await model.load_checkpoint(None)

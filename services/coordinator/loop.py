@@ -218,7 +218,7 @@ class Loop:
         self._num_refused = self._num_refused + 1 if refusal else 0
         if self._num_refused == MAX_REFUSED:
             raise AtollError(
-                f"step {step}: the trainer took nothing of {MAX_REFUSED} steps in a row, the last time "
+                f"step {step}: the trainer refused {MAX_REFUSED} steps in a row, the last time "
                 f"because {refusal}; fix the cause, then continue with --resume"
             )
 

@@ -162,7 +162,7 @@ class _GuardedTransport(httpx2.AsyncBaseTransport):
         packing = response.headers.get("content-encoding", "identity")
         if not failed and packing != "identity":
             failed = ProtocolError(
-                f"{self._where}: got an answer packed with {packing!r}, expected one as it is"
+                f"{self._where}: got a response with content encoding {packing!r}, expected none"
             )
         if failed:
             await response.aclose()
@@ -218,7 +218,7 @@ def _check_url(server: ExternalServer) -> str:
     try:
         url = httpx2.URL(server.url)
     except httpx2.InvalidURL as error:
-        raise UserError(f"{server.kind} server {server.name}: the url is none: {error}") from None
+        raise UserError(f"{server.kind} server {server.name}: invalid url: {error}") from None
     if url.scheme not in ("http", "https") or not url.host or url.userinfo or url.query or url.fragment:
         raise UserError(
             f'{server.kind} server {server.name}: expected url = "http(s)://HOST[:PORT][/PATH]" without '

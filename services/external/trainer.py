@@ -38,7 +38,7 @@ class TrainerRewards:
         try:
             self._tokenizer = Tokenizer.from_buffer(file.read_bytes())
         except (OSError, ValueError) as error:
-            # do not reveal the coordinator's files to whoever registers a server
+            # do not reveal the coordinator's files to callers who register a server
             cause = "it is not a readable tokenizer" if server.address else str(error)
             raise UserError(f"{server}: option tokenizer: {file}: {cause}") from None
         self._tokenizer.no_truncation()

@@ -121,7 +121,7 @@ class GatewayApp:
     async def _stream(
         self, api: Api, request: ApiRequest, session: Session, asked: AskedTurn, send: Send
     ) -> None:
-        """The turn is generated whole and streamed afterwards, with signs of life meanwhile."""
+        """Sends keep-alives while the turn is generated, then streams it."""
         if asked.record.done():
             await self._turns.result(asked)  # an error still has a status of its own
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})

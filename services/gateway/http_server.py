@@ -29,7 +29,7 @@ TOO_LARGE: Final = (
 
 class BoundedConnection(HttpToolsProtocol):
     """Closes a connection whose headers are too long or take too long, behind a request that is being
-    answered too. In an app's scope as "connection", where it says what became of an answer."""
+    answered too. In an app's scope as "connection", which records whether an answer was delivered."""
 
     _is_lost = False  # the client left before it had all
     _in_body = False

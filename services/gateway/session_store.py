@@ -219,7 +219,7 @@ class SessionStore:
         return int(answer)
 
     def note_delivered(self, id: SessionId, number: int) -> None:
-        """Soon: if it is lost with this instance, a repeated request is answered alike once more."""
+        """Soon: if it is lost with this instance, a repeated request gets the same answer once more."""
         if self._noting is None or self._noting.done():
             self._noting = asyncio.get_running_loop().create_task(self._note_delivered())
         self._delivered.append((id, number))
@@ -278,7 +278,7 @@ class SessionStore:
                 _DELIVERED, [_session(id) for id, _ in delivered], *(number for _, number in delivered)
             )
         except StoreError as error:
-            log.warning("answers that were delivered are not noted: %s", error)
+            log.warning("delivered responses are not recorded: %s", error)
 
     async def _write_turns(self, messages: Sequence[str | bytes]) -> list[str]:
         names: list[str] = []
@@ -292,7 +292,7 @@ class SessionStore:
         return [answer.decode() if isinstance(answer, bytes) else str(answer) for answer in answers]
 
     async def _write(self, script: Script, keys: Sequence[str], *args: str | bytes | int) -> Any:
-        """The run's fence is the coordinator's, which gateways follow: a new coordinator goes on with the
+        """The run's fence is the coordinator's, which gateways follow: a new coordinator continues the
         sessions of the one before."""
         try:
             return await self._store.write(script, keys, *args)

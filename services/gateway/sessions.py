@@ -156,7 +156,7 @@ class Sessions:
         return ended
 
     def forget(self, id: SessionId) -> None:
-        """Whatever is being drawn for it is given up."""
+        """Pending turns are abandoned."""
         if session := self._held.pop(id, None):
             self._keys.pop(session.key, None)
             for asked in session.asked.values():
@@ -181,7 +181,7 @@ class Sessions:
             raise _no_session()
         before = self._held.get(id)
         session = _session(held)
-        if before is not None:  # taken back: what is being drawn goes on
+        if before is not None:  # taken back: pending turns continue
             before.fence, before.num_numbered = session.fence, 0
             before.tree, before.undelivered = session.tree, session.undelivered
             session = before

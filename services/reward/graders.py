@@ -167,7 +167,7 @@ class GraderPanel:
             if config.concurrency or config.deadline_s != GraderConfig.model_fields["deadline_s"].default:
                 raise UserError(
                     f"reward.graders: {config.name} takes no time and runs in the service itself: deadline_s "
-                    "and concurrency have no effect on it, take them out"
+                    "and concurrency have no effect on it, remove them"
                 )
         inline = {config.name: load(config, GRADERS) for config in configs if is_inline(config)}
         slow = [config for config in configs if not is_inline(config)]

@@ -119,13 +119,13 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     def _take_places(self, count: int) -> int:
         if count > self._max_queued:
             raise UserError(
-                f"Score: {count} responses in one call; this service holds {self._max_queued} at most "
+                f"Score: {count} responses in one call; this service accepts at most {self._max_queued} "
                 "(reward.max_queued): send fewer, or raise it"
             )
         if self._held + count > self._max_queued:
             raise OverloadedError(
-                f"{self._held} responses are being graded or wait for it, {count} more would be over "
-                f"reward.max_queued = {self._max_queued}: ask another service, or later"
+                f"{self._held} responses are queued or being graded, {count} more would exceed "
+                f"reward.max_queued = {self._max_queued}: try another service, or retry later"
             )
         self._held += count
         return count

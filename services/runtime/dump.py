@@ -55,7 +55,7 @@ class DumpFolder:
         except OSError as error:
             reason = f"step {step}: its samples cannot be written to {folder}: {error}"
             if self._required:
-                raise AtollError(f"{reason}; fix that, then continue with --resume") from error
+                raise AtollError(f"{reason}; fix the cause, then continue with --resume") from error
             log.warning("%s; the run continues without them", reason)
 
 

@@ -93,7 +93,7 @@ def run_service(
     of its run.
 
     Ends the process with exit code 1 if it cannot start, has failed, or the run does not want it. The last
-    lines on stderr are then "NAME: ..." for whoever started it, unless the cause is a bug.
+    lines on stderr are then "NAME: ..." for the caller that started it, unless the cause is a bug.
     """
     arguments = parse_arguments(service)
     configure_logging(arguments.name)
@@ -111,7 +111,7 @@ def run_service(
     ) as error:
         sys.exit(f"{arguments.name}: {error}")
     except EngineDiedError:
-        _log.exception("gives up")
+        _log.exception("giving up")
         sys.exit(EXIT_RESTARTS_EXHAUSTED)
     except (AtollError, OSError) as error:
         _log.exception("failed")

@@ -28,7 +28,7 @@ class SampleTurn:
 
     context: str  # inserted before it, with the template's tokens: a tool's output, an agent's messages
     response: str
-    after: int | None  # number of the turn that it continues; None: it follows the prompt, or begins anew
+    after: int | None  # number of the turn that it continues; None: the prompt, or a new conversation
     finish_reason: str  # "stop", "length" or "abort"
     versions: tuple[int, ...]  # policy versions that produced its tokens, ascending
     num_tokens: int  # produced by the policy

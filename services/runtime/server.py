@@ -74,8 +74,8 @@ class Fence:
             )
         if given > self._epoch:
             raise StaleFenceError(
-                f"{method}: epoch {given} has not begun, the coordinator says {self._epoch}: it takes orders "
-                "from that one alone"
+                f"{method}: epoch {given} has not begun, the coordinator says {self._epoch}: only its orders "
+                "are accepted"
             )
 
 

@@ -51,7 +51,7 @@ def check_segments(segments: Segments, vocab_size: int, max_length: int) -> None
     if unknown.any():
         raise UserError(
             f"token id {int(tokens[unknown][0])} is outside the model's vocabulary of {vocab_size}: "
-            "the tokenizer and the model do not belong together"
+            "the tokenizer does not match the model"
         )
     longest = int(segments.positions.max(initial=-1)) + 1
     if longest > max_length:
@@ -105,7 +105,7 @@ def plan_microbatches(
     is alone in its own. With `samples` ([T], -1 for none), trees that hold one sample stay together: those of
     its conversations, and those that `flatten_trees` makes of its branches.
 
-    Empty micro-batches fill up where ranks need equally many (`alike`: a collective between data-parallel
+    Empty micro-batches fill up if ranks need equally many (`alike`: a collective between data-parallel
     ranks runs inside of each), or a multiple of some number of them. Else a rank may get none.
     """
     lengths = np.diff(segments.offsets)

@@ -127,7 +127,7 @@ class Checkpointer:
             raise _write_error(partial, path, error) from error
         except RuntimeError as error:
             raise ServiceUnavailableError(
-                f"checkpoint {path} was not written: another rank of this trainer is gone ({error})"
+                f"checkpoint {path} was not written: another rank of this trainer exited ({error})"
             ) from error
         return CheckpointWrite(writer.num_bytes, time.monotonic() - begun)
 

@@ -77,7 +77,7 @@ def translate_rank_loss() -> Iterator[None]:
         if not is_of_peer:
             raise
         raise RankLostError(
-            f"another rank of this trainer is gone, or did not answer in time; its own log says why ({error})"
+            f"another rank of this trainer exited or did not answer in time; see its log ({error})"
         ) from error
 
 

@@ -260,7 +260,7 @@ def _parsed(request: type[Request], data: bytes) -> Request:
     try:
         return request.FromString(data)
     except DecodeError as error:
-        raise UserError(f"the request is no {request.__name__}: {error}") from None
+        raise UserError(f"the request is not a {request.__name__}: {error}") from None
 
 
 def _split(values_T: Float32, parts: Sequence[Segments]) -> Iterator[Float32]:

@@ -47,7 +47,7 @@ def section_of(config: RunConfig, role: Role) -> RoleSection:
     if role not in config.roles:
         raise UserError(
             f"this run has no {role}: its config needs {', '.join(config.roles)}; "
-            "start those alone, or change the algorithm"
+            "start only those, or change the algorithm"
         )
     if role == "reference" and config.reference.placement == "colocated":
         raise UserError(

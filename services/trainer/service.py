@@ -125,17 +125,17 @@ class TrainerService:
         """A rank that failed may hold half an update, so the whole fleet ends, also if the caller has left
         by then."""
         if self._is_broken:
-            raise ServiceUnavailableError("this trainer is ending: an earlier call failed half-way")
+            raise ServiceUnavailableError("this trainer is shutting down: an earlier call failed midway")
         merge = _MERGES.get(method)
         try:
             replies = self._rank.lead(method, requests, ask_all=merge is not None)
         except AtollError:
             raise
         except Exception as error:
-            _log.critical("%s failed half-way: this trainer ends, restart it from a checkpoint", method)
+            _log.critical("%s failed midway: this trainer exits, restart it from a checkpoint", method)
             self._is_broken = True
             self._loop.call_soon_threadsafe(self._fail, error)
-            raise ServiceUnavailableError(f"{method} failed half-way, this trainer ends: {error}") from error
+            raise ServiceUnavailableError(f"{method} failed midway, this trainer exits: {error}") from error
         if merge is None:
             return replies[0]
         return [merge([reply for [reply] in replies]).SerializeToString()]

@@ -557,7 +557,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """A session to open. Whoever holds a key may do what it is for, while the session is open."""
+    """A session to open. The holder of a key may do what it is for, while the session is open."""
 
     id: SessionId
     agent_key: str  # to ask for turns
@@ -568,7 +568,7 @@ class SessionSpec:
 
 @dataclass(frozen=True, slots=True)
 class SessionReward:
-    """A reward from outside, by whoever has a session's reward key. Several of a session add up."""
+    """A reward from outside, set with a session's reward key. Several of a session add up."""
 
     component: str  # that it is reported as
     value: float
@@ -582,7 +582,7 @@ class TurnRecord:
 
     number: int  # in the TurnIds of what was drawn
     request: bytes  # digest of the request's body
-    parent: int  # record whose reply the conversation goes on from; -1: a conversation of its own
+    parent: int  # record whose reply the conversation continues; -1: a conversation of its own
     parent_branch: int  # which of its replies
     head: bytes  # digest of the conversation's system prompt and tools
     has_tools: bool
@@ -590,7 +590,7 @@ class TurnRecord:
         Int32  # [T] between what the parent produced and what was drawn; of a root, its whole prompt
     )
     messages: tuple[Message, ...]  # that these ids stand for
-    cause: str  # why it did not go on from the last turn; "": it did
+    cause: str  # why it did not continue the last turn; "": it did
     drawn: tuple[Trajectory, ...]  # a single turn each, by branch
     chains: tuple[bytes, ...]  # by branch: digest of the conversation up to and with the reply
 
@@ -602,7 +602,7 @@ class AgentTask:
     session: SessionId
     agent: str  # name of one of [[agents]]
     url: str  # of the gateway: chat APIs below /v1
-    agent_key: str = field(repr=False)  # to ask for turns; "": whoever holds the session already has it
+    agent_key: str = field(repr=False)  # to ask for turns; "": the session's holder already has it
     reward_key: str = field(repr=False)  # to set rewards
     model: str  # as the gateway calls it
     messages: tuple[Message, ...]  # of the dataset's row, as the next three
@@ -640,7 +640,7 @@ class UndrawnTurn:
 
     id: TurnId
     reason: str
-    end: SessionEnd | None  # its session is over; None: whoever asked may ask again
+    end: SessionEnd | None  # its session is over; None: the turn may be requested again
 
 
 # Two-dimensional pieces of canonical (Hugging Face named) tensors, and if a process keeps them.

@@ -189,6 +189,6 @@ async def test_bfloat16_follows_the_same_weights(start_engine, tiny_qwen2, tmp_p
 async def test_who_comes_after_the_engine_broke_is_told(start_engine, diverged_qwen2):
     engine = await start_engine(diverged_qwen2)
     for _ in range(2):
-        with pytest.raises(EngineDiedError, match="the engine broke: FloatingPointError"):
+        with pytest.raises(EngineDiedError, match="the engine failed: FloatingPointError"):
             async with asyncio.timeout(20):
                 await one(engine, ask(PROMPTS[0], GREEDY))

@@ -182,12 +182,12 @@ def test_bad_requests_in_anthropic_form(body: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "the body is no JSON: .*line 1 column 1"),
-        (b'{"a": ', "the body is no JSON: unexpected end of data"),
-        (b'{"a": "\xff"}', "the body is no JSON: .*UTF-8"),
-        (b'{"a": "\\ud800"}', "the body is no JSON: .*surrogate"),
-        (b'{"a": NaN}', "the body is no JSON"),
-        (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "the body is no JSON: depth limit"),
+        (b"", "the body is not JSON: .*line 1 column 1"),
+        (b'{"a": ', "the body is not JSON: unexpected end of data"),
+        (b'{"a": "\xff"}', "the body is not JSON: .*UTF-8"),
+        (b'{"a": "\\ud800"}', "the body is not JSON: .*surrogate"),
+        (b'{"a": NaN}', "the body is not JSON"),
+        (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "the body is not JSON: depth limit"),
         (b"[1]", "body: got list, expected a JSON object"),
         (b"null", "body: got NoneType, expected a JSON object"),
     ],

@@ -247,5 +247,5 @@ async def test_a_push_that_begins_while_the_actor_is_away_has_lost_a_trainer(
     registry = Registry(store, lease_s=60)
     assembly = Assembly(config, store, registry, servers, control, CALLER)
     assert assembly._sync is not None
-    with pytest.raises(ServiceUnavailableError, match="the actor is gone"):
+    with pytest.raises(ServiceUnavailableError, match="the actor was lost"):
         await assembly._sync.push(Version("a3f0", 1))

@@ -207,7 +207,7 @@ def test_a_killed_rank_takes_its_group_down_and_the_run_goes_on(
     assert all("another rank" not in line for line in log)
     assert killer.seen[0].error
     assert not killer.seen[1].error
-    assert re.search("resumes after step [1-9]", (config.folder / "logs" / "coordinator.log").read_text())
+    assert re.search("resuming after step [1-9]", (config.folder / "logs" / "coordinator.log").read_text())
 
 
 def test_a_warm_up_begins_again_if_a_rank_dies_in_it_and_not_after_it(assets: Path, whole: RunConfig) -> None:
@@ -218,7 +218,7 @@ def test_a_warm_up_begins_again_if_a_rank_dies_in_it_and_not_after_it(assets: Pa
     killer.check_who_stayed("actor-0", "actor-1")
     log = (config.folder / "logs" / "coordinator.log").read_text()
     assert log.count("no checkpoint found") == 1
-    assert log.count("resumes after step 0") == 1
+    assert log.count("resuming after step 0") == 1
 
 
 def test_a_critic_dies_and_the_actor_that_lives_goes_back_with_it(assets: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_critic_dies_and_the_actor_that_lives_goes_back_with_it(assets: Path) 
     assert curves[0] == curves[1][:STEPS]
     assert len({tuple(row) for row in curves[0]}) == STEPS
     assert len({coef for *_, coef in curves[0]}) == STEPS
-    assert re.search("resumes after step [1-9]", (broken.folder / "logs" / "coordinator.log").read_text())
+    assert re.search("resuming after step [1-9]", (broken.folder / "logs" / "coordinator.log").read_text())
 
 
 async def spawn(stack: AsyncExitStack, command: Sequence[str], log: Path) -> Process:

@@ -365,13 +365,13 @@ async def test_a_full_queue_refuses_at_once_and_each_verdict_frees_a_place(
     grader: GraderConfig, began: Path, go: Path
 ) -> None:
     async with grading(grader.model_copy(update={"concurrency": 2}), max_queued=3) as client:
-        with pytest.raises(UserError, match=r"4 responses in one call; this service holds 3 at most"):
+        with pytest.raises(UserError, match=r"4 responses in one call; this service accepts at most 3"):
             await client.score([item(index, "46") for index in range(4)])
         held = asyncio.create_task(client.score([item(1, "46"), item(2, "46", began=began, go=go)]))
         await opened(began)
         # item 1 need not wait, so its place is free once its verdict is sent
         assert len(await client.score([item(3, "46")])) == 1
-        with pytest.raises(OverloadedError, match=r"3 more would be over reward.max_queued = 3"):
+        with pytest.raises(OverloadedError, match=r"3 more would exceed reward.max_queued = 3"):
             await client.score([item(index, "46") for index in range(3)])
         await opened(go)
         assert len(await held) == 2

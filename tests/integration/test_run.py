@@ -376,7 +376,7 @@ def test_a_replica_whose_engine_dies_comes_back_with_the_weights_and_costs_no_sa
 
     assert launch(config, until_it_generates_again, resume=False)
     check_every_sample_counts_once(config)
-    broke = "engine restart 1 of 3: the engine broke: FloatingPointError: broken by the test"
+    broke = "engine restart 1 of 3: the engine failed: FloatingPointError: broken by the test"
     assert log.read_text().count(broke) == 1
     assert len(registered()) == 2
     for number, sample in samples():

@@ -70,7 +70,7 @@ def commands() -> None:
 def lost_leader() -> None:
     channel, execute = join()
     if dist.get_rank() > 0:
-        with pytest.raises(RankLostError, match="another rank of this trainer is gone"):
+        with pytest.raises(RankLostError, match="another rank of this trainer exited"):
             follow(channel, execute)
     else:
         lead(channel, execute, "Echo", [])
@@ -83,7 +83,7 @@ def lost_follower() -> None:
         channel.broadcast()
         dist.destroy_process_group()
     else:
-        with pytest.raises(RankLostError, match="another rank of this trainer is gone"):
+        with pytest.raises(RankLostError, match="another rank of this trainer exited"):
             lead(channel, execute, "Echo", [])
 
 
@@ -150,7 +150,7 @@ async def fail(rank: Broken, *, caller_leaves: bool) -> None:
         await service.wait_for_failure()
     with pytest.raises(asyncio.CancelledError if caller_leaves else ServiceUnavailableError):
         await first
-    with pytest.raises(ServiceUnavailableError, match="an earlier call failed half-way"):
+    with pytest.raises(ServiceUnavailableError, match="an earlier call failed midway"):
         await second
     await service.close()
 
@@ -211,7 +211,7 @@ def compute(model: Path, role: Role) -> int:
     [replies] = rank.lead(method, [chunk.SerializeToString() for chunk in chunks], ask_all=False)
     values = [decode_tensor(getattr(reply.FromString(data), field)) for data in replies]
     assert list(map(len, values)) == [4000, 4000, 2000]
-    with pytest.raises(UserError, match=f"the request is no {request.__name__}"):
+    with pytest.raises(UserError, match=f"the request is not a {request.__name__}"):
         rank.lead(method, [b"\xff"], ask_all=False)
     rank.dismiss()
     rank.close()

@@ -198,4 +198,4 @@ def test_a_dead_follower_is_an_error_and_ends_the_leader(tmp_path: Path, tiny_qw
         assert running.ranks[0].wait(END_S) == EXIT_RANK_LOST
         log = running.logs[0].read_text()
         assert "restart it from a checkpoint" in log
-        assert "another rank of this trainer is gone" in log
+        assert "another rank of this trainer exited" in log

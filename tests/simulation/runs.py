@@ -141,7 +141,7 @@ class Life:
         except Killed:
             return "killed"
         except ExceptionGroup as errors:
-            if "the trainer took nothing of" not in str(first_cause(errors)):
+            if "the trainer refused" not in str(first_cause(errors)):
                 raise
             self.scene.fate.refused = 0.0  # somebody has fixed the cause
             return "gave up"

@@ -213,7 +213,8 @@ async def test_a_function_that_swallows_its_cancellation_or_blocks_holds_nobody_
         for _ in range(2):
             assert await asyncio.to_thread(ended.acquire, timeout=HANG_S)
     assert [record.getMessage() for record in caplog.records] == [
-        f"session toy/0/7/{index}/0: its function goes on after it was cancelled" for index in range(2)
+        f"session toy/0/7/{index}/0: its function is still running after it was cancelled"
+        for index in range(2)
     ]
 
 
@@ -225,7 +226,7 @@ async def test_sessions_that_this_process_cannot_hold() -> None:
         with pytest.raises(UserError, match="got a session for agent 'other', this process runs mine"):
             await runner.run(task(agent="other"))
         again = replace(task(), agent_key="")  # of a session that another process held
-        assert await runner.run(again) == AgentOutcome("the process that ran the agent is gone")
+        assert await runner.run(again) == AgentOutcome("the process that ran the agent exited")
 
 
 HANGS = """

@@ -171,7 +171,7 @@ def test_an_old_cursor_after_a_restart_is_wrong(toy: Run) -> None:
     toy.train(1, 0)
     toy.restart("b", "a", 1, 2, [1, 2], continues="a")
     assert toy.audit().wrong == (
-        "after the restart from step 1, the data stand 1 prompts before what was issued",
+        "after the restart from step 1, the data cursor is 1 prompts behind the issued prompts",
     )
 
 

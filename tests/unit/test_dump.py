@@ -93,7 +93,8 @@ async def test_a_full_disk_ends_a_run_that_needs_its_samples(
     tmp_path: Path, keep: Literal["all", "recent"], required: bool
 ) -> None:
     fill_disk(tmp_path, 1)
-    with pytest.raises(AtollError, match=r"No space left on device; fix that, then continue with --resume"):
+    reason = "No space left on device; fix the cause, then continue with --resume"
+    with pytest.raises(AtollError, match=reason):
         await DumpFolder(tmp_path, keep, required=required).write_batch(1, V0, batch())
     assert os.listdir(tmp_path) == []
 

@@ -189,7 +189,7 @@ BAD_ANSWERS = {
     "packed": (
         reply(gzip.compress(json.dumps(GOOD).encode()), content_encoding="gzip"),
         ProtocolError,
-        "packed with 'gzip'",
+        "content encoding 'gzip'",
     ),
     "400": (reply({"detail": "what?"}, "400 Bad"), ProtocolError, "status 400 and .*what"),
     "404": (reply({}, "404 Not Found"), ProtocolError, "status 404"),

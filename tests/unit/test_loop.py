@@ -368,7 +368,7 @@ async def test_a_batch_that_is_refused_before_the_update_costs_its_groups_too(tm
 async def test_a_trainer_that_takes_nothing_ends_the_run(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     run.trainers["actor"].refuses = lambda key: "wrong shape" if key.step > 1 else ""
-    with pytest.raises(AtollError, match="nothing of 2 steps in a row, the last time because actor: wrong"):
+    with pytest.raises(AtollError, match="refused 2 steps in a row, the last time because actor: wrong"):
         await run.run()
     assert run.checkpoints.steps() == [3]  # a resume begins with another batch
 

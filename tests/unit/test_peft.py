@@ -66,7 +66,7 @@ def test_experts_have_no_adapters(tiny_qwen3: Path) -> None:
     check_targets(dense, LoraConfig())
     check_targets(sparse, LORA)
     with pytest.raises(
-        UserError, match=r"targets has gate_proj, up_proj, down_proj, which lie in this model"
+        UserError, match=r"targets has gate_proj, up_proj, down_proj, which are in this model"
     ):
         check_targets(sparse, LoraConfig())
 

@@ -262,7 +262,7 @@ async def test_without_graders_the_score_is_zero() -> None:
 @pytest.mark.parametrize("setting", [{"concurrency": 2}, {"deadline_s": 5.0}])
 async def test_settings_without_effect_are_refused(setting: dict[str, float]) -> None:
     config = GraderConfig.model_validate({"name": "exact_match", **setting})
-    with pytest.raises(UserError, match=r"exact_match takes no time .* take them out"):
+    with pytest.raises(UserError, match=r"exact_match takes no time .* remove them"):
         await score(item("46"), config)
     resolved = GraderConfig.model_validate(GraderConfig(name="exact_match").model_dump())
     assert await score(item("46"), resolved) == Graded(item("").id, 1.0, {"exact_match": 1.0})

@@ -271,7 +271,7 @@ async def test_weights_that_are_not_kept_as_they_were_loaded_are_refused(replica
     else:
         layer.quant_method = type("Method", (), {"load_up_proj_weight_first": True})()
     reasons = {
-        "mixed": "without quantization|alone",
+        "mixed": "only to float32 or bfloat16",
         "packed": "packed for AMX",
         "up_first": "up before gate",
     }

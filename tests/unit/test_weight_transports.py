@@ -100,7 +100,7 @@ def test_missing_member_is_named_at_the_deadline(threads):
     got = threads.submit(there.broadcast, payload(1, 8))
     with pytest.raises(WeightPushError, match=r"member 0, 2 of 3 in epoch 1 did not connect within 0\.2 s"):
         source.broadcast(payload(0, 8))
-    with pytest.raises(WeightPushError, match="8 of 8 bytes did not come"):
+    with pytest.raises(WeightPushError, match="8 of 8 bytes did not arrive"):
         got.result()  # although its own deadline is long: the communicator was closed
     with pytest.raises(WeightPushError, match="cannot reach 127"):
         tcp.TcpMember(LONG_S, source.location, three)
@@ -155,7 +155,7 @@ def test_a_sender_that_is_gone_ends_the_epoch(greeted):
             connection, _ = listener.accept()
             with connection:
                 assert len(connection.recv(tcp.HELLO.size, socket.MSG_WAITALL)) == tcp.HELLO.size
-    with pytest.raises(WeightPushError, match=r"8 of 8 bytes did not come \(.*\): the epoch is over"):
+    with pytest.raises(WeightPushError, match=r"8 of 8 bytes did not arrive \(.*\): the epoch is over"):
         target.broadcast(torch.zeros(8, dtype=torch.uint8))
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import FastAPI, Header, HTTPException
 from pydantic import BaseModel
 
-TOKEN = os.environ.get("REWARD_TOKEN", "")  # none: open to whoever reaches the port
+TOKEN = os.environ.get("REWARD_TOKEN", "")  # none: open to anyone who reaches the port
 
 app = FastAPI()
 

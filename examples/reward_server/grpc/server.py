@@ -10,7 +10,7 @@ import grpc
 import reward_pb2
 import reward_pb2_grpc
 
-TOKEN = os.environ.get("REWARD_TOKEN", "")  # none: open to whoever reaches the port
+TOKEN = os.environ.get("REWARD_TOKEN", "")  # none: open to anyone who reaches the port
 
 
 class Reward(reward_pb2_grpc.RewardServicer):

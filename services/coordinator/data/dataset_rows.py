@@ -159,7 +159,7 @@ def _as_json(value: object) -> object:
 
 def _supervised_rows(number: int, record: Fields) -> Iterator[SupervisedRow]:
     for name in (*_MEDIA, *_OF_AGENTS):
-        _refuse(record, name, "rows with answers are text alone: remove the field, or leave such rows out")
+        _refuse(record, name, "rows with answers contain only text: remove the field, or leave such rows out")
     if record.get("messages") is None:
         yield SupervisedRow(_prompt(record), _answer(record), number)
         return

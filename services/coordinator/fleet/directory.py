@@ -73,7 +73,7 @@ class ServiceDirectory:
         """Raises TrainerLostError if it is not there, as until it rejoins."""
         models = self.models
         if role not in models:
-            raise TrainerLostError(f"the {role} is gone")
+            raise TrainerLostError(f"the {role} was lost")
         return models[role]
 
     async def follow(self) -> None:
@@ -116,7 +116,7 @@ class ServiceDirectory:
         """Raises TrainerLostError once a trainer leaves, or has left since `reconnect`."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._lost)
-        raise TrainerLostError(f"{self._lost} is gone")
+        raise TrainerLostError(f"{self._lost} was lost")
 
     async def reconnect(self) -> None:
         """Creates new clients for all current trainers.

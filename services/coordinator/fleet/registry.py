@@ -27,7 +27,7 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 
 # entry, lease in ms; answers the incarnation that took the name from this one, or "". Which of two came later
-# is known by the order in which the store first heard of them: the clocks of their hosts may differ.
+# is known by the order in which they registered: the clocks of their hosts may differ.
 _REGISTER: Final = _script("""
 local name, incarnation = string.match(ARGV[1], '^(%S+) (%S+)')
 local holder = redis.call('HGET', KEYS[2], name)

@@ -77,7 +77,7 @@ class Replica:
         """Aborts everything that it generates; open streams return the samples as aborted, with this
         reason.
         """
-        log.warning("aborting everything on %s: %s", self.entry.name, why)
+        log.warning("aborting all requests on %s: %s", self.entry.name, why)
         self.abort_reason = str(why)
         await self.client.abort(EVERYTHING)
 

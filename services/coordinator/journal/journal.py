@@ -126,10 +126,10 @@ class Journal:
 
     async def open(self, sessions: Sequence[OpenSession]) -> list[OpenSession]:
         """Records that these sessions generate their samples, or have turns of a newer version; a restart
-        lets them go on. A session ends with its sample: when an attempt at it finishes, and by `retry`
+        lets them continue. A session ends with its sample: when an attempt at it finishes, and by `retry`
         and `drop`.
 
-        Returns those that are the last attempt at an unfinished sample; others are not to go on.
+        Returns those that are the last attempt at an unfinished sample; others must not continue.
         """
         args = [
             text
@@ -213,8 +213,8 @@ class Journal:
         return Restored(name, index.cursor, groups)
 
     async def load(self, groups: Sequence[InFlight]) -> list[RestoredGroup]:
-        """The samples of restored groups. What was under way when the run stopped, and what holds versions
-        of a branch that was left, begins its next attempt; open sessions of this branch go on."""
+        """The samples of restored groups. What was in progress when the run stopped, and what holds versions
+        of a branch that was left, begins its next attempt; open sessions of this branch continue."""
         if not groups:
             return []
         ids = [SampleId(group.id, index) for group in groups for index in range(group.num_samples)]

@@ -83,7 +83,7 @@ class Ledger:
             taken = self._opened().write(f"{line}\n".encode())
         except OSError as error:
             raise AtollError(
-                f"{self._path} cannot be written: {error}; fix that, then continue with --resume"
+                f"{self._path} cannot be written: {error}; fix the cause, then continue with --resume"
             ) from error
         if taken <= len(line):
             raise AtollError(f"{self._path}: the disk is full; make room, then continue with --resume")

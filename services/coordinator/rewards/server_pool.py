@@ -36,7 +36,7 @@ class PoolMember:
 
     def public_error(self, error: AtollError) -> str:
         """The error text shown outside of the log: for registered servers only its kind, since an error
-        quotes the response, and whoever registers a server chooses its address.
+        quotes the response, and the caller who registers a server chooses its address.
         """
         if not self.is_registered:
             return cause_of(self.server, error)

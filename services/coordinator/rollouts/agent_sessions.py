@@ -90,7 +90,7 @@ class AgentSessions:
                 session.task.cancel()
 
     def cut(self, groups: Sequence[PendingGroup]) -> None:
-        """Ends their sessions with the turns that they have; those that have none go on."""
+        """Ends their sessions with the turns that they have; those that have none continue."""
         for session in self._of({group.prompt.id for group in groups}):
             if self._turns.has_turn(session.id):
                 session.cut.set()
@@ -169,7 +169,7 @@ class AgentSessions:
                 try:
                     url, is_ours = await gateway.client.open(spec)
                 except ServiceUnavailableError as error:
-                    log.warning("session %s: asking again to open it: %s", session.id, error)
+                    log.warning("session %s: retrying to open it: %s", session.id, error)
                 else:
                     if not is_ours:  # its host continues with the keys it already has
                         spec = replace(spec, agent_key="", reward_key="")
@@ -217,7 +217,7 @@ class AgentSessions:
             try:
                 return await gateway.client.end(id, end)
             except ServiceUnavailableError as error:
-                log.warning("session %s: asking again to end it: %s", id, error)
+                log.warning("session %s: retrying to end it: %s", id, error)
                 await asyncio.sleep(RETRY_S)
 
     def _say_farewell(self, what: Coroutine[None, None, None]) -> None:
@@ -231,7 +231,7 @@ class AgentSessions:
         try:
             await self._end(id, SessionEnd.CANCELLED)
         except AtollError as error:
-            log.warning("session %s was given up, and did not end: %s", id, error)
+            log.warning("session %s was abandoned, but did not end: %s", id, error)
         self._turns.end(id)
 
     async def _cancel(self, id: SessionId, host: AgentsClient) -> None:

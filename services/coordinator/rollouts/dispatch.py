@@ -138,7 +138,7 @@ class Dispatch(Generic[W]):
             self.put_back([work for work, _ in lost])
             return
         if lost:
-            log.info("turns of %d works were lost: %s", len(lost), call.reason)
+            log.info("turns of %d groups or sessions were lost: %s", len(lost), call.reason)
         for work, ids in lost:
             await self._lose(work, ids, call.reason)
 

@@ -32,7 +32,7 @@ class SessionTurn:
     """One request of a session: turns after one context, each its own branch. Mutable.
 
     A lost turn is asked for again under the same id: a replica that has it answers with it, another draws it
-    anew, and only one of them is ever answered.
+    again, and only one of them is ever answered.
     """
 
     def __init__(self, request: TurnRequest, link: GatewayLink) -> None:
@@ -108,7 +108,7 @@ class SessionTurns:
         timeout_s: float,
     ) -> None:
         """`record` is called before the first turn of a session, or its first at a newer version, goes to its
-        gateway; False: the session is not to go on."""
+        gateway; False: the session must not continue."""
         self._replicas = replicas
         self._record = record
         self._max_attempts = max_attempts
@@ -149,7 +149,7 @@ class SessionTurns:
         """Aborts the turns that a lost gateway was waiting for: the instance that takes over its sessions
         uses new turn numbers. If the gateway returns, it asks for them again."""
         for turn in {turn for turn in self._turns.values() if turn.link is link}:
-            self._abort(turn, "its gateway is gone")
+            self._abort(turn, "its gateway was lost")
 
     def limit(self, session: SessionId, max_versions: int) -> None:
         """It ends before its first turn that could be of one version more; 0: it does not."""
@@ -176,7 +176,7 @@ class SessionTurns:
         return self._sessions.setdefault(id, _SessionState())
 
     def _is_wanted(self, turn: SessionTurn) -> bool:
-        """And neither drawn nor given up."""
+        """And neither generated nor abandoned."""
         return any(self._turns.get(id) is turn for id in turn.ids)
 
     def _has_outlived(self, session: _SessionState) -> bool:

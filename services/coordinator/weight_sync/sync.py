@@ -126,7 +126,7 @@ class WeightSync:
     async def _begin(self, version: Version) -> WeightPush:
         """Begins the version's first push, or repeats it."""
         if self._trainer is None:
-            raise ServiceUnavailableError("the actor is gone")
+            raise ServiceUnavailableError("the actor was lost")
         self._last = None
         if self._check is None or self._check.version != version:
             await self._forget_version()

@@ -13,7 +13,7 @@ def parse_json(content: bytes) -> dict[str, Any]:
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        raise RequestError(400, "invalid_request", f"the body is no JSON: {error}") from None
+        raise RequestError(400, "invalid_request", f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError(400, "invalid_request", f"body: got {type(body).__name__}, expected a JSON object")
     return body

@@ -1,7 +1,7 @@
 """Digests of messages: equal messages have equal digests. Pure.
 
 Two messages are the same if role, text, calls and the call that they answer are. Thinking does not count,
-since clients drop it. Arguments of calls are compared as JSON, since clients serialise them anew: spaces and
+since clients drop it. Arguments of calls are compared as JSON, since clients serialize them again: spaces and
 the order of keys do not count, while 1, 1.0 and true differ, and integers count to their last digit.
 Arguments that are no JSON object are compared as text.
 
@@ -104,7 +104,7 @@ def _finite(text: str) -> float:
 
 
 def _refuse(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 def _dump(value: Any) -> bytes:

@@ -8,7 +8,7 @@ A root with tools, and one turn after it; then a title is asked for:
     turns     0, 1 and 2, the last of them on the side
 
 Records name their parents, so `runtime/trajectory.py`'s search by tokens would find nothing new; it costs the
-whole history for each turn, and joins turns that only look alike.
+whole history for each turn, and joins turns that only look the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence

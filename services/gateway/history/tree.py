@@ -23,9 +23,9 @@ ROOT: Final = -1  # parent of a turn that begins a conversation
 
 
 class Cause(StrEnum):
-    """Why a request does not simply go on from the last turn of its conversation.
+    """Why a request does not simply continue the last turn of its conversation.
 
-    Below, the matched reply is the deepest one that the request goes on from. The first cause that applies
+    Below, the matched reply is the deepest one that the request continues. The first cause that applies
     counts.
     """
 
@@ -38,22 +38,22 @@ class Cause(StrEnum):
     NONE = ""
     # A turn had the very same context.
     RESAMPLED = "resampled"
-    # It goes on from a turn's context that has the matched reply, with that turn's reply changed or left out.
+    # It continues a turn's context that has the matched reply, with that turn's reply changed or left out.
     EDITED_REPLY = "edited reply"
     # It has assistant messages beyond what is held of it: something before them was changed or left out.
     EDITED_HISTORY = "edited history"
-    # It goes on from the matched reply by other messages than a context before.
+    # It continues the matched reply with other messages than an earlier context.
     PARALLEL = "parallel"
     # No reply matches: another conversation with known tools and system messages, as after a summary.
     RESTARTED = "restarted"
-    # The template strips thinking from earlier turns, so the prompt is rendered anew. The caller says so.
+    # The template strips thinking from earlier turns, so the prompt is rendered again. The caller says so.
     THINKING = "thinking"
     # The named renderer cannot append what the request adds. The caller says so.
     RENDERER = "renderer"
 
 
 class Match(NamedTuple):
-    parent: int  # record with the reply that the request goes on from; ROOT: none
+    parent: int  # record with the reply that the request continues; ROOT: none
     branch: int  # which of its replies; 0 for ROOT
     num_messages: int  # of the request, up to and with that reply
     cause: Cause
@@ -83,7 +83,7 @@ class SessionTree:
         self.num_turns = 0  # each reply is one
         self.num_produced = 0  # tokens
         self.num_recomputed = 0  # tokens of contexts that were computed before, elsewhere or by other weights
-        self.branches: Counter[str] = Counter()  # turns by cause; those that go on from the last have none
+        self.branches: Counter[str] = Counter()  # turns by cause; those that continue the last have none
         for record in records:
             self.add(record)
 
@@ -132,7 +132,7 @@ class SessionTree:
         return [reply for _, reply in self._path(parent, branch)][::-1]
 
     def _path(self, parent: int, branch: int) -> Iterator[tuple[_HeldTurn, Int32]]:
-        """Turns with the reply that each goes on by, the youngest first."""
+        """Turns with the reply that each continues with, the youngest first."""
         while parent != ROOT:
             turn = self._turns[parent]
             yield turn, turn.replies[branch]

@@ -48,13 +48,13 @@ def unmet(demands: Demands, reply: Message) -> str:
     """
     names = [call.name for call in reply.tool_calls]
     if demands.tool_choice == "none" and names:
-        return f"no call was wanted, got a call of {names[0]}"
+        return f"expected no call, got a call of {names[0]}"
     if demands.tool_choice == "required" and not names:
-        return "a tool call was wanted, got none"
+        return "expected a tool call, got none"
     if demands.tool_name and set(names) != {demands.tool_name}:
-        return f"a call of {demands.tool_name} was wanted, got {', '.join(names)}"
+        return f"expected a call of {demands.tool_name}, got {', '.join(names)}"
     if demands.single_call and len(names) > 1:
-        return f"one call was wanted, got {len(names)}"
+        return f"expected one call, got {len(names)}"
     if demands.json_schema is not None and not names:
         return _no_json(reply.content, demands.json_schema)
     return ""
@@ -64,9 +64,9 @@ def _no_json(text: str, schema_text: str) -> str:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return f"JSON was wanted: {error}"
+        return f"expected JSON: {error}"
     if not schema_text:
-        return "" if isinstance(value, dict) else f"a JSON object was wanted, got {type(value).__name__}"
+        return "" if isinstance(value, dict) else f"expected a JSON object, got {type(value).__name__}"
     if len(schema_text) > MAX_SCHEMA:
         return f"the schema cannot be checked: it has more than {MAX_SCHEMA} characters"
     try:
@@ -79,7 +79,7 @@ def _no_json(text: str, schema_text: str) -> str:
         return f"the schema cannot be checked: {str(wrong).partition(chr(10))[0]}"
     if violation is None:
         return ""
-    return f"JSON of the schema was wanted: {violation.json_path}: {violation.message}"
+    return f"expected JSON of the schema: {violation.json_path}: {violation.message}"
 
 
 _DEFAULT = jsonschema.Draft202012Validator

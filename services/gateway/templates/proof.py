@@ -155,7 +155,7 @@ class _Proof:
                 token = repr(self.chat.encoder.decode(cut_short[:1].tolist()))
                 self._refuse("the token that ends a cut reply", token, "a stop token")
             if self.chat.renderer and not np.array_equal(got, expected[1:]):
-                self.warnings.append(f"the renderer writes {kind} otherwise than the template")
+                self.warnings.append(f"the renderer writes {kind} differently than the template")
                 return
             self._equal(f"the suffix for {kind}", got, expected[1:])
             if not self.chat.renderer:  # which may end a reply with another stop token

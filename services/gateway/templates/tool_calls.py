@@ -126,14 +126,14 @@ def _tagged(text: str, read: Callable[[str], tuple[str, str] | None]) -> CallsFo
 
 
 def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 _JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _json_call(text: str, keys: Sequence[str]) -> tuple[str, str] | None:
-    """Name and arguments, the latter as they stand there; None if `text` is not exactly one call."""
+    """Name and arguments, the latter unparsed; None if `text` is not exactly one call."""
     try:
         members = {key: (raw, value) for key, raw, value in _members(text)}
         name = members["name"][1]

@@ -47,6 +47,6 @@ def _check_ids(what: str, ids: Int32, vocab_size: int) -> None:
     if ids.min() < 0 or ids.max() >= vocab_size:
         bad = ids[(ids < 0) | (ids >= vocab_size)]
         raise UserError(
-            f"{what} has token id {bad[0]}, expected 0 to {vocab_size - 1}: the tokenizer does not belong "
-            "to this model"
+            f"{what} has token id {bad[0]}, expected 0 to {vocab_size - 1}: the tokenizer does not match "
+            "this model"
         )

@@ -242,7 +242,7 @@ class LocalEngine:
             self._work()
             self._end.set_result(None)
         except Exception as error:
-            death = EngineDiedError(f"the engine broke: {type(error).__name__}: {error}")
+            death = EngineDiedError(f"the engine failed: {type(error).__name__}: {error}")
             death.__cause__ = error
             self._end.set_exception(death)
             for call in tuple(self._calls):

@@ -204,4 +204,4 @@ def _read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     yield name, file.get_tensor(name)
         except SafetensorError as error:
-            raise UserError(f"{path} is no readable safetensors file ({error}): copy it again") from error
+            raise UserError(f"{path} is not a readable safetensors file ({error}): copy it again") from error

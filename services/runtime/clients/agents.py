@@ -15,7 +15,7 @@ class AgentsClient(Client):
 
     async def run(self, task: AgentTask, timeout_s: float = CEILING_S) -> AgentOutcome:
         """Returns when the task's function has ended; joins it if it runs, and for some minutes after its end
-        is answered alike. Raises UserError if the process does not run the agent."""
+        gets the same answer. Raises UserError if the process does not run the agent."""
         return await self._query(self._stub.Run, encode_agent_task(task), decode_agent_outcome, timeout_s)
 
     async def cancel(self, session: SessionId) -> None:

@@ -83,7 +83,7 @@ class Forward:
             self.check_temperature()
             temperature = self.temperature
         if self.model.spec.head != "language":
-            raise UserError("a value model has no log-probabilities: ask the actor or the reference")
+            raise UserError("a value model has no log-probabilities: use the actor or the reference")
 
         def logprobs(hidden_tH: Tensor, part: Segments, targets: Int64) -> Tensor:
             return self.logprobs(hidden_tH, part, targets, temperature)[0]
@@ -93,7 +93,7 @@ class Forward:
     def compute_values(self, segments: Segments) -> Float32:
         """[T] the value head's output after each token. The same on every rank."""
         if self.model.spec.head != "value":
-            raise UserError("a policy has no value head: ask a critic, a reward model or a cost model")
+            raise UserError("a policy has no value head: use a critic, a reward model or a cost model")
 
         def values(hidden_tH: Tensor, part: Segments, after: Int64) -> Tensor:
             return self.values(hidden_tH, after)

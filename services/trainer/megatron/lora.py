@@ -61,8 +61,8 @@ def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
     """Raises UserError if the model has a target that does not support adapters."""
     if spec.experts is not None and (refused := [name for name in lora.targets if name in EXPERTS]):
         raise UserError(
-            f"trainer.lora.targets has {', '.join(refused)}, which lie in this model's experts: adapters go "
-            "on attention alone there, take these out"
+            f"trainer.lora.targets has {', '.join(refused)}, which are in this model's experts: a "
+            "model with experts supports adapters only on attention; remove these"
         )
 
 

@@ -168,7 +168,7 @@ class TcpMember:
             self.close()
             late = f"within {self._deadline_s:g} s"
             why = late if isinstance(error, TimeoutError) else f"({error}): the epoch is over"
-            raise WeightPushError(f"{len(missing)} of {len(part)} bytes did not come {why}") from error
+            raise WeightPushError(f"{len(missing)} of {len(part)} bytes did not arrive {why}") from error
 
     def close(self) -> None:
         self._connection.close()

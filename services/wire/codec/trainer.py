@@ -8,7 +8,7 @@ from atoll.wire.v1 import trainer_pb2
 
 
 def encode_trainer_info(info: TrainerInfo) -> trainer_pb2.TrainerInfoReply:
-    """What several ranks keep alike is sent once, if it is the same object."""
+    """Layouts that several ranks share are sent once, if they are the same object."""
     shards = {id(shard_layout): shard_layout for shard_layout in info.shard_layouts}
     numbers = {shard: number for number, shard in enumerate(shards)}
     return trainer_pb2.TrainerInfoReply(

@@ -58,9 +58,9 @@ class RunAgentRequest(_message.Message):
     url: _builtins.str
     """of the gateway: chat APIs below /v1"""
     agent_key: _builtins.str
-    """to ask for turns"""
+    """for requesting turns"""
     reward_key: _builtins.str
-    """to set rewards"""
+    """for setting rewards"""
     model: _builtins.str
     ground_truth: _builtins.str
     data_source: _builtins.str

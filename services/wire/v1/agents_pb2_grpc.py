@@ -57,14 +57,14 @@ class AgentsServicer(object):
     """
 
     def Run(self, request, context):
-        """Answers when the function has ended. A repeated call joins it, or is answered alike for some minutes.
+        """Answers when the function has ended. A repeated call joins it, or for some minutes gets the same answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels the function of a session; its Run is answered soon, even if the function goes on.
+        """Cancels the function of a session; its Run is answered soon, even if the function keeps running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,9 +34,9 @@ class AgentsStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AgentsAsyncStub: ...
     Run: _grpc.UnaryUnaryMultiCallable[_agents_pb2.RunAgentRequest, _agents_pb2.RunAgentReply]
-    """Answers when the function has ended. A repeated call joins it, or is answered alike for some minutes."""
+    """Answers when the function has ended. A repeated call joins it, or for some minutes gets the same answer."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_agents_pb2.CancelAgentRequest, _agents_pb2.CancelAgentReply]
-    """Cancels the function of a session; its Run is answered soon, even if the function goes on."""
+    """Cancels the function of a session; its Run is answered soon, even if the function keeps running."""
     Info: _grpc.UnaryUnaryMultiCallable[_agents_pb2.AgentsInfoRequest, _agents_pb2.AgentsInfoReply]
 
 @_typing.type_check_only
@@ -45,9 +45,9 @@ class AgentsAsyncStub(AgentsStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Run: _aio.UnaryUnaryMultiCallable[_agents_pb2.RunAgentRequest, _agents_pb2.RunAgentReply]  # type: ignore[assignment]
-    """Answers when the function has ended. A repeated call joins it, or is answered alike for some minutes."""
+    """Answers when the function has ended. A repeated call joins it, or for some minutes gets the same answer."""
     Cancel: _aio.UnaryUnaryMultiCallable[_agents_pb2.CancelAgentRequest, _agents_pb2.CancelAgentReply]  # type: ignore[assignment]
-    """Cancels the function of a session; its Run is answered soon, even if the function goes on."""
+    """Cancels the function of a session; its Run is answered soon, even if the function keeps running."""
     Info: _aio.UnaryUnaryMultiCallable[_agents_pb2.AgentsInfoRequest, _agents_pb2.AgentsInfoReply]  # type: ignore[assignment]
 
 class AgentsServicer(metaclass=_abc_1.ABCMeta):
@@ -59,7 +59,7 @@ class AgentsServicer(metaclass=_abc_1.ABCMeta):
         request: _agents_pb2.RunAgentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agents_pb2.RunAgentReply, _abc.Awaitable[_agents_pb2.RunAgentReply]]:
-        """Answers when the function has ended. A repeated call joins it, or is answered alike for some minutes."""
+        """Answers when the function has ended. A repeated call joins it, or for some minutes gets the same answer."""
 
     @_abc_1.abstractmethod
     def Cancel(
@@ -67,7 +67,7 @@ class AgentsServicer(metaclass=_abc_1.ABCMeta):
         request: _agents_pb2.CancelAgentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agents_pb2.CancelAgentReply, _abc.Awaitable[_agents_pb2.CancelAgentReply]]:
-        """Cancels the function of a session; its Run is answered soon, even if the function goes on."""
+        """Cancels the function of a session; its Run is answered soon, even if the function keeps running."""
 
     @_abc_1.abstractmethod
     def Info(

@@ -78,7 +78,7 @@ class RegisterReply(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
     epoch: _builtins.int
-    """of this coordinator: orders of an earlier one are refused, of a later one asked about"""
+    """of this coordinator: orders of earlier ones are refused, those of later ones checked"""
     def __init__(
         self,
         *,
@@ -215,11 +215,11 @@ class ExternalServer(_message.Message):
     auth: _builtins.str
     """"env:VARIABLE" of the coordinator's environment: the bearer token; empty: none"""
     concurrency: _builtins.int
-    """calls at once"""
+    """concurrent calls"""
     timeout_s: _builtins.float
     """of one call"""
     address: _builtins.str
-    """that the coordinator calls it at; of AddServer: not read"""
+    """at which the coordinator calls it; ignored in AddServer"""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """of the protocol"""
@@ -294,7 +294,7 @@ Global___AddServerRequest: _TypeAlias = AddServerRequest  # noqa: Y015
 
 @_typing.final
 class AddServerReply(_message.Message):
-    """Does not contain the server's response: otherwise, whoever may register a server could read any page."""
+    """Does not contain the server's response: otherwise, callers who register a server could read any page."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

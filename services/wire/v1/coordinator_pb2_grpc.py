@@ -90,7 +90,7 @@ class CoordinatorServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """Services register and keep a lease; a service leaves the run when its lease lapses.
+        """Services register and keep a lease; a service leaves the run when its lease expires.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,7 +122,7 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Answers as soon as there is something that the caller has not seen; else shortly before the deadline.
+        """Answers as soon as there is news for the caller, otherwise shortly before the deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,14 +32,14 @@ class CoordinatorStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CoordinatorAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterRequest, _coordinator_pb2.RegisterReply]
-    """Services register and keep a lease; a service leaves the run when its lease lapses."""
+    """Services register and keep a lease; a service leaves the run when its lease expires."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]
     Deregister: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterRequest, _coordinator_pb2.DeregisterReply]
     AddServer: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AddServerRequest, _coordinator_pb2.AddServerReply]
     """External servers: probed at once, refused if they violate their protocol."""
     RemoveServer: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RemoveServerRequest, _coordinator_pb2.RemoveServerReply]
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
-    """Answers as soon as there is something that the caller has not seen; else shortly before the deadline."""
+    """Answers as soon as there is news for the caller, otherwise shortly before the deadline."""
     PauseRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunReply]
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunReply]
     StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunReply]
@@ -49,14 +49,14 @@ class CoordinatorStub:
 class CoordinatorAsyncStub(CoordinatorStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterRequest, _coordinator_pb2.RegisterReply]  # type: ignore[assignment]
-    """Services register and keep a lease; a service leaves the run when its lease lapses."""
+    """Services register and keep a lease; a service leaves the run when its lease expires."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]  # type: ignore[assignment]
     Deregister: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterRequest, _coordinator_pb2.DeregisterReply]  # type: ignore[assignment]
     AddServer: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AddServerRequest, _coordinator_pb2.AddServerReply]  # type: ignore[assignment]
     """External servers: probed at once, refused if they violate their protocol."""
     RemoveServer: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RemoveServerRequest, _coordinator_pb2.RemoveServerReply]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
-    """Answers as soon as there is something that the caller has not seen; else shortly before the deadline."""
+    """Answers as soon as there is news for the caller, otherwise shortly before the deadline."""
     PauseRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunReply]  # type: ignore[assignment]
     ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunReply]  # type: ignore[assignment]
     StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunReply]  # type: ignore[assignment]
@@ -69,7 +69,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.RegisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.RegisterReply, _abc.Awaitable[_coordinator_pb2.RegisterReply]]:
-        """Services register and keep a lease; a service leaves the run when its lease lapses."""
+        """Services register and keep a lease; a service leaves the run when its lease expires."""
 
     @_abc_1.abstractmethod
     def Heartbeat(
@@ -106,7 +106,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.StatusReply, _abc.Awaitable[_coordinator_pb2.StatusReply]]:
-        """Answers as soon as there is something that the caller has not seen; else shortly before the deadline."""
+        """Answers as soon as there is news for the caller, otherwise shortly before the deadline."""
 
     @_abc_1.abstractmethod
     def PauseRun(

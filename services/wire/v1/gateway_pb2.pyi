@@ -58,13 +58,13 @@ class SessionSpec(_message.Message):
     MAX_TURNS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     agent_key: _builtins.str
-    """to ask for turns"""
+    """for requesting turns"""
     reward_key: _builtins.str
-    """to set rewards"""
+    """for setting rewards"""
     max_turns: _builtins.int
     """0: no limit"""
     max_tokens: _builtins.int
-    """that the policy produces; 0: no limit"""
+    """produced by the policy; 0: no limit"""
     @_builtins.property
     def id(self) -> Global___SessionId: ...
     @_builtins.property
@@ -166,7 +166,7 @@ class EndSessionReply(_message.Message):
     trajectory: _builtins.bytes
     """encoded Trajectories of one; empty: it has no finished turn"""
     reason: _builtins.str
-    """of its first end, which counts"""
+    """of its first end; later ones are ignored"""
     def __init__(
         self,
         *,
@@ -211,7 +211,7 @@ Global___RewardSessionRequest: _TypeAlias = RewardSessionRequest  # noqa: Y015
 
 @_typing.final
 class SessionReward(_message.Message):
-    """For one of its turns, or for the whole session."""
+    """For one turn, or for the whole session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -283,7 +283,7 @@ Global___DrawnTurns: _TypeAlias = DrawnTurns  # noqa: Y015
 
 @_typing.final
 class UndrawnTurn(_message.Message):
-    """A turn that is not drawn."""
+    """A turn that was not generated."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -294,7 +294,7 @@ class UndrawnTurn(_message.Message):
     """"run/epoch/prompt/index/attempt/turn/branch" """
     reason: _builtins.str
     end: _builtins.str
-    """a value of SessionEnd: its session ends; empty: whoever asked may ask again"""
+    """a value of SessionEnd: its session ends; empty: the turn may be requested again"""
     def __init__(
         self,
         *,
@@ -460,7 +460,7 @@ class SessionSummary(_message.Message):
     RECOMPUTED_FIELD_NUMBER: _builtins.int
     turns: _builtins.int
     tokens: _builtins.int
-    """that the policy produced"""
+    """produced by the policy"""
     opened: _builtins.float
     """Unix seconds"""
     recomputed: _builtins.int
@@ -535,7 +535,7 @@ Global___ShowSessionReply: _TypeAlias = ShowSessionReply  # noqa: Y015
 
 @_typing.final
 class TurnRecord(_message.Message):
-    """What the store keeps of a request of a session and of what was drawn for it."""
+    """A session's request and the turns generated for it, as kept in the store."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

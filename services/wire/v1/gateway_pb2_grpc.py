@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GatewayStub(object):
-    """Sessions of agents. Agents themselves speak a chat API over HTTP.
+    """Agent sessions. Agents themselves use a chat API over HTTP.
     """
 
     def __init__(self, channel):
@@ -73,18 +73,18 @@ class GatewayStub(object):
 
 
 class GatewayServicer(object):
-    """Sessions of agents. Agents themselves speak a chat API over HTTP.
+    """Agent sessions. Agents themselves use a chat API over HTTP.
     """
 
     def Open(self, request, context):
-        """A session that is open already goes on, with the keys that it has.
+        """A session that is already open continues with its keys.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def End(self, request, context):
-        """Ends a session, whatever it is doing, and returns its trajectory. A repeated call is answered alike.
+        """Ends a session in any state and returns its trajectory. A repeated call gets the same answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,7 +98,8 @@ class GatewayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Draw(self, request_iterator, context):
-        """Wanted turns come, drawn ones go back. A new stream replaces the one before, and is sent what is open.
+        """Sends requested turns and receives generated ones. A new stream replaces the previous one and repeats all
+        pending turns.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -170,7 +171,7 @@ def add_GatewayServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Gateway(object):
-    """Sessions of agents. Agents themselves speak a chat API over HTTP.
+    """Agent sessions. Agents themselves use a chat API over HTTP.
     """
 
     @staticmethod

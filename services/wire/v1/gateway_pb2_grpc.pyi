@@ -27,20 +27,22 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GatewayStub:
-    """Sessions of agents. Agents themselves speak a chat API over HTTP."""
+    """Agent sessions. Agents themselves use a chat API over HTTP."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GatewayAsyncStub: ...
     Open: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.OpenSessionsRequest, _gateway_pb2.OpenSessionsReply]
-    """A session that is open already goes on, with the keys that it has."""
+    """A session that is already open continues with its keys."""
     End: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.EndSessionRequest, _gateway_pb2.EndSessionReply]
-    """Ends a session, whatever it is doing, and returns its trajectory. A repeated call is answered alike."""
+    """Ends a session in any state and returns its trajectory. A repeated call gets the same answer."""
     Reward: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.RewardSessionRequest, _gateway_pb2.RewardSessionReply]
     """Adds a reward, for the session or for one of its turns."""
     Draw: _grpc.StreamStreamMultiCallable[_gateway_pb2.DrawnTurns, _gateway_pb2.WantedTurns]
-    """Wanted turns come, drawn ones go back. A new stream replaces the one before, and is sent what is open."""
+    """Sends requested turns and receives generated ones. A new stream replaces the previous one and repeats all
+    pending turns.
+    """
     Info: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GatewayInfoRequest, _gateway_pb2.GatewayInfoReply]
     List: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListSessionsRequest, _gateway_pb2.ListSessionsReply]
     """For operators: the open sessions; one session, turn by turn."""
@@ -48,24 +50,26 @@ class GatewayStub:
 
 @_typing.type_check_only
 class GatewayAsyncStub(GatewayStub):
-    """Sessions of agents. Agents themselves speak a chat API over HTTP."""
+    """Agent sessions. Agents themselves use a chat API over HTTP."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Open: _aio.UnaryUnaryMultiCallable[_gateway_pb2.OpenSessionsRequest, _gateway_pb2.OpenSessionsReply]  # type: ignore[assignment]
-    """A session that is open already goes on, with the keys that it has."""
+    """A session that is already open continues with its keys."""
     End: _aio.UnaryUnaryMultiCallable[_gateway_pb2.EndSessionRequest, _gateway_pb2.EndSessionReply]  # type: ignore[assignment]
-    """Ends a session, whatever it is doing, and returns its trajectory. A repeated call is answered alike."""
+    """Ends a session in any state and returns its trajectory. A repeated call gets the same answer."""
     Reward: _aio.UnaryUnaryMultiCallable[_gateway_pb2.RewardSessionRequest, _gateway_pb2.RewardSessionReply]  # type: ignore[assignment]
     """Adds a reward, for the session or for one of its turns."""
     Draw: _aio.StreamStreamMultiCallable[_gateway_pb2.DrawnTurns, _gateway_pb2.WantedTurns]  # type: ignore[assignment]
-    """Wanted turns come, drawn ones go back. A new stream replaces the one before, and is sent what is open."""
+    """Sends requested turns and receives generated ones. A new stream replaces the previous one and repeats all
+    pending turns.
+    """
     Info: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GatewayInfoRequest, _gateway_pb2.GatewayInfoReply]  # type: ignore[assignment]
     List: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListSessionsRequest, _gateway_pb2.ListSessionsReply]  # type: ignore[assignment]
     """For operators: the open sessions; one session, turn by turn."""
     Show: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ShowSessionRequest, _gateway_pb2.ShowSessionReply]  # type: ignore[assignment]
 
 class GatewayServicer(metaclass=_abc_1.ABCMeta):
-    """Sessions of agents. Agents themselves speak a chat API over HTTP."""
+    """Agent sessions. Agents themselves use a chat API over HTTP."""
 
     @_abc_1.abstractmethod
     def Open(
@@ -73,7 +77,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.OpenSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.OpenSessionsReply, _abc.Awaitable[_gateway_pb2.OpenSessionsReply]]:
-        """A session that is open already goes on, with the keys that it has."""
+        """A session that is already open continues with its keys."""
 
     @_abc_1.abstractmethod
     def End(
@@ -81,7 +85,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.EndSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.EndSessionReply, _abc.Awaitable[_gateway_pb2.EndSessionReply]]:
-        """Ends a session, whatever it is doing, and returns its trajectory. A repeated call is answered alike."""
+        """Ends a session in any state and returns its trajectory. A repeated call gets the same answer."""
 
     @_abc_1.abstractmethod
     def Reward(
@@ -97,7 +101,9 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_gateway_pb2.DrawnTurns],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.WantedTurns], _abc.AsyncIterator[_gateway_pb2.WantedTurns]]:
-        """Wanted turns come, drawn ones go back. A new stream replaces the one before, and is sent what is open."""
+        """Sends requested turns and receives generated ones. A new stream replaces the previous one and repeats all
+        pending turns.
+        """
 
     @_abc_1.abstractmethod
     def Info(

@@ -20,8 +20,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class JournalRecord(_message.Message):
-    """The coordinator's journal inside a checkpoint: what the store held of all samples that were issued
-    and not yet trained on. A file of these, each behind its length; the index comes last.
+    """The coordinator's journal inside a checkpoint: the store's records of all samples that were
+    issued and not yet trained on. A file holds these messages, each after its length; the index comes last.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

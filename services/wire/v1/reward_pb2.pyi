@@ -143,7 +143,7 @@ class ScoreItem(_message.Message):
     finish_reason: _builtins.str
     """of the last turn: "stop", "length" or "abort" """
     response_length: _builtins.int
-    """tokens that the policy produced"""
+    """tokens produced by the policy"""
     question: _builtins.int
     """into the call's questions, if there are any"""
     @_builtins.property
@@ -181,7 +181,7 @@ Global___ScoreItem: _TypeAlias = ScoreItem  # noqa: Y015
 
 @_typing.final
 class Question(_message.Message):
-    """What the responses of one group share."""
+    """Fields shared by all responses of a group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -241,7 +241,7 @@ class ScoreRequest(_message.Message):
     @_builtins.property
     def questions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Question]:
         """Only in calls to a run's own reward services, where a group's prompt and test cases travel once: items then
-        leave these four fields empty. A registered server gets no questions, and items that say all themselves.
+        leave these four fields empty. Registered servers get complete items and no questions.
         """
 
     def __init__(
@@ -260,7 +260,7 @@ Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
 
 @_typing.final
 class Verdict(_message.Message):
-    """Either a reward or the cause why there is none: never a silent 0."""
+    """Either a reward or the cause of its absence: never a silent 0."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -341,7 +341,7 @@ class Graded(_message.Message):
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
     def reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """by component, where the grader gives one: "timeout: case 3" """
+        """by component, if its grader gives one: "timeout: case 3" """
 
     def __init__(
         self,
@@ -503,7 +503,7 @@ class DescribeReply(_message.Message):
     sandbox: _builtins.str
     """isolation of programs: "landlock, seccomp, namespaces" """
     max_queued: _builtins.int
-    """responses and programs that it holds at once, over all calls; 0: it does not say"""
+    """most responses and programs at once, over all calls; 0: unknown"""
     @_builtins.property
     def graders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(

@@ -26,8 +26,7 @@ if _version_not_supported:
 
 
 class RewardStub(object):
-    """What `atoll register reward NAME URL --protocol grpc` joins: Score and Describe are all that such a server
-    needs.
+    """Registered by `atoll register reward NAME URL --protocol grpc`: such servers need only Score and Describe.
     """
 
     def __init__(self, channel):
@@ -59,8 +58,7 @@ class RewardStub(object):
 
 
 class RewardServicer(object):
-    """What `atoll register reward NAME URL --protocol grpc` joins: Score and Describe are all that such a server
-    needs.
+    """Registered by `atoll register reward NAME URL --protocol grpc`: such servers need only Score and Describe.
     """
 
     def Score(self, request, context):
@@ -71,7 +69,7 @@ class RewardServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request, context):
-        """Runs a Python program in a sandbox of its own.
+        """Runs a Python program in its own sandbox.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,8 +120,7 @@ def add_RewardServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Reward(object):
-    """What `atoll register reward NAME URL --protocol grpc` joins: Score and Describe are all that such a server
-    needs.
+    """Registered by `atoll register reward NAME URL --protocol grpc`: such servers need only Score and Describe.
     """
 
     @staticmethod

@@ -27,9 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RewardStub:
-    """What `atoll register reward NAME URL --protocol grpc` joins: Score and Describe are all that such a server
-    needs.
-    """
+    """Registered by `atoll register reward NAME URL --protocol grpc`: such servers need only Score and Describe."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,30 +36,26 @@ class RewardStub:
     Score: _grpc.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreReply]
     """Streams one verdict per item, as they are ready. A reply without verdicts is a keep-alive."""
     Execute: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ExecuteRequest, _reward_pb2.ExecuteReply]
-    """Runs a Python program in a sandbox of its own."""
+    """Runs a Python program in its own sandbox."""
     Describe: _grpc.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeReply]
     Reload: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ReloadRequest, _reward_pb2.ReloadReply]
     """Reloads the user's own graders; responses being graded finish with the old ones."""
 
 @_typing.type_check_only
 class RewardAsyncStub(RewardStub):
-    """What `atoll register reward NAME URL --protocol grpc` joins: Score and Describe are all that such a server
-    needs.
-    """
+    """Registered by `atoll register reward NAME URL --protocol grpc`: such servers need only Score and Describe."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreReply]  # type: ignore[assignment]
     """Streams one verdict per item, as they are ready. A reply without verdicts is a keep-alive."""
     Execute: _aio.UnaryUnaryMultiCallable[_reward_pb2.ExecuteRequest, _reward_pb2.ExecuteReply]  # type: ignore[assignment]
-    """Runs a Python program in a sandbox of its own."""
+    """Runs a Python program in its own sandbox."""
     Describe: _aio.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeReply]  # type: ignore[assignment]
     Reload: _aio.UnaryUnaryMultiCallable[_reward_pb2.ReloadRequest, _reward_pb2.ReloadReply]  # type: ignore[assignment]
     """Reloads the user's own graders; responses being graded finish with the old ones."""
 
 class RewardServicer(metaclass=_abc_1.ABCMeta):
-    """What `atoll register reward NAME URL --protocol grpc` joins: Score and Describe are all that such a server
-    needs.
-    """
+    """Registered by `atoll register reward NAME URL --protocol grpc`: such servers need only Score and Describe."""
 
     @_abc_1.abstractmethod
     def Score(
@@ -77,7 +71,7 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ExecuteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ExecuteReply, _abc.Awaitable[_reward_pb2.ExecuteReply]]:
-        """Runs a Python program in a sandbox of its own."""
+        """Runs a Python program in its own sandbox."""
 
     @_abc_1.abstractmethod
     def Describe(

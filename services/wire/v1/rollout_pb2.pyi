@@ -112,7 +112,7 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnRequest]:
-        """those of one context, as with two samplings, follow each other"""
+        """turns of the same context, such as with two samplings, are adjacent"""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class GenerateReply(_message.Message):
 
     TURNS_FIELD_NUMBER: _builtins.int
     turns: _builtins.bytes
-    """encoded Trajectories of one turn each, which the journal keeps as they arrive"""
+    """encoded Trajectories of one turn each; the journal keeps these bytes"""
     def __init__(
         self,
         *,
@@ -340,7 +340,7 @@ class CommitWeightsReply(_message.Message):
 
     STALL_S_FIELD_NUMBER: _builtins.int
     stall_s: _builtins.float
-    """how long generation stood still after the last sequence had to end"""
+    """how long generation was paused after the last sequence that had to end"""
     def __init__(
         self,
         *,
@@ -521,7 +521,7 @@ class RolloutInfoReply(_message.Message):
     queued: _builtins.int
     tokens_generated: _builtins.int
     tokens_prefilled: _builtins.int
-    """of contexts, but for those whose keys and values were kept"""
+    """of contexts, except those with cached keys and values"""
     @_builtins.property
     def version(self) -> _types_pb2.Version: ...
     @_builtins.property

@@ -163,7 +163,7 @@ class RolloutServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Progress(self, request, context):
-        """Answered at once; long calls are awaited as long as this number grows.
+        """Answered at once; callers wait for long calls as long as this number grows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,7 +52,7 @@ class RolloutStub:
     """Checksums of the live parameters, recomputed now."""
     Info: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RolloutInfoRequest, _rollout_pb2.RolloutInfoReply]
     Progress: _grpc.UnaryUnaryMultiCallable[_types_pb2.ProgressRequest, _types_pb2.ProgressReply]
-    """Answered at once; long calls are awaited as long as this number grows."""
+    """Answered at once; callers wait for long calls as long as this number grows."""
 
 @_typing.type_check_only
 class RolloutAsyncStub(RolloutStub):
@@ -77,7 +77,7 @@ class RolloutAsyncStub(RolloutStub):
     """Checksums of the live parameters, recomputed now."""
     Info: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RolloutInfoRequest, _rollout_pb2.RolloutInfoReply]  # type: ignore[assignment]
     Progress: _aio.UnaryUnaryMultiCallable[_types_pb2.ProgressRequest, _types_pb2.ProgressReply]  # type: ignore[assignment]
-    """Answered at once; long calls are awaited as long as this number grows."""
+    """Answered at once; callers wait for long calls as long as this number grows."""
 
 class RolloutServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -165,6 +165,6 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         request: _types_pb2.ProgressRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_types_pb2.ProgressReply, _abc.Awaitable[_types_pb2.ProgressReply]]:
-        """Answered at once; long calls are awaited as long as this number grows."""
+        """Answered at once; callers wait for long calls as long as this number grows."""
 
 def add_RolloutServicer_to_server(servicer: RolloutServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

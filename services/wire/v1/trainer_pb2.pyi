@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class StepKey(_message.Message):
-    """Names one update: a repeated call with the same key answers from the record."""
+    """Identifies one update: a repeated call with the same key returns the recorded result."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -278,7 +278,7 @@ class ValueTensors(_message.Message):
     RETURNS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def values(self) -> _types_pb2.Tensor:
-        """those that the advantages came from"""
+        """those used for the advantages"""
 
     @_builtins.property
     def returns(self) -> _types_pb2.Tensor: ...
@@ -441,7 +441,7 @@ Global___OptimStepReply: _TypeAlias = OptimStepReply  # noqa: Y015
 
 @_typing.final
 class PublishWeightsRequest(_message.Message):
-    """Writes one part of the current weights for each plan; parts are asked for in order from 0, so that
+    """Writes one part of the current weights for each plan; parts are requested in order from 0, so that
     replicas receive one while the trainer writes the next.
     """
 
@@ -467,7 +467,7 @@ class PublishWeightsRequest(_message.Message):
 
     @_builtins.property
     def plans(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Plan]:
-        """those that the trainer has not been sent before"""
+        """those that are new to the trainer"""
 
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Membership]:
@@ -588,7 +588,7 @@ class WaitCheckpointReply(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     seconds: _builtins.float
-    """that writing took"""
+    """of writing"""
     def __init__(
         self,
         *,

@@ -112,7 +112,7 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Progress(self, request, context):
-        """Answered at once; long calls are awaited as long as this number grows.
+        """Answered at once; callers wait for long calls as long as this number grows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,7 +126,7 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ComputeValues(self, request_iterator, context):
-        """A value head's answer after each token, from a critic or a reward model. Chunks as above.
+        """A value head's output after each token, from a critic or a reward model. Chunks as above.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,7 +160,7 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WaitCheckpoint(self, request, context):
-        """Returns once the last save is written, or says why it could not be.
+        """Returns once the last save is written, or fails with the cause.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,7 +180,7 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadHF(self, request, context):
-        """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is.
+        """Loads the weights of a Hugging Face folder; a head that the folder lacks stays unchanged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

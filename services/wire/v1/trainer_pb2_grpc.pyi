@@ -34,11 +34,11 @@ class TrainerStub:
     def __new__(cls, channel: _aio.Channel) -> TrainerAsyncStub: ...
     Info: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainerInfoRequest, _trainer_pb2.TrainerInfoReply]
     Progress: _grpc.UnaryUnaryMultiCallable[_types_pb2.ProgressRequest, _types_pb2.ProgressReply]
-    """Answered at once; long calls are awaited as long as this number grows."""
+    """Answered at once; callers wait for long calls as long as this number grows."""
     ComputeLogprobs: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsReply]
     """Each chunk holds whole groups; replies keep the order of the tokens."""
     ComputeValues: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesReply]
-    """A value head's answer after each token, from a critic or a reward model. Chunks as above."""
+    """A value head's output after each token, from a critic or a reward model. Chunks as above."""
     ForwardBackward: _grpc.StreamUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardReply]
     """Accumulates gradients. Idempotent by StepKey."""
     OptimStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepReply]
@@ -47,12 +47,12 @@ class TrainerStub:
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]
     """Copies the state and returns; it is written while other calls continue. A second save waits for the first."""
     WaitCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WaitCheckpointRequest, _trainer_pb2.WaitCheckpointReply]
-    """Returns once the last save is written, or says why it could not be."""
+    """Returns once the last save is written, or fails with the cause."""
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointReply]
     """Without a path: builds the models as they were when the service started."""
     ExportHF: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportHFRequest, _trainer_pb2.ExportHFReply]
     LoadHF: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadHFRequest, _trainer_pb2.LoadHFReply]
-    """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is."""
+    """Loads the weights of a Hugging Face folder; a head that the folder lacks stays unchanged."""
     Offload: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OffloadRequest, _trainer_pb2.OffloadReply]
     """Offloads the model's memory to the host; later calls move back what they need."""
 
@@ -61,11 +61,11 @@ class TrainerAsyncStub(TrainerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Info: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainerInfoRequest, _trainer_pb2.TrainerInfoReply]  # type: ignore[assignment]
     Progress: _aio.UnaryUnaryMultiCallable[_types_pb2.ProgressRequest, _types_pb2.ProgressReply]  # type: ignore[assignment]
-    """Answered at once; long calls are awaited as long as this number grows."""
+    """Answered at once; callers wait for long calls as long as this number grows."""
     ComputeLogprobs: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsReply]  # type: ignore[assignment]
     """Each chunk holds whole groups; replies keep the order of the tokens."""
     ComputeValues: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesReply]  # type: ignore[assignment]
-    """A value head's answer after each token, from a critic or a reward model. Chunks as above."""
+    """A value head's output after each token, from a critic or a reward model. Chunks as above."""
     ForwardBackward: _aio.StreamUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardReply]  # type: ignore[assignment]
     """Accumulates gradients. Idempotent by StepKey."""
     OptimStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepReply]  # type: ignore[assignment]
@@ -74,12 +74,12 @@ class TrainerAsyncStub(TrainerStub):
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]  # type: ignore[assignment]
     """Copies the state and returns; it is written while other calls continue. A second save waits for the first."""
     WaitCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WaitCheckpointRequest, _trainer_pb2.WaitCheckpointReply]  # type: ignore[assignment]
-    """Returns once the last save is written, or says why it could not be."""
+    """Returns once the last save is written, or fails with the cause."""
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointReply]  # type: ignore[assignment]
     """Without a path: builds the models as they were when the service started."""
     ExportHF: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportHFRequest, _trainer_pb2.ExportHFReply]  # type: ignore[assignment]
     LoadHF: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadHFRequest, _trainer_pb2.LoadHFReply]  # type: ignore[assignment]
-    """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is."""
+    """Loads the weights of a Hugging Face folder; a head that the folder lacks stays unchanged."""
     Offload: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OffloadRequest, _trainer_pb2.OffloadReply]  # type: ignore[assignment]
     """Offloads the model's memory to the host; later calls move back what they need."""
 
@@ -97,7 +97,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _types_pb2.ProgressRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_types_pb2.ProgressReply, _abc.Awaitable[_types_pb2.ProgressReply]]:
-        """Answered at once; long calls are awaited as long as this number grows."""
+        """Answered at once; callers wait for long calls as long as this number grows."""
 
     @_abc_1.abstractmethod
     def ComputeLogprobs(
@@ -113,7 +113,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.ComputeValuesRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ComputeValuesReply], _abc.AsyncIterator[_trainer_pb2.ComputeValuesReply]]:
-        """A value head's answer after each token, from a critic or a reward model. Chunks as above."""
+        """A value head's output after each token, from a critic or a reward model. Chunks as above."""
 
     @_abc_1.abstractmethod
     def ForwardBackward(
@@ -152,7 +152,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.WaitCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.WaitCheckpointReply, _abc.Awaitable[_trainer_pb2.WaitCheckpointReply]]:
-        """Returns once the last save is written, or says why it could not be."""
+        """Returns once the last save is written, or fails with the cause."""
 
     @_abc_1.abstractmethod
     def LoadCheckpoint(
@@ -175,7 +175,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.LoadHFRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.LoadHFReply, _abc.Awaitable[_trainer_pb2.LoadHFReply]]:
-        """Takes the weights of a Hugging Face folder; a head that the folder lacks stays as it is."""
+        """Loads the weights of a Hugging Face folder; a head that the folder lacks stays unchanged."""
 
     @_abc_1.abstractmethod
     def Offload(

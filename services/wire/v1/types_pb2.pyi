@@ -89,7 +89,7 @@ Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class Version(_message.Message):
-    """A policy version. Versions of different lineages never compare."""
+    """A policy version. Versions of different lineages are never compared."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -254,7 +254,7 @@ Global___TurnReward: _TypeAlias = TurnReward  # noqa: Y015
 
 @_typing.final
 class Conversation(_message.Message):
-    """What graders read of a trajectory of several turns."""
+    """The input of graders for a trajectory of several turns."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -327,7 +327,7 @@ class Trajectories(_message.Message):
     """Trajectories in columns, of any groups. Trajectory i is a sample of groups[group[i]] and owns nodes
     [node_offsets[i], node_offsets[i+1]) and turns [turn_offsets[i], turn_offsets[i+1]); node j owns tokens
     [token_offsets[j], token_offsets[j+1]) of the flat arrays and spans [span_offsets[j], span_offsets[j+1]).
-    Columns that say nothing are left out: see 23 to 27.
+    Columns with only default values are omitted: see 23 to 27.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -551,7 +551,7 @@ class Prompt(_message.Message):
     ground_truth: _builtins.str
     data_source: _builtins.str
     agent: _builtins.str
-    """that gets the row; empty: the policy answers in one turn"""
+    """for this row; empty: the policy answers in one turn"""
     @_builtins.property
     def id(self) -> Global___GroupId: ...
     @_builtins.property
@@ -751,7 +751,7 @@ class StreamManifest(_message.Message):
     source: _builtins.int
     """trainer rank"""
     location: _builtins.str
-    """where readers find it, in the words of the transport"""
+    """where readers find it, in the transport's notation"""
     offset: _builtins.int
     """byte at that location where the part begins"""
     plan_id: _builtins.str

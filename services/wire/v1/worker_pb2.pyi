@@ -37,7 +37,7 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def lora(self) -> Global___Lora:
-        """adapters, where they alone are pushed"""
+        """adapters, if only they are pushed"""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class WorkerStub(object):
-    """What a rollout service asks of the receiver inside one tensor-parallel rank of its SGLang server.
+    """The receiver inside one tensor-parallel rank of an SGLang server, called by its rollout service.
     """
 
     def __init__(self, channel):
@@ -64,7 +64,7 @@ class WorkerStub(object):
 
 
 class WorkerServicer(object):
-    """What a rollout service asks of the receiver inside one tensor-parallel rank of its SGLang server.
+    """The receiver inside one tensor-parallel rank of an SGLang server, called by its rollout service.
     """
 
     def Attach(self, request, context):
@@ -87,8 +87,8 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Prepare(self, request, context):
-        """Refuses a version that is not staged whole. The next call that SGLang makes on its scheduler thread
-        makes it live, and writes down how that went.
+        """Refuses a version that is not staged completely. SGLang's next call on its scheduler thread makes it live
+        and records the outcome.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +138,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker(object):
-    """What a rollout service asks of the receiver inside one tensor-parallel rank of its SGLang server.
+    """The receiver inside one tensor-parallel rank of an SGLang server, called by its rollout service.
     """
 
     @staticmethod

@@ -28,7 +28,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerStub:
-    """What a rollout service asks of the receiver inside one tensor-parallel rank of its SGLang server."""
+    """The receiver inside one tensor-parallel rank of an SGLang server, called by its rollout service."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -39,15 +39,15 @@ class WorkerStub:
     Receive: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsReply]
     Rollback: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RollbackWeightsRequest, _rollout_pb2.RollbackWeightsReply]
     Prepare: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrepareRequest, _worker_pb2.PrepareReply]
-    """Refuses a version that is not staged whole. The next call that SGLang makes on its scheduler thread
-    makes it live, and writes down how that went.
+    """Refuses a version that is not staged completely. SGLang's next call on its scheduler thread makes it live
+    and records the outcome.
     """
     Read: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReadRequest, _worker_pb2.ReadReply]
     """The live bytes of some of the rank's boxes."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
-    """What a rollout service asks of the receiver inside one tensor-parallel rank of its SGLang server."""
+    """The receiver inside one tensor-parallel rank of an SGLang server, called by its rollout service."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.UnaryUnaryMultiCallable[_worker_pb2.AttachRequest, _worker_pb2.AttachReply]  # type: ignore[assignment]
@@ -55,14 +55,14 @@ class WorkerAsyncStub(WorkerStub):
     Receive: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsReply]  # type: ignore[assignment]
     Rollback: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RollbackWeightsRequest, _rollout_pb2.RollbackWeightsReply]  # type: ignore[assignment]
     Prepare: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrepareRequest, _worker_pb2.PrepareReply]  # type: ignore[assignment]
-    """Refuses a version that is not staged whole. The next call that SGLang makes on its scheduler thread
-    makes it live, and writes down how that went.
+    """Refuses a version that is not staged completely. SGLang's next call on its scheduler thread makes it live
+    and records the outcome.
     """
     Read: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReadRequest, _worker_pb2.ReadReply]  # type: ignore[assignment]
     """The live bytes of some of the rank's boxes."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
-    """What a rollout service asks of the receiver inside one tensor-parallel rank of its SGLang server."""
+    """The receiver inside one tensor-parallel rank of an SGLang server, called by its rollout service."""
 
     @_abc_1.abstractmethod
     def Attach(
@@ -92,8 +92,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.PrepareRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.PrepareReply, _abc.Awaitable[_worker_pb2.PrepareReply]]:
-        """Refuses a version that is not staged whole. The next call that SGLang makes on its scheduler thread
-        makes it live, and writes down how that went.
+        """Refuses a version that is not staged completely. SGLang's next call on its scheduler thread makes it live
+        and records the outcome.
         """
 
     @_abc_1.abstractmethod

@@ -11,11 +11,11 @@ from atoll.runtime.errors import UserError
 RESERVED: Final = {
     "model_path": "it is model.path",
     "dtype": "it is rollout.dtype",
-    "host": "the server answers on loopback alone",
-    "port": "it is any free one",
+    "host": "the server listens only on loopback",
+    "port": "the service chooses a free port",
     "weight_version": "versions come from the trainer",
     "custom_weight_loader": "weights arrive through Atoll's receiver",
-    "disable_overlap_schedule": "with overlap one token of each sequence is under way while weights change, "
+    "disable_overlap_schedule": "with overlap, one token of each sequence is in flight while weights change, "
     "and SGLang counts it as one of the new version",
     "skip_tokenizer_init": "stop strings and texts need the tokenizer",
     "skip_server_warmup": "the service is ready once a first request was answered",
@@ -29,7 +29,7 @@ def arguments_of(
     engine adds: underscores become dashes, true is the bare flag, false leaves it out. Raises UserError for
     a key that is the engine's."""
     if taken := sorted(user.keys() & RESERVED.keys()):
-        raise UserError(f"rollout.sglang.{taken[0]} cannot be set: {RESERVED[taken[0]]}; leave it out")
+        raise UserError(f"rollout.sglang.{taken[0]} cannot be set: {RESERVED[taken[0]]}; remove it")
     # of samples that share a prompt, one computes it; a line in the log for each sample would be too many
     defaults: dict[str, Any] = {"schedule_policy": "lpm", "log_level_http": "warning"}
     if device == "cpu":

@@ -67,7 +67,7 @@ class SGLangEngine:
     """See Engine. What SGLang cannot promise: that draws depend on seed and position alone. Tokens that are
     cut off by both top_k and top_p are those beyond either, both of the whole distribution; `local` takes
     top_p of what top_k left. While generation is paused in place or retracted, nothing is scored, and what
-    is aborted in place is yielded once it goes on. A sequence that was retracted, by a pause or for want of
+    is aborted in place is yielded once it continues. A sequence that was retracted, by a pause or for want of
     memory, and is aborted before SGLang takes it up again, is yielded without the tokens that it had."""
 
     def __init__(
@@ -196,7 +196,7 @@ class SGLangEngine:
             check_sequence(
                 ids, self._vocab_size, self._limits.max_length - 1, "rollout.sglang.context_length"
             )
-        async with self._control:  # a commit may be under way
+        async with self._control:  # a commit may be in progress
             if self._stopped is not None:
                 raise UserError(f"SGLang scores nothing while paused {self._stopped.name}: resume it first")
         answers = [
@@ -217,7 +217,7 @@ class SGLangEngine:
         await self._workers.rollback(version)
 
     async def checksums(self) -> tuple[Version, dict[str, int]]:
-        sums = await self._workers.checksums()  # after a commit that is under way
+        sums = await self._workers.checksums()  # after a commit in progress
         return self._version, sums
 
     async def wait_for_failure(self) -> None:
@@ -301,7 +301,7 @@ class SGLangEngine:
         if job.aborted:
             return completion
         if completion.finish_reason is FinishReason.ABORT:
-            raise SGLangError(f"SGLang gave up {job.id}: {answer['meta_info']['finish_reason']}")
+            raise SGLangError(f"SGLang aborted {job.id}: {answer['meta_info']['finish_reason']}")
         return completion if completion.spans[0].version == version else None
 
     def _end(self, jobs: Iterable[_SampleJob]) -> int:

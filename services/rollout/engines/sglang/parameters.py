@@ -34,16 +34,16 @@ def shard_layout(shapes: Mapping[str, Sequence[int]], spec: ModelSpec, rank: int
         if tuple(shape) != implied:
             raise UserError(
                 f"SGLang's parameter {name!r} has shape {tuple(shape)} on rank {rank} of {size}, the model "
-                f"implies {implied}, so weights cannot be pushed to it: leave out what in [rollout.sglang] "
-                "changes how they are kept; on a CPU, where SGLang pads, let tp_size divide the key-value "
-                "heads, and 32 * tp_size the width of an MLP or expert"
+                f"implies {implied}, so weights cannot be pushed to it: remove options of [rollout.sglang] "
+                "that change its layout; on a CPU, SGLang pads: tp_size must divide the key-value heads, and "
+                "32 * tp_size the width of an MLP or expert"
             )
     # a tied model has an output layer of its own where SGLang keeps it apart
     optional = {"lm_head.weight"} if spec.tied else set()
     if missing := sorted(expected.keys() - shapes.keys() - optional):
         raise UserError(
-            f"SGLang's rank {rank} of {size} lacks the parameter {missing[0]!r} of the model: leave out what "
-            "in [rollout.sglang] spreads it over ranks otherwise than by tp_size"
+            f"SGLang's rank {rank} of {size} lacks the parameter {missing[0]!r} of the model: remove "
+            "options of [rollout.sglang] that distribute it over ranks other than by tp_size"
         )
     return shard_layout_of(expected[name].pieces for name in shapes)
 

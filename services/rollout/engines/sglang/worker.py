@@ -111,7 +111,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     def __init__(
         self, model: torch.nn.Module, folder: Path, rank: int, size: int, outcome: Path, *, in_place: bool
     ) -> None:
-        """`folder` is where the model came from; `outcome` gets what becomes of each commit. `in_place`: the
+        """`folder` is where the model came from; `outcome` records how each commit ended. `in_place`: the
         parameters stay where they are in memory."""
         self._model, self._folder, self._rank, self._size = model, folder, rank, size
         self._outcome, self._in_place = outcome, in_place
@@ -216,8 +216,8 @@ def _check(model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> to
     dtypes = {parameter.dtype for parameter in parameters.values()}
     if len(dtypes) > 1 or not dtypes <= DTYPES.keys():
         raise UserError(
-            f"SGLang's parameters have the dtypes {sorted(map(str, dtypes))}; weights can be pushed to "
-            "float32 or bfloat16 alone: set rollout.dtype, and leave out rollout.sglang.quantization"
+            f"SGLang's parameters have the dtypes {sorted(map(str, dtypes))}; weights can be pushed "
+            "only to float32 or bfloat16: set rollout.dtype, and remove rollout.sglang.quantization"
         )
     for name, parameter in parameters.items():
         if not parameter.is_contiguous():
