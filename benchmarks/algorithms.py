@@ -102,10 +102,10 @@ def table(curves: list[Curve]) -> str:
     lines = [
         f"![Mean score of answers to held-out sums, by step and recipe]({PICTURE.name})",
         "",
-        f"Score: mean of the first and of the last {WINDOW} steps' batches. Held out: mean score of greedily "
-        "decoded answers to 256 sums that are not trained on, before and after; this is what the picture "
-        "shows. A right answer scores 1, with `own_functions` a close one something, too. A filter changes "
-        "what a batch scores, so recipes compare by the held-out score.",
+        f"Score: mean score of the batches of the first and the last {WINDOW} steps. Held out: mean score of "
+        "greedy answers to 256 sums outside the training data, before and after; the picture shows it. A "
+        "right answer scores 1; `own_functions` gives partial credit for close ones. Compare recipes by the "
+        "held-out score, since a filter changes the score of a batch.",
         "",
         "| recipe | score, first | last | held out, before | after | steps | seconds |",
         "|---|---|---|---|---|---|---|",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from atoll.config.functions import ADVANTAGE, FILTER, GRADER, LOSS, REWEIGHT, FunctionKind, built_in, check
+from atoll.config.load import validate
 from atoll.config.schema import CorrectionConfig, KLConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +47,11 @@ def test_every_function_has_a_row_with_its_parameters(kind: FunctionKind, page: 
         values = {name: ast.literal_eval(default) for name, default in defaults.items() if default}
         shown = {name: value for name, value in values.items() if value is not None}
         assert {name: value for name, value in row.items() if name in shown} == shown
+
+
+def test_the_first_example_is_a_whole_config() -> None:
+    example = PAGE.split("```toml\n")[1].split("```")[0]
+    assert validate(tomllib.loads(example), "docs/algorithms.md").algorithm.advantage.name == "grpo"
 
 
 def values(section: type, field: str) -> tuple[str, ...]:
