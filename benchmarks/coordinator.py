@@ -16,10 +16,10 @@ import numpy as np
 import psutil
 from tokenizers import Tokenizer
 
-from atoll.cli.arithmetic import SHAPE, SPECIAL, build_arithmetic
-from atoll.cli.assets import prompt_row, write_model, write_rows
-from atoll.cli.processes import Fleet as Processes
-from atoll.cli.processes import ServiceCommand, ServiceGroup
+from atoll.cli.launch.processes import Fleet as Processes
+from atoll.cli.launch.processes import ServiceCommand, ServiceGroup
+from atoll.cli.tasks.arithmetic import SHAPE, SPECIAL, build_arithmetic
+from atoll.cli.tasks.assets import prompt_row, write_model, write_rows
 from atoll.config.load import validate, write_resolved
 from atoll.config.schema import RunConfig
 from atoll.runtime.clients.base import Caller

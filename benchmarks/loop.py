@@ -9,9 +9,9 @@ from typing import Any
 
 import psutil
 
-from atoll.cli import progress
-from atoll.cli.arithmetic import build_arithmetic
-from atoll.cli.launcher import launch
+from atoll.cli.display import progress
+from atoll.cli.launch.launcher import launch
+from atoll.cli.tasks.arithmetic import build_arithmetic
 from atoll.config.load import load
 from atoll.config.schema import RunConfig
 from atoll.wire.info import RunStatus

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from atoll.cli.arithmetic import build_arithmetic
+from atoll.cli.tasks.arithmetic import build_arithmetic
 from atoll.rollout.engines.local import LocalEngine
 from atoll.weights.transport import shm
 from atoll.wire.types import GroupId, SampleId, Sampling, TurnId, TurnRequest, Version

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from atoll.cli.arithmetic import build_arithmetic
+from atoll.cli.tasks.arithmetic import build_arithmetic
 from benchmarks import balance, chunked_logprobs
 from benchmarks.memory import measured_apart
 from benchmarks.updates import (

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from atoll.cli.arithmetic import build_arithmetic
+from atoll.cli.tasks.arithmetic import build_arithmetic
 from benchmarks import loop
 
 ROOT = Path(__file__).parents[1]

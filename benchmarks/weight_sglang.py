@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from atoll.cli.arithmetic import build_arithmetic
 from atoll.cli.plan_weights import trainer_shard_layouts
+from atoll.cli.tasks.arithmetic import build_arithmetic
 from atoll.config.load import TOKEN
 from atoll.config.schema import ParallelConfig
 from atoll.runtime.clients.base import Caller

@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from atoll.cli import progress
-from atoll.cli.arithmetic import build_arithmetic
-from atoll.cli.launcher import launch
+from atoll.cli.display import progress
+from atoll.cli.launch.launcher import launch
+from atoll.cli.tasks.arithmetic import build_arithmetic
 from benchmarks import plan_scale, weight_delta, weight_push, weight_sglang, weight_shards
 from benchmarks.loop import benchmark_config
 from benchmarks.weight_push import Setting

@@ -13,7 +13,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from atoll.cli import active_runs
+from atoll.cli.launch import active_runs
 from atoll.coordinator.journal.ledger import LEDGER
 from atoll.runtime.dump import DUMPS, dumps, read_dump
 from atoll.runtime.errors import UserError

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from atoll.cli import active_runs
-from atoll.cli.charts import sparkline
-from atoll.cli.summary import VALIDATION, clock, is_result, read_summary
+from atoll.cli.display.charts import sparkline
+from atoll.cli.display.summary import VALIDATION, clock, is_result, read_summary
+from atoll.cli.launch import active_runs
 from atoll.coordinator.algorithm.metrics import SCORE
 from atoll.coordinator.summary import first_and_last
 from atoll.runtime.telemetry import load_metrics

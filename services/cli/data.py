@@ -29,15 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.task == "arithmetic":
-        from atoll.cli.arithmetic import build_arithmetic
+        from atoll.cli.tasks.arithmetic import build_arithmetic
 
         build_arithmetic(arguments.out, arguments.seed, arguments.digits)
     elif arguments.task == "tools":
-        from atoll.cli.tools import build_tools
+        from atoll.cli.tasks.tools import build_tools
 
         build_tools(arguments.out, arguments.seed)
     else:
-        from atoll.cli.gsm8k import build_gsm8k
+        from atoll.cli.tasks.gsm8k import build_gsm8k
 
         build_gsm8k(arguments.source, arguments.out, arguments.seed)
     for path in sorted(arguments.out.iterdir()):

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from atoll.cli.findings import Finding, FindingState, loopback
+from atoll.cli.launch.findings import Finding, FindingState, loopback
 
 GIB = 1 << 30
 IN_CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").exists()
@@ -113,7 +113,7 @@ def rollout_environment(path: Path) -> Finding:
 
 def start_of_run(path: Path) -> Iterator[Finding]:
     """What `atoll run` checks before it starts a service."""
-    from atoll.cli.preflight import examine
+    from atoll.cli.launch.preflight import examine
     from atoll.config.load import load
 
     return examine(load(path), resume=False)

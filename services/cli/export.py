@@ -4,10 +4,10 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from atoll.cli import active_runs
-from atoll.cli.launcher import first_of, trainer_group
-from atoll.cli.processes import Fleet
-from atoll.cli.tokens import Tokens
+from atoll.cli.launch import active_runs
+from atoll.cli.launch.launcher import first_of, trainer_group
+from atoll.cli.launch.processes import Fleet
+from atoll.cli.launch.tokens import Tokens
 from atoll.config.load import read_resolved
 from atoll.config.schema import RunConfig
 from atoll.coordinator.journal.checkpoints import ACTOR, Checkpoints

@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from atoll.cli import active_runs
-from atoll.cli.charts import Curve, terminal_chart
-from atoll.cli.svg import svg
+from atoll.cli.display.charts import Curve, terminal_chart
+from atoll.cli.display.svg import svg
+from atoll.cli.launch import active_runs
 from atoll.coordinator.algorithm.metrics import SCORE
 from atoll.runtime.errors import UserError
 from atoll.runtime.telemetry import load_metrics, metrics_of

@@ -4,9 +4,9 @@ import argparse
 import time
 from pathlib import Path
 
-from atoll.cli.arithmetic import build_arithmetic
 from atoll.cli.examples import EXAMPLES
 from atoll.cli.run import follow_to_end
+from atoll.cli.tasks.arithmetic import build_arithmetic
 from atoll.config.load import load
 
 ASSETS = Path("runs/data/arithmetic")  # path that the example expects

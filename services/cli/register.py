@@ -3,7 +3,8 @@
 import argparse
 import asyncio
 
-from atoll.cli import active_runs, server_arguments
+from atoll.cli import server_arguments
+from atoll.cli.launch import active_runs
 from atoll.wire.types import ExternalServer
 
 

@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 
-from atoll.cli import active_runs
+from atoll.cli.launch import active_runs
 from atoll.runtime.clients.reward import RewardClient
 from atoll.runtime.errors import UserError
 

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from atoll.cli import active_runs
+from atoll.cli.launch import active_runs
 from atoll.cli.runs import is_running, read_size, show_bytes
 from atoll.runtime.errors import UserError
 

@@ -4,13 +4,14 @@ import argparse
 import shlex
 from pathlib import Path
 
-from atoll.cli import active_runs, preflight, progress
 from atoll.cli.compare import differences, read_settings
-from atoll.cli.fork import fork, parse_fork
-from atoll.cli.launcher import launch, service_names
+from atoll.cli.display import progress
+from atoll.cli.display.summary import describe_summary, read_summary
+from atoll.cli.launch import active_runs, preflight
+from atoll.cli.launch.fork import fork, parse_fork
+from atoll.cli.launch.launcher import launch, service_names
 from atoll.cli.main import EXIT_INTERRUPTED
 from atoll.cli.samples import SamplePrinter
-from atoll.cli.summary import describe_summary, read_summary
 from atoll.config.load import load
 from atoll.config.schema import RunConfig
 from atoll.coordinator.summary import Outcome

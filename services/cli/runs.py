@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from atoll.cli import active_runs
-from atoll.cli.launcher import ADDRESS_FILE
-from atoll.cli.summary import read_summary
+from atoll.cli.display.summary import read_summary
+from atoll.cli.launch import active_runs
+from atoll.cli.launch.launcher import ADDRESS_FILE
 from atoll.coordinator.algorithm.metrics import SCORE
 from atoll.coordinator.summary import Outcome
 from atoll.runtime.errors import UserError

@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from atoll.cli import active_runs
+from atoll.cli.launch import active_runs
 from atoll.config.schema import ConsoleSection
 from atoll.coordinator.control import RunState
 from atoll.runtime.errors import AtollError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from atoll.cli import active_runs
+from atoll.cli.launch import active_runs
 from atoll.config.load import read_resolved
 from atoll.runtime.clients.gateway import GatewayClient
 from atoll.runtime.errors import UserError

@@ -5,9 +5,10 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
-from atoll.cli import active_runs, progress
-from atoll.cli.launcher import ADDRESS_FILE
-from atoll.cli.summary import describe_summary, read_summary
+from atoll.cli.display import progress
+from atoll.cli.display.summary import describe_summary, read_summary
+from atoll.cli.launch import active_runs
+from atoll.cli.launch.launcher import ADDRESS_FILE
 from atoll.runtime.errors import ServiceUnavailableError
 from atoll.wire.info import RunStatus
 

@@ -5,10 +5,10 @@ import asyncio
 import logging
 from pathlib import Path
 
-from atoll.cli import active_runs
-from atoll.cli.interrupts import follow_stop
-from atoll.cli.launcher import ADDRESS_FILE
-from atoll.cli.summary import describe_summary, read_summary
+from atoll.cli.display.summary import describe_summary, read_summary
+from atoll.cli.launch import active_runs
+from atoll.cli.launch.interrupts import follow_stop
+from atoll.cli.launch.launcher import ADDRESS_FILE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,9 +4,9 @@ import argparse
 import subprocess
 import typing
 
-from atoll.cli import active_runs
-from atoll.cli.preflight import check_trackers
-from atoll.cli.trackers import tracker_command
+from atoll.cli.launch import active_runs
+from atoll.cli.launch.preflight import check_trackers
+from atoll.cli.launch.trackers import tracker_command
 from atoll.config.load import read_resolved
 from atoll.config.schema import TrackerName
 from atoll.runtime.errors import UserError

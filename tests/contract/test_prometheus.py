@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atoll.cli.processes import ScrapeTargets
+from atoll.cli.launch.processes import ScrapeTargets
 from atoll.config.schema import PrometheusSection
 from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.gauges import RunCollector

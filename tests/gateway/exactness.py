@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from atoll.cli.launcher import launch
+from atoll.cli.launch.launcher import launch
 from atoll.config.schema import RunConfig
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.dump import dumps, read_dump

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from atoll.cli.processes import Fleet as Processes
-from atoll.cli.processes import ServiceCommand, ServiceGroup
+from atoll.cli.launch.processes import Fleet as Processes
+from atoll.cli.launch.processes import ServiceCommand, ServiceGroup
 from atoll.config.load import validate, write_resolved
 from atoll.coordinator.fleet.gateways import GatewayLink, Want
 from atoll.runtime.clients.base import Caller

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from atoll.cli.launcher import launch
+from atoll.cli.launch.launcher import launch
 from atoll.gateway.templates.tool_calls import hermes_calls
 from atoll.runtime.rendering import Renderer
 from tests.builders import run_config

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cli.arithmetic import build_arithmetic
+from atoll.cli.tasks.arithmetic import build_arithmetic
 from atoll.runtime.store import EmbeddedServer, Store, run_embedded_server
 
 

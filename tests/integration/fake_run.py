@@ -7,9 +7,9 @@ import asyncio
 import sys
 from pathlib import Path
 
-from atoll.cli.launcher import supervise
-from atoll.cli.processes import ServiceCommand, ServiceDiedError, ServiceGroup
-from atoll.cli.tokens import Tokens
+from atoll.cli.launch.launcher import supervise
+from atoll.cli.launch.processes import ServiceCommand, ServiceDiedError, ServiceGroup
+from atoll.cli.launch.tokens import Tokens
 from atoll.runtime.clients.coordinator import CoordinatorClient
 
 FAKE = Path(__file__).with_name("fake_service.py")

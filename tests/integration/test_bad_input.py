@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from atoll.cli.launcher import launch
+from atoll.cli.launch.launcher import launch
 from atoll.config.load import load
 from atoll.rollout.engines.local import LocalEngine
 from atoll.rollout.service import AS_IN_FOLDER, RolloutService

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from atoll.cli.audit import audit
-from atoll.cli.launcher import launch
+from atoll.cli.launch.launcher import launch
 from atoll.config.schema import RunConfig
 from atoll.coordinator.run_data import read_data
 from atoll.runtime.clients.coordinator import CoordinatorClient

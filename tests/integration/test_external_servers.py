@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from atoll.cli.launcher import launch
+from atoll.cli.launch.launcher import launch
 from atoll.config.schema import RunConfig
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.dump import read_dump

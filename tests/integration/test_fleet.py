@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from atoll.cli.launcher import launch
+from atoll.cli.launch.launcher import launch
 from atoll.config.load import write_resolved
 from atoll.config.schema import RunConfig
 from atoll.coordinator.control import RunControl

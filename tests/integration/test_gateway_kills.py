@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
-from atoll.cli.launcher import launch
+from atoll.cli.launch.launcher import launch
 from atoll.config.load import validate
 from atoll.config.schema import RunConfig
 from atoll.gateway.session_store import SessionStore

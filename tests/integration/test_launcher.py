@@ -16,13 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from atoll.cli import processes
-from atoll.cli.active_runs import RunAddress
-from atoll.cli.active_runs import run_in as folders_run
-from atoll.cli.interrupts import handle_interrupts
-from atoll.cli.launcher import launch, supervise
-from atoll.cli.processes import Fleet, ServiceCommand, ServiceDiedError, ServiceGroup
-from atoll.cli.tokens import Tokens
+from atoll.cli.launch import processes
+from atoll.cli.launch.active_runs import RunAddress
+from atoll.cli.launch.active_runs import run_in as folders_run
+from atoll.cli.launch.interrupts import handle_interrupts
+from atoll.cli.launch.launcher import launch, supervise
+from atoll.cli.launch.processes import Fleet, ServiceCommand, ServiceDiedError, ServiceGroup
+from atoll.cli.launch.tokens import Tokens
 from atoll.config.load import read_resolved, validate, write_resolved
 from atoll.config.schema import RunConfig
 from atoll.runtime import store

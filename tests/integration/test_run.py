@@ -17,8 +17,8 @@ import pytest
 
 import atoll
 from atoll.cli.audit import audit
-from atoll.cli.fork import fork
-from atoll.cli.launcher import launch
+from atoll.cli.launch.fork import fork
+from atoll.cli.launch.launcher import launch
 from atoll.config.schema import RunConfig
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.dump import dumps as dump_files

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from atoll.cli.launcher import trainer_group
-from atoll.cli.processes import Fleet
+from atoll.cli.launch.launcher import trainer_group
+from atoll.cli.launch.processes import Fleet
 from atoll.config.load import write_resolved
 from atoll.external.protocols import connect
 from atoll.runtime.clients.trainer import TrainerClient

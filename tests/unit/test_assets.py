@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from atoll.cli.arithmetic import build_arithmetic
 from atoll.cli.data import SAMPLE
-from atoll.cli.gsm8k import build_gsm8k
 from atoll.cli.main import main
+from atoll.cli.tasks.arithmetic import build_arithmetic
+from atoll.cli.tasks.gsm8k import build_gsm8k
 from atoll.config.load import load
 from atoll.config.schema import TokenLimit
 from atoll.coordinator.data.dataset_rows import Dataset, read_rows, read_supervised_rows

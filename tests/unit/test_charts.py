@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from atoll.cli.charts import bin_means, sparkline, terminal_chart
 from atoll.cli.compare import Difference, differences
+from atoll.cli.display.charts import bin_means, sparkline, terminal_chart
+from atoll.cli.display.svg import svg
 from atoll.cli.main import main
-from atoll.cli.svg import svg
 from atoll.runtime.telemetry import MetricsFile
 from tests.builders import write_run
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cli.fork import fork, parse_fork
+from atoll.cli.launch.fork import fork, parse_fork
 from atoll.cli.main import main
 from atoll.cli.run import show_changes
 from atoll.config.load import validate

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cli import active_runs
-from atoll.cli.launcher import (
+from atoll.cli.launch import active_runs
+from atoll.cli.launch.launcher import (
     ADDRESS_FILE,
     check_interpreter,
     claim_folder,
@@ -21,7 +21,7 @@ from atoll.cli.launcher import (
     service_groups,
     service_names,
 )
-from atoll.cli.tokens import Tokens
+from atoll.cli.launch.tokens import Tokens
 from atoll.config.errors import ConfigError
 from atoll.config.load import write_resolved
 from atoll.config.schema import RunConfig

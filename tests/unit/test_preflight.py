@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from atoll.cli import preflight
-from atoll.cli.findings import FindingState
+from atoll.cli.launch import preflight
+from atoll.cli.launch.findings import FindingState
 from atoll.config.schema import RunConfig
 from atoll.runtime.errors import UserError
 from tests.builders import run_config
@@ -78,7 +78,7 @@ def test_a_run_that_can_start(run_of: Callable[..., RunConfig], tmp_path: Path, 
 
 
 def test_the_checks_do_not_load_torch() -> None:
-    script = "import sys, atoll.cli.preflight; assert not {'torch', 'megatron'} & sys.modules.keys()"
+    script = "import sys, atoll.cli.launch.preflight; assert not {'torch', 'megatron'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

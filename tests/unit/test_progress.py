@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 
-from atoll.cli.progress import Display, follow, line, view
+from atoll.cli.display.progress import Display, follow, line, view
 from atoll.cli.status import describe
 from atoll.runtime.errors import AtollError, ServiceUnavailableError
 from atoll.wire.info import RunStatus

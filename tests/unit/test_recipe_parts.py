@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.cli import preflight
-from atoll.cli.launcher import service_groups
+from atoll.cli.launch import preflight
+from atoll.cli.launch.launcher import service_groups
 from atoll.cli.main import main
 from atoll.config import functions
 from atoll.config.load import load, validate

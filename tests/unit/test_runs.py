@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from atoll.cli.active_runs import run_folder
+from atoll.cli.display.summary import clock, describe_summary
+from atoll.cli.launch.active_runs import run_folder
 from atoll.cli.main import main
 from atoll.cli.runs import as_table, best_validation, overview, read_size, show_age, show_bytes
-from atoll.cli.summary import clock, describe_summary
 from atoll.coordinator.summary import Outcome
 from tests.builders import write_run
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atoll.cli.interrupts import stop_run
+from atoll.cli.launch.interrupts import stop_run
 from atoll.runtime.errors import ServiceUnavailableError
 from tests import virtual_clock
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from atoll.cli.preflight import check_trackers
+from atoll.cli.launch.preflight import check_trackers
 from atoll.config.errors import ConfigError
 from atoll.config.schema import RunConfig
 from atoll.coordinator.control import RunControl

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from xml.sax.saxutils import escape
 
-from atoll.cli.charts import Curve, limits
+from atoll.cli.display.charts import Curve, limits
 
 WIDTH, HEIGHT = 720, 300  # of one chart, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 36, 34  # margins of its area

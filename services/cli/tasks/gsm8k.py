@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from atoll.cli.assets import (
+from atoll.cli.tasks.assets import (
     ModelShape,
     SpecialTokens,
     prompt_row,

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from atoll.cli.assets import ModelShape, SpecialTokens, prompt_row, warmup_row, write_model, write_rows
+from atoll.cli.tasks.assets import ModelShape, SpecialTokens, prompt_row, warmup_row, write_model, write_rows
 
 CHARACTERS = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz"
 SPECIAL = SpecialTokens(eos="<eos>", pad="<pad>")

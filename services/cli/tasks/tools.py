@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from atoll.cli.assets import (
+from atoll.cli.tasks.assets import (
     ModelShape,
     SpecialTokens,
     prompt_row,

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from atoll.cli.charts import sparkline
-from atoll.cli.summary import VALIDATION, clock, is_result
+from atoll.cli.display.charts import sparkline
+from atoll.cli.display.summary import VALIDATION, clock, is_result
 from atoll.coordinator.algorithm.metrics import SCORE
 from atoll.coordinator.control import RunState
 from atoll.runtime.clients.coordinator import CoordinatorClient, statuses

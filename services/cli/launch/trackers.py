@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from atoll.cli.processes import ServiceCommand, ServiceGroup
+from atoll.cli.launch.processes import ServiceCommand, ServiceGroup
 from atoll.config.schema import RunConfig, TrackerName
 
 MAX_RESTARTS = 3  # of each tracker's process, in an hour

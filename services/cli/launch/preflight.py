@@ -11,8 +11,8 @@ from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
 
-from atoll.cli.findings import Finding, FindingState, loopback
-from atoll.cli.launcher import check_folder, check_interpreter, gateway_listeners, listen
+from atoll.cli.launch.findings import Finding, FindingState, loopback
+from atoll.cli.launch.launcher import check_folder, check_interpreter, gateway_listeners, listen
 from atoll.config.errors import ConfigError
 from atoll.config.load import secret
 from atoll.config.schema import AgentConfig, LoraConfig, Role, RunConfig, TrackerName, section_name

@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from atoll.cli import active_runs
+from atoll.cli.launch import active_runs
 from atoll.coordinator.journal.checkpoints import Checkpoints
 from atoll.coordinator.journal.ledger import LEDGER
 from atoll.coordinator.loop import WARMUP_EXPORT

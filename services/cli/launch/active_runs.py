@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from atoll.cli.launcher import ADDRESS_FILE
-from atoll.cli.tokens import OPERATOR_TOKEN_FILE, TOKEN_FILE
+from atoll.cli.launch.launcher import ADDRESS_FILE
+from atoll.cli.launch.tokens import OPERATOR_TOKEN_FILE, TOKEN_FILE
 from atoll.config.load import OPERATOR_TOKEN, TOKEN, access_token, optional_token
 from atoll.config.schema import RunSection
 from atoll.runtime.clients.base import Caller

@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from atoll.cli import tokens
-from atoll.cli.interrupts import handle_interrupts, stop_run
-from atoll.cli.processes import Fleet, ScrapeTargets, ServiceCommand, ServiceGroup
-from atoll.cli.tokens import Tokens
-from atoll.cli.trackers import tracker_groups
+from atoll.cli.launch import tokens
+from atoll.cli.launch.interrupts import handle_interrupts, stop_run
+from atoll.cli.launch.processes import Fleet, ScrapeTargets, ServiceCommand, ServiceGroup
+from atoll.cli.launch.tokens import Tokens
+from atoll.cli.launch.trackers import tracker_groups
 from atoll.config.load import write_private, write_resolved
 from atoll.config.schema import Role, RunConfig
 from atoll.coordinator.journal.checkpoints import Checkpoints
