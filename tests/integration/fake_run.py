@@ -4,6 +4,7 @@ Prints "up" once all services have registered, then "completed" or "stopped".
 """
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,7 @@ async def follow(client: CoordinatorClient) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
     folder, coordinator, *behaviours = sys.argv[1:]
 
     def services(address: str) -> list[ServiceGroup]:

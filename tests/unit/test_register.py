@@ -31,7 +31,7 @@ def test_without_a_run_it_is_the_only_one_that_goes_on(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["deregister", *JUDGE]) == 2
-    assert "no active run in runs: choose one with --run" in capsys.readouterr().err
+    assert "no active run in runs: name the run, or give --coordinator HOST:PORT" in capsys.readouterr().err
     for name in ("toy", "other"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "operator.token").write_text("a-token")
@@ -40,4 +40,4 @@ def test_without_a_run_it_is_the_only_one_that_goes_on(
     assert "at 127.0.0.1:1: the connection failed" in capsys.readouterr().err
     (tmp_path / "runs" / "other" / "coordinator.address").write_text("127.0.0.1:2")
     assert main(["deregister", *JUDGE]) == 2
-    assert "multiple runs are active (runs/other, runs/toy): choose one" in capsys.readouterr().err
+    assert "multiple runs are active (runs/other, runs/toy): name the run" in capsys.readouterr().err

@@ -114,5 +114,5 @@ def find_only_run(runs: Path) -> Path:
             if folders
             else f"no active run in {runs}"
         )
-        raise UserError(f"{there}: name one with RUN or --coordinator HOST:PORT")
+        raise UserError(f"{there}: name the run, or give --coordinator HOST:PORT")
     return folders[0]

@@ -33,8 +33,8 @@ def handle_interrupts(stop: asyncio.Event) -> Iterator[None]:
                 for descriptor in terminals:
                     os.dup2(nowhere.fileno(), descriptor)
 
-    # nohup ignores SIGHUP, which stays so
-    signals = [n for n in INTERRUPTS if signal.getsignal(n) is not signal.SIG_IGN]
+    is_under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    signals = [n for n in INTERRUPTS if not (n == signal.SIGHUP and is_under_nohup)]
     for number in signals:
         loop.add_signal_handler(number, interrupt, number)
     try:
