@@ -119,5 +119,5 @@ def test_folders_that_hold_no_such_model(tiny_qwen2, tmp_path):
         with pytest.raises(UserError, match=message):
             layout.read(tmp_path, torch.float32)
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
-    with pytest.raises(UserError, match="no readable safetensors"):
+    with pytest.raises(UserError, match="not a readable safetensors"):
         layout.read(tmp_path, torch.float32)
