@@ -1,4 +1,4 @@
-"""`atoll compare`: what two runs have been given, and what came out."""
+"""`atoll compare`: compares the settings and results of two runs."""
 
 import argparse
 import json

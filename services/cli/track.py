@@ -1,4 +1,4 @@
-"""`atoll track RUN`: sends a run to experiment trackers: all of it, or what one that failed has missed."""
+"""`atoll track RUN`: sends a run to experiment trackers, or what a failed tracker missed."""
 
 import argparse
 import subprocess

@@ -1,4 +1,4 @@
-"""Begins a run where a checkpoint of another one ends: `atoll run FILE --fork-from RUN[@STEP]`."""
+"""Starts a run from another run's checkpoint: `atoll run FILE --fork-from RUN[@STEP]`."""
 
 import os
 import shutil
