@@ -1,7 +1,7 @@
 """Functions that examples/own_functions.toml names. Only the service that calls one imports this file:
 the coordinator the advantage and the filter, the reward service the grader, the trainer the loss.
 
-What stands after `*` are parameters, set beside the name in the config. N samples, T tokens.
+Keyword-only parameters are set next to the name in the config. N samples, T tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def above_median(trajectories: Trajectories, *, limit: float = 1.0) -> Estimate:
 
 
 def asymmetric(tokens: PolicyTokens, *, negative: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A ratio, with `negative` times the weight where A < 0. What stands beside it becomes metrics."""
+    """-A ratio, with `negative` times the weight where A < 0. The dictionary becomes metrics."""
     log_ratio_N = tokens.logprobs_N - tokens.old_logprobs_N
     ratio_N = log_ratio_N.exp()
     weight_N = 1 - (1 - negative) * (tokens.advantages_N < 0).float()

@@ -67,9 +67,9 @@ def _answers_have_no_agent(config: RunConfig) -> str | None:
 def _agents_are_not_greedy_baselines(config: RunConfig) -> str | None:
     if config.coordinator.greedy_baseline and any(source.agent for source in config.data.train):
         return (
-            "coordinator.greedy_baseline compares samples with one greedy response, which a session of many "
-            'turns has not: remove it and use another algorithm.advantage such as "rloo", or remove agent '
-            "from [[data.train]]"
+            "coordinator.greedy_baseline compares samples with one greedy response, which a multi-turn "
+            'session does not have: remove it and use another algorithm.advantage such as "rloo", or '
+            "remove agent from [[data.train]]"
         )
     return None
 

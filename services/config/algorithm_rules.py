@@ -41,7 +41,7 @@ def _adaptive_kl_is_in_the_reward(config: RunConfig) -> str | None:
 def _correction_has_two_logprobs(config: RunConfig) -> str | None:
     if config.algorithm.correction and config.algorithm.old_logprobs == "rollout":
         return (
-            "algorithm.correction corrects between the trainer's and the rollout engine's logprobs, which "
+            "algorithm.correction corrects the difference between trainer and rollout logprobs, which "
             'the ratio of the loss already does with algorithm.old_logprobs = "rollout": set it to '
             '"trainer", or remove the correction'
         )
@@ -68,9 +68,8 @@ def _one_correction_weighs(config: RunConfig) -> str | None:
     for correction in config.algorithm.correction[1:]:
         if correction.method != "reject":
             return (
-                f'algorithm.correction: method = "{correction.method}" is not the first of '
-                f"{len(config.algorithm.correction)}; only the first may weigh advantages: set the others to "
-                '"reject"'
+                f"algorithm.correction: only the first of {len(config.algorithm.correction)} may weight "
+                f'advantages, but another has method = "{correction.method}": set the others to "reject"'
             )
     return None
 
@@ -82,9 +81,9 @@ def _all_tokens_can_be_sampled(config: RunConfig) -> str | None:
     trains = config.run.mode in ("train", "train_only")
     if trains and is_cut and algorithm.old_logprobs == "trainer" and not algorithm.correction:
         return (
-            f"rollout.sampling: top_p = {sampling.top_p:g} and top_k = {sampling.top_k} sample from a "
-            "part of the distribution, and the trainer's log-probabilities are of all of it: set top_p to 1 "
-            "and top_k to 0, or weigh the difference with an [algorithm.correction]"
+            f"rollout.sampling: top_p = {sampling.top_p:g} and top_k = {sampling.top_k} truncate the "
+            "sampled distribution, but the trainer's log-probabilities are of the full one: set top_p to 1 "
+            "and top_k to 0, or correct the difference with an [algorithm.correction]"
         )
     return None
 

@@ -122,7 +122,7 @@ def _the_mode_reads_it(config: RunConfig) -> str | None:
     unread = UNREAD[config.run.mode]
     changed = [path for path in unread.settings if is_changed(config, path)]
     if changed:
-        return f'run.mode = "{config.run.mode}" {unread.because}: take {", ".join(sorted(changed))} out'
+        return f'run.mode = "{config.run.mode}" {unread.because}: remove {", ".join(sorted(changed))}'
     return None
 
 
@@ -155,7 +155,7 @@ def _switches_are_on(config: RunConfig) -> str | None:
         )
     if coordinator.on_age != "wait" and coordinator.max_staleness == 0:
         return (
-            f'coordinator.on_age = "{coordinator.on_age}" is about turns older than the version that trains, '
+            f'coordinator.on_age = "{coordinator.on_age}" applies to turns older than the trained version, '
             "but with max_staleness = 0 there are none: set coordinator.max_staleness to 1 or more, or "
             "remove it"
         )

@@ -14,15 +14,15 @@ from atoll.config.schema import FunctionConfig, RunConfig
 
 HEAD = """# Configuration
 
-A run is configured by one TOML file. `atoll run FILE --set a.b=c` overrides a setting; `--dry-run` prints
-all of them with defaults filled in, as they are saved to `runs/NAME/config.json`. Unknown keys are rejected.
-`base = "other.toml"` at the top of a file extends that file (path relative to this one).
+A run is configured by one TOML file. `atoll run FILE --set a.b=c` overrides a setting. `--dry-run` prints the
+resolved config with all defaults, as saved to `runs/NAME/config.json`. Unknown keys are rejected.
+`base = "other.toml"` at the top of a file extends another file (path relative to this one).
 
-Some settings name a function: a listed one, or your own as `file.py:function`. Its parameters stand
-next to the name, `advantage = { name = "gae", lam = 0.95 }`; `advantage = "gae"` uses the defaults.
-See [algorithms.md](algorithms.md) for parameters, and [rewards.md](rewards.md) for those of graders.
+Some settings take a function: a built-in one, or your own as `file.py:function`. `advantage = "gae"` uses the
+default parameters, `advantage = { name = "gae", lam = 0.95 }` sets some. [algorithms.md](algorithms.md) lists
+the parameters, and [rewards.md](rewards.md) those of graders.
 
-Written by `make docs` from `services/config/schema.py`.
+`make docs` generates this page from `services/config/schema.py`.
 """
 
 _COMMENT = re.compile(r"^    (?P<name>\w+): [^#\n]*(?:\(\n[^#\n]*)?  # (?P<comment>.*)$", re.MULTILINE)

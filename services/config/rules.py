@@ -125,7 +125,7 @@ def _cost_values_have_a_critic(config: RunConfig) -> str | None:
     if needs_values and algorithm.constraint and config.cost_critic is None:
         return (
             "[algorithm.constraint] estimates the cost's advantage as that of the reward, by "
-            f'"{algorithm.advantage.name}", from values of its own: add a [cost_critic] table'
+            f'"{algorithm.advantage.name}", which needs values of the cost: add a [cost_critic] table'
         )
     return None
 
@@ -215,10 +215,7 @@ def _servers_stand_there_once(config: RunConfig) -> str | None:
 
 def _filter_sees_the_whole_score(config: RunConfig) -> str | None:
     if config.algorithm.filter and config.reward_model:
-        return (
-            "algorithm.filter filters a group when it is graded, before [reward_model] has scored it: "
-            "remove one of the two"
-        )
+        return "algorithm.filter filters groups before [reward_model] has scored them: remove one of the two"
     return None
 
 

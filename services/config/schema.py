@@ -77,7 +77,7 @@ class FunctionConfig(Section):
 
 
 class TruncationConfig(Section):
-    """How the distribution of the next token is cut, and where a response ends."""
+    """Truncation of the next-token distribution, and stop strings."""
 
     top_p: Probability = 1.0
     top_k: NonNegativeInt = 0  # 0: off
@@ -95,13 +95,13 @@ class ValidationSamplingConfig(TruncationConfig):
 
 
 class RunSection(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$")  # a folder name
-    dir: Path = Path("runs")  # runs are written to dir/name
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$")  # name of the run's folder
+    dir: Path = Path("runs")  # the run is written to dir/name
     seed: NonNegativeInt = 0
-    steps: PositiveInt
+    steps: PositiveInt  # training steps
     mode: Literal["train", "rollout_only", "train_only", "supervised"] = "train"
-    target_reward: float | None = None  # stop once the mean reward of the last target_window steps exceeds it
-    target_window: PositiveInt = 10
+    target_reward: float | None = None  # stop if the mean reward of the last target_window steps exceeds it
+    target_window: PositiveInt = 10  # steps
 
 
 class ModelSection(Section):
@@ -109,11 +109,11 @@ class ModelSection(Section):
 
 
 class DatasetConfig(Section):
-    """A file of rows, or a function of yours that returns them, with its parameters. See docs/data.md."""
+    """A file of rows, or your own function that returns rows, with its parameters. See docs/data.md."""
 
     model_config = ConfigDict(extra="allow")
     path: Path  # .parquet, .jsonl, .json, a Hugging Face dataset folder, or file.py:function
-    agent: str = ""  # name of one of [[agents]], which gets the rows; "": the policy answers in one turn
+    agent: str = ""  # name of the [[agents]] entry that receives the rows; "": single-turn responses
 
     @model_validator(mode="after")
     def _takes_parameters(self) -> "DatasetConfig":
@@ -137,52 +137,52 @@ class DatasetConfig(Section):
 
 
 class SourceConfig(DatasetConfig):
-    weight: Annotated[float, Field(gt=0)] = 1.0  # relative share of draws
+    weight: Annotated[float, Field(gt=0)] = 1.0  # relative sampling weight
 
 
 class ValidationSetConfig(DatasetConfig):
     name: str
     num_samples: Annotated[int, Field(gt=0, le=MAX_SAMPLES)] = 1  # k of avg@k and pass@k
-    pass_score: float = 1.0  # score from which a sample passes, for pass@k
-    max_prompts: PositiveInt | None = None
+    pass_score: float = 1.0  # minimum score that counts as a pass in pass@k
+    max_prompts: PositiveInt | None = None  # use only the first rows; default: all
     sampling: ValidationSamplingConfig = ValidationSamplingConfig()
 
 
 class DataSection(Section):
     train: tuple[SourceConfig, ...] = ()
-    replay: Path | None = None  # dump folder to train on instead of generating
-    max_prompt_tokens: PositiveInt = 1024
-    overlong_prompts: Literal["filter", "refuse"] = "refuse"
-    shuffle: bool = True
+    replay: Path | None = None  # folder of dumps to train on, for mode = "train_only"
+    max_prompt_tokens: PositiveInt = 1024  # limit of a rendered prompt
+    overlong_prompts: Literal["filter", "refuse"] = "refuse"  # filter: skip prompts above a length limit
+    shuffle: bool = True  # in every pass over a dataset
 
 
 class CoordinatorSection(Section):
-    """The dataflow. Batch sizes have one meaning and are never changed implicitly."""
+    """The dataflow. Batch sizes are never changed implicitly."""
 
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # address to listen on
     port: Port = 0  # 0: any free port
     prompts_per_step: PositiveInt = 16  # in supervised mode: rows per step
     samples_per_prompt: PositiveInt = 8
-    greedy_baseline: bool = False  # one extra greedy sample per prompt, scored but not trained on (ReMax)
+    greedy_baseline: bool = False  # add a greedy sample per prompt: scored, not trained on (ReMax)
     max_staleness: NonNegativeInt = 0  # 0: strictly on-policy
     on_age: Literal["wait", "cut", "weigh"] = (
-        "wait"  # for what is about to be too old; or end agents' sessions, or give older turns no weight
+        "wait"  # samples near max_staleness: wait, cut agents' sessions short, or weigh old turns with 0
     )
-    partial_rollouts: bool = False  # interrupt sequences for a push, then continue them
-    max_sample_attempts: PositiveInt = 3  # attempts before a sample and its group are dropped
-    sample_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # time for one attempt, once it is sent
-    max_dropped_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of all groups; the run fails above it
+    partial_rollouts: bool = False  # interrupt sequences for a weight push, then continue them
+    max_sample_attempts: PositiveInt = 3  # attempts before a sample is dropped with its group
+    sample_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # timeout of one attempt
+    max_dropped_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of all groups; above it, the run fails
     lease_s: Annotated[float, Field(ge=1)] = 10.0  # time without heartbeat until a service is lost
     away_timeout_s: Annotated[float, Field(gt=0)] = (
-        600.0  # time without coordinator until a service ends; one that restarts sooner finds its services
+        600.0  # time without coordinator after which a service exits; a restarted coordinator reuses services
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = (
-        14400.0  # time for a service to load its model and register
+        14400.0  # timeout for a service to load its model and register
     )
-    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # time without a response or progress
-    dump: Literal["recent", "all", "none"] = "recent"  # batches kept in runs/NAME/dumps: of ten steps, all
-    server_networks: tuple[IPvAnyNetwork, ...] = ()  # private networks that registered servers may be in
-    server_secrets: tuple[str, ...] = ()  # variables that their `auth` may name; PREFIX* for several
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # timeout without response or progress
+    dump: Literal["recent", "all", "none"] = "recent"  # dumps to keep; recent: the last ten steps
+    server_networks: tuple[IPvAnyNetwork, ...] = ()  # private networks that registered servers may use
+    server_secrets: tuple[str, ...] = ()  # variables allowed in their `auth`; PREFIX* matches several
 
     @field_validator("on_age", mode="before")
     @classmethod
@@ -213,28 +213,28 @@ class CoordinatorSection(Section):
 
 class LocalEngineConfig(Section):
     slots: PositiveInt = 128  # concurrent sequences
-    max_length: NonNegativeInt = 0  # prompt and response tokens; 0: the model's positions, at most 2048
+    max_length: NonNegativeInt = 0  # prompt plus response tokens; 0: the model's maximum, at most 2048
 
 
 class SGLangConfig(Section):
-    """Any other key is passed to SGLang's server as an argument."""
+    """Any other key becomes an argument of SGLang's server."""
 
     model_config = ConfigDict(extra="allow")
 
     device: Literal["cuda", "cpu"] = "cuda"
-    tp_size: PositiveInt = 1  # ranks per replica
+    tp_size: PositiveInt = 1  # tensor-parallel ranks per replica
 
 
 class RolloutSection(Section):
-    replicas: PositiveInt = 1
+    replicas: PositiveInt = 1  # number of rollout services
     engine: Literal["local", "sglang"] = "local"
     python: Path | None = None  # Python interpreter of the replicas; default: the current one
     dtype: Literal["float32", "bfloat16"] = "float32"
     sampling: SamplingConfig = SamplingConfig()
     local: LocalEngineConfig = LocalEngineConfig()
     sglang: SGLangConfig = SGLangConfig()
-    max_restarts: NonNegativeInt = 3  # per replica and hour, of its engine and of its process
-    threads: PositiveInt = 1
+    max_restarts: NonNegativeInt = 3  # per replica and hour, for its engine and for its process
+    threads: PositiveInt = 1  # CPU threads per replica
 
     def default_length(self, max_positions: int) -> int:
         """Prompt and response tokens per sequence for a model of so many positions, if no setting limits
@@ -243,13 +243,13 @@ class RolloutSection(Section):
 
 
 class GraderConfig(FunctionConfig):
-    """Scores responses. Components are reported under the grader's name."""
+    """A function or external server that scores responses. See docs/rewards.md."""
 
     kind = functions.GRADER
-    weight: float = 1.0  # 0: reported (or used as cost) but not part of the score
-    deadline_s: Annotated[float, Field(gt=0)] = 30.0  # per response
+    weight: float = 1.0  # in the score; 0: only report the value, or use it as a cost
+    deadline_s: Annotated[float, Field(gt=0)] = 30.0  # time limit per response
     concurrency: PositiveInt | None = (
-        None  # concurrent responses; default: 1, for code reward.sandbox.programs
+        None  # parallel responses (default: 1; for `code`, reward.sandbox.programs)
     )
 
     def _check(self) -> None:
@@ -278,22 +278,22 @@ class GraderConfig(FunctionConfig):
 
 
 class SandboxConfig(Section):
-    """The sandbox for programs of the graders `code` and `data_source`, and of agents' tools."""
+    """The sandbox for programs of the graders `code` and `data_source`, and for agents' tools."""
 
-    programs: PositiveInt = 16  # concurrent; up to 7x as many idle or CPU-starved ones are parked
-    memory_mb: PositiveInt = 512  # address space of one program
-    output_kb: PositiveInt = 1024  # per program, for stdout and for stderr
-    disk_mb: NonNegativeInt = 16  # writable per program; needs namespaces, otherwise 0
-    namespaces: Literal["auto", "never"] = "auto"  # auto: if a probe shows that they work
+    programs: PositiveInt = 16  # concurrent programs; up to 7x as many are parked while they sleep or spin
+    memory_mb: PositiveInt = 512  # address space per program
+    output_kb: PositiveInt = 1024  # per program, for stdout and stderr each
+    disk_mb: NonNegativeInt = 16  # writable disk per program; 0 without namespaces
+    namespaces: Literal["auto", "never"] = "auto"  # auto: use them if a probe shows that they work
 
 
 class RewardSection(Section):
     graders: tuple[GraderConfig, ...] = (GraderConfig(name="exact_match"),)
-    services: PositiveInt = 1  # each runs all graders
-    max_restarts: NonNegativeInt = 3  # per service and hour, before the run stops
-    sandbox: SandboxConfig | None = None  # default: only if a grader needs one
-    retries: NonNegativeInt = 3  # after transient failures to grade a response
-    max_queued: PositiveInt = 8192  # responses per service; others wait or go to another service
+    services: PositiveInt = 1  # number of reward services; each runs all graders
+    max_restarts: NonNegativeInt = 3  # per service and hour; above it, the run stops
+    sandbox: SandboxConfig | None = None  # default: a sandbox only if a grader needs one
+    retries: NonNegativeInt = 3  # retries after transient grading failures
+    max_queued: PositiveInt = 8192  # responses held per service; further ones wait or go to another service
 
     @property
     def has_service(self) -> bool:
@@ -309,12 +309,12 @@ class RewardSection(Section):
 class ParallelConfig(Section):
     """The parallel layout of a model. See docs/trainer.md."""
 
-    tensor: PositiveInt = 1  # ranks that each matrix is split over
-    sequence: bool = False  # split activations between the matrices by tokens
-    pipeline: PositiveInt = 1  # stages that the layers are split into
+    tensor: PositiveInt = 1  # tensor-parallel ranks, which share each matrix
+    sequence: bool = False  # sequence parallelism: split activations between the matrices by tokens
+    pipeline: PositiveInt = 1  # pipeline stages, which share the layers
     virtual_pipeline: PositiveInt = 1  # virtual pipeline stages per rank
-    context: PositiveInt = 1  # ranks that the tokens of a micro-batch are split over
-    expert: PositiveInt = 1  # ranks that experts are split over
+    context: PositiveInt = 1  # context-parallel ranks, which share the tokens of a micro-batch
+    expert: PositiveInt = 1  # expert-parallel ranks, which share the experts
     data: PositiveInt = 1  # data-parallel copies
 
     @property
@@ -327,12 +327,12 @@ class OptimizerConfig(Section):
 
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     schedule: Literal["constant", "cosine", "wsd"] = "constant"  # wsd: constant, then linear decay
-    warmup_steps: NonNegativeInt = 0  # linear, from 0
-    decay_steps: PositiveInt | None = None  # last steps of the run; cosine: default is all after warm-up
+    warmup_steps: NonNegativeInt = 0  # linear rise from 0
+    decay_steps: PositiveInt | None = None  # last steps of the run; default for cosine: all after warm-up
     min_learning_rate_share: Annotated[float, Field(ge=0, le=1)] = (
-        0.0  # final learning rate, relative to learning_rate
+        0.0  # final learning rate, as a share of learning_rate
     )
-    distributed: bool = False  # split optimizer state over data-parallel ranks
+    distributed: bool = False  # shard the optimizer state over data-parallel ranks
     weight_decay: NonNegativeFloat = 0.01
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -341,10 +341,10 @@ class OptimizerConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) are trained instead of the weights."""
+    """Trains low-rank adapters (Hu et al. 2021, arXiv:2106.09685) instead of the weights."""
 
     rank: PositiveInt = 16
-    alpha: Annotated[float, Field(gt=0)] = 32.0  # adapters are scaled by alpha / rank
+    alpha: Annotated[float, Field(gt=0)] = 32.0  # the adapter's output is scaled by alpha / rank
     targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = (
         "q_proj",
         "k_proj",
@@ -354,24 +354,24 @@ class LoraConfig(Section):
         "up_proj",
         "down_proj",
     )
-    push: Literal["merged", "adapter"] = "merged"  # send replicas merged weights, or adapters only
+    push: Literal["merged", "adapter"] = "merged"  # push merged weights or only adapters
     path: Path | None = None  # peft folder with initial adapters; default: new adapters
 
 
 class RoleSection(Section):
-    """A model of the run: a trainer service with its own processes."""
+    """A model with its own trainer service and processes."""
 
     parallel: ParallelConfig = ParallelConfig()
     dtype: Literal["float32", "bfloat16"] = "float32"  # of weights; the optimizer also keeps a float32 copy
-    max_tokens_per_microbatch: PositiveInt = 8192
-    max_tokens_per_forward: PositiveInt = 32768  # of a forward pass without backward
+    max_tokens_per_microbatch: PositiveInt = 8192  # in training
+    max_tokens_per_forward: PositiveInt = 32768  # in a forward pass without backward
     recompute: Literal["none", "selective", "full"] = (
-        "none"  # activations to recompute: none, cheap large ones, all
+        "none"  # activations to recompute; selective: those that are large but cheap
     )
-    offload: bool = False  # keep the model in host memory while it is idle
-    max_restarts: NonNegativeInt = 3  # of all its ranks together, per hour
+    offload: bool = False  # move the model to host memory while it is idle
+    max_restarts: NonNegativeInt = 3  # per hour, for all ranks together
     attention: Literal["shared_prefix", "segments", "flash"] = "shared_prefix"  # flash: flash-attn, GPUs only
-    threads: PositiveInt = 1  # per rank
+    threads: PositiveInt = 1  # CPU threads per rank
 
 
 class TrainerSection(RoleSection):
@@ -385,12 +385,12 @@ class CriticSection(TrainerSection):
     """A value model: the policy's architecture with a value head, and its own optimizer."""
 
     path: Path | None = None  # default: model.path, with a zero-initialized value head
-    clip: Annotated[float, Field(gt=0)] = 0.5  # clip range of values around the old values
-    warmup_steps: NonNegativeInt = 0  # critic-only steps at the start
+    clip: Annotated[float, Field(gt=0)] = 0.5  # clip range around the old values
+    warmup_steps: NonNegativeInt = 0  # initial steps that train only the critic
 
 
 class ReferenceSection(RoleSection):
-    """The policy that the KL divergence is measured from; used only with algorithm.kl."""
+    """The frozen reference policy; used only with algorithm.kl."""
 
     path: Path | None = None  # default: model.path
     placement: Literal["separate", "colocated"] = "separate"  # colocated: runs in the actor's processes
@@ -399,7 +399,7 @@ class ReferenceSection(RoleSection):
 class ScorerSection(RoleSection):
     """A neural reward or cost model: a Hugging Face folder for sequence classification with one label."""
 
-    path: Path
+    path: Path  # Hugging Face folder
     weight: float = 1.0  # in the score; not applied to costs
 
 
@@ -407,12 +407,12 @@ class KLConfig(Section):
     """A penalty for deviating from the reference policy."""
 
     where: Literal["loss", "reward"] = "loss"
-    estimator: Literal["k1", "abs", "k2", "k3", "full", "k1+", "k3+"] = "k3"  # +: with the gradient of k2
-    coef: NonNegativeFloat = 1e-3
+    estimator: Literal["k1", "abs", "k2", "k3", "full", "k1+", "k3+"] = "k3"  # +: gradient of k2
+    coef: NonNegativeFloat = 1e-3  # initial value if target is set
     target: Annotated[float, Field(gt=0)] | None = (
-        None  # target KL per token of an adaptive coef (where = "reward")
+        None  # adapt coef to this KL per token (only where = "reward")
     )
-    horizon: PositiveInt = 10_000  # samples over which an adaptive coef changes
+    horizon: PositiveInt = 10_000  # samples; time scale of an adaptive coef
 
 
 class CorrectionConfig(Section):
@@ -443,20 +443,20 @@ class ReweightConfig(FunctionConfig):
 
 
 class FilterConfig(FunctionConfig):
-    """Which finished groups are trained on; the others are replaced by new prompts."""
+    """Filters finished groups before training; new prompts replace the others."""
 
     kind = functions.FILTER
-    max_refill: PositiveInt = 10  # batches of consecutively filtered groups before the run fails
+    max_refill: PositiveInt = 10  # batches of filtered groups, per full batch, before the run fails
 
 
 class ConstraintConfig(Section):
-    """Safe-RLHF: the mean cost of a sample is kept below `limit` by a Lagrange multiplier."""
+    """Safe-RLHF: a Lagrange multiplier keeps the mean cost of samples below `limit`."""
 
-    cost: str | None = None  # grader whose component is the cost; default: the [cost_model]
-    limit: float = 0.0
+    cost: str | None = None  # grader whose value is the cost; default: the [cost_model]
+    limit: float = 0.0  # on the mean cost
     initial: Annotated[float, Field(gt=0)] = 1.0  # initial multiplier
-    learning_rate: Annotated[float, Field(gt=0)] = 0.05  # of the logarithm of the multiplier
-    maximum: Annotated[float, Field(gt=0)] = 100.0
+    learning_rate: Annotated[float, Field(gt=0)] = 0.05  # of the multiplier's logarithm
+    maximum: Annotated[float, Field(gt=0)] = 100.0  # maximum multiplier
 
 
 class AlgorithmSection(Section):
@@ -465,10 +465,10 @@ class AlgorithmSection(Section):
     aggregation: Literal[
         "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
     ] = "token_mean"
-    old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    num_minibatches: PositiveInt = 1
-    num_epochs: PositiveInt = 1
-    entropy_coef: float = 0.0  # coefficient of an entropy bonus
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"  # trainer: recompute them at each step
+    num_minibatches: PositiveInt = 1  # updates per epoch over the batch
+    num_epochs: PositiveInt = 1  # over the batch of a step
+    entropy_coef: float = 0.0  # coefficient of the entropy bonus
     kl: KLConfig | None = None
     correction: tuple[CorrectionConfig, ...] = ()  # a table, or several in a list
     filter: FilterConfig | None = None
@@ -484,61 +484,63 @@ class AlgorithmSection(Section):
 
 
 class GuardsSection(Section):
-    """Limits that stop or pause a diverging run; unset: not checked. Non-finite metrics always stop it."""
+    """Limits that stop or pause a diverging run. Non-finite metrics always stop it."""
 
-    max_ppo_kl: Annotated[float, Field(gt=0)] | None = None  # |actor/ppo_kl|
-    max_logprob_diff: Annotated[float, Field(gt=0)] | None = None  # rollout_corr/logprob_diff_mean
-    min_entropy: NonNegativeFloat | None = None
-    max_entropy: NonNegativeFloat | None = None
+    max_ppo_kl: Annotated[float, Field(gt=0)] | None = None  # limit of abs(actor/ppo_kl)
+    max_logprob_diff: Annotated[float, Field(gt=0)] | None = None  # limit of rollout_corr/logprob_diff_mean
+    min_entropy: NonNegativeFloat | None = None  # of actor/entropy
+    max_entropy: NonNegativeFloat | None = None  # of actor/entropy
     reward_drop: Annotated[float, Field(gt=0)] | None = (
-        None  # drop of the mean reward over `window` steps from its best
+        None  # maximum drop of the mean reward over `window` steps from its best
     )
     window: PositiveInt = 10  # steps
     action: Literal["stop", "pause"] = "stop"
 
 
 class WarmupSection(Section):
-    """Supervised steps before the first rollout; rows carry their answer in `response`."""
+    """Supervised steps before the first rollout, on rows with answers. See docs/data.md."""
 
-    steps: NonNegativeInt = 0
+    steps: NonNegativeInt = 0  # 0: no warm-up
     rows_per_step: PositiveInt = 128
     learning_rate: Annotated[float, Field(ge=0)] = 1e-3
     target_reward: float | None = (
-        None  # end early once the first validation set, sampled as in training, reaches it
+        None  # stop early if the first validation set, sampled as in training, reaches it
     )
-    check_every: PositiveInt = 10  # steps between evaluations of it
+    check_every: PositiveInt = 10  # steps between evaluations of target_reward
     source: SourceConfig | None = None
 
 
 class ValidationSection(Section):
-    every: NonNegativeInt = 0  # steps; 0: never during training
+    every: NonNegativeInt = 0  # steps; 0: not during training
     at_start: bool = True
     at_end: bool = True
     sets: tuple[ValidationSetConfig, ...] = ()
-    best: str | None = None  # "SET/avg@k", "SET/pass@k" or "SET/nll": keep the checkpoint with its best value
+    best: str | None = None  # keep the checkpoint with the best "SET/avg@k", "SET/pass@k" or "SET/nll"
 
 
 class CheckpointSection(Section):
-    every: NonNegativeInt = 0  # steps; 0: not by steps
-    every_minutes: NonNegativeFloat = 15.0  # minutes since the last one; 0: not by time
+    every: NonNegativeInt = 0  # steps; 0: off
+    every_minutes: NonNegativeFloat = 15.0  # minutes since the last checkpoint; 0: off
     at_end: bool = True
-    keep: PositiveInt = 2
+    keep: PositiveInt = 2  # number of latest checkpoints to keep
 
 
 ClientRule = Literal["billing_header", "fold_system"]
 
 
 class GatewaySection(Section):
-    """The chat APIs that agents talk to; started if a dataset has an agent."""
+    """Chat APIs for agents; started if a dataset has an agent."""
 
-    instances: PositiveInt = 1  # a process each
+    instances: PositiveInt = 1  # number of gateway processes
     host: str = "127.0.0.1"
     port: Port = 0  # instance i listens on port + i; 0: any free ports
-    thinking: Literal["keep", "template"] = "keep"  # in history: as sampled, or as the chat template has it
-    renderer: str = ""  # model family of the package `renderers`; "": the model's chat template
+    thinking: Literal["keep", "template"] = (
+        "keep"  # past thinking: as sampled, or as the chat template renders it
+    )
+    renderer: str = ""  # a model family of the `renderers` package; "": the model's chat template
     tool_format: Literal["auto", "hermes", "qwen_xml", "llama"] = "auto"  # of tool calls in sampled text
-    rules: tuple[ClientRule, ...] = ()  # "billing_header", "fold_system": changes to what clients send
-    max_body_mb: PositiveInt = 32  # MiB of one request
+    rules: tuple[ClientRule, ...] = ()  # changes to client requests: "billing_header", "fold_system"
+    max_body_mb: PositiveInt = 32  # MiB per request
     max_restarts: NonNegativeInt = 3  # per instance and hour
 
 
@@ -546,7 +548,7 @@ OnEnd = Literal["train", "weight_0", "replace"]
 
 
 class SessionEndsConfig(Section):
-    """By the reason why a session ended: `train` on it, give it `weight_0`, or `replace` it by another."""
+    """For each reason that ends a session: `train` on it, give it `weight_0`, or `replace` it."""
 
     turns: OnEnd = "train"
     tokens: OnEnd = "train"
@@ -565,19 +567,19 @@ class SessionEndsConfig(Section):
 
 
 class AgentConfig(Section):
-    """A function of yours that holds a session: `async def agent(session: AgentSession)`."""
+    """Your own agent function: `async def agent(session: AgentSession)`. See docs/agents.md."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")  # that datasets name it by
-    function: str  # file.py:function of your own, an `async def` with one parameter
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")  # datasets refer to it by this name
+    function: str  # file.py:function, an `async def` with one parameter
     python: Path | None = None  # Python interpreter of these processes; default: the current one
-    processes: PositiveInt = 1  # that run the function
+    processes: PositiveInt = 1  # number of processes that run the function
     concurrency: PositiveInt = 64  # concurrent sessions per process
     max_turns: NonNegativeInt = 0  # per session; 0: no limit
-    max_tokens: NonNegativeInt = 0  # that the policy produces per session; 0: no limit
+    max_tokens: NonNegativeInt = 0  # policy tokens per session; 0: no limit
     max_seconds: NonNegativeFloat = 3600.0  # per session; 0: no limit
-    max_versions: NonNegativeInt = 0  # pushes that a session may outlive; 0: no limit
-    train: Literal["main", "side", "all"] = "main"  # conversations with weight in the loss; side: titles etc.
-    reward: Literal["graders", "session"] = "graders"  # session: set by the function, or by its environment
+    max_versions: NonNegativeInt = 0  # weight pushes during a session; 0: no limit
+    train: Literal["main", "side", "all"] = "main"  # conversations to train on; side: titles and the like
+    reward: Literal["graders", "session"] = "graders"  # session: from the function or its environment
     on_end: SessionEndsConfig = SessionEndsConfig()
     max_restarts: NonNegativeInt = 3  # per process and hour
 
@@ -592,11 +594,11 @@ class WeightsSection(Section):
     """How weights are pushed to the replicas. See docs/weights.md."""
 
     transport: Literal["shm", "cuda_ipc", "nccl", "tcp"] = "shm"
-    bucket_mb: PositiveInt = 64  # MiB per rank and round
-    deadline_s: Annotated[float, Field(gt=0)] = 60.0  # time for a part to arrive
-    delta: bool = False  # send only what changed since the last version
-    canary_every: NonNegativeInt = 1  # pushes between checks of trainer against replica; 0: never
-    canary_tolerance: Annotated[float, Field(gt=0)] = 0.1  # mean absolute difference of log-probabilities
+    bucket_mb: PositiveInt = 64  # MiB per rank and round of a push
+    deadline_s: Annotated[float, Field(gt=0)] = 60.0  # timeout for a part to arrive
+    delta: bool = False  # push only the difference to the last version
+    canary_every: NonNegativeInt = 1  # pushes between comparisons of trainer and replica; 0: never
+    canary_tolerance: Annotated[float, Field(gt=0)] = 0.1  # maximum mean absolute difference of logprobs
 
     @property
     def stays_readable(self) -> bool:
@@ -610,10 +612,10 @@ class ServerConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     url: str
     protocol: Literal["grpc", "http", "nemo_gym", "mcp", "openenv", "trainer"]
-    options: dict[str, str] = {}  # of the protocol
-    auth: str = ""  # "env:VARIABLE" with the bearer token, in the coordinator's environment; "": none
+    options: dict[str, str] = {}  # protocol options
+    auth: str = ""  # "env:VARIABLE": the coordinator's environment variable with the bearer token; "": none
     concurrency: PositiveInt = 16  # concurrent calls
-    timeout_s: Annotated[float, Field(gt=0)] = 60.0  # timeout per call
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0  # per call
 
     @field_validator("auth")
     @classmethod
@@ -634,22 +636,22 @@ class ServerConfig(Section):
 
 
 class ConsoleSection(Section):
-    """What `atoll run` prints beside its progress."""
+    """What `atoll run` prints besides its progress."""
 
-    samples: NonNegativeInt = 0  # number of samples to print; 0: none
-    every: PositiveInt = 10  # steps between those whose samples are printed
+    samples: NonNegativeInt = 0  # number of samples to print
+    every: PositiveInt = 10  # steps between samples
 
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
 class TrackingSection(Section):
-    """Experiment trackers that get the run's config, metrics and samples. See docs/looking_at_runs.md."""
+    """Experiment trackers that receive the run's config, metrics and samples. See docs/looking_at_runs.md."""
 
-    to: tuple[TrackerName, ...] = ()  # a process each; packages: pip install 'atoll[NAME]'
-    project: NonEmpty = "atoll"  # in the tracker; MLflow calls it experiment
-    samples: NonNegativeInt = 0  # number of samples to send, with their texts; 0: none
-    every: PositiveInt = 10  # steps between those whose samples are sent
+    to: tuple[TrackerName, ...] = ()  # one process each; install with pip install 'atoll[NAME]'
+    project: NonEmpty = "atoll"  # project in the tracker; in MLflow, the experiment
+    samples: NonNegativeInt = 0  # number of samples to send, with their texts
+    every: PositiveInt = 10  # steps between samples
     python: Path | None = None  # Python interpreter of these processes; default: the current one
 
     @field_validator("to")
@@ -661,17 +663,17 @@ class TrackingSection(Section):
 
 
 class PrometheusSection(Section):
-    """Every process serves /metrics, without a token. See docs/looking_at_runs.md."""
+    """Every service process serves /metrics without a token. See docs/looking_at_runs.md."""
 
     enabled: bool = True
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 0  # first port to try, the next if it is taken; 0: any free
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # first port to try, then the next ones; 0: any free
 
 
 class StoreSection(Section):
-    url: str = "embedded"  # or redis://, rediss://, unix://
+    url: str = "embedded"  # embedded, or a redis://, rediss:// or unix:// URL
     max_mb: PositiveInt = (
-        4096  # MiB of samples; above it, only the next step's prompts are issued and a checkpoint is written
+        4096  # MiB of samples; above it, only the next step is generated, and a checkpoint is written
     )
 
 

@@ -271,7 +271,7 @@ def with_logged_errors(grade: Grader, name: str, file: str) -> Grader:
             if (place := error_place(error, file)) not in places:
                 places.add(place)
                 log.error(
-                    "%s raised an error on %s; later ones of this line are not logged",
+                    "%s raised an error on %s; further errors at this line are not logged",
                     name,
                     item.id,
                     exc_info=True,

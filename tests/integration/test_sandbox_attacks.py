@@ -113,7 +113,7 @@ async def test_a_sandbox_with_a_wall_missing_does_not_start(
     # where a zygote gets its source from
     monkeypatch.setattr(part, "__file__", _without(wall, str(part.__file__), tmp_path))
     try:
-        with pytest.raises(SandboxError, match=f"does not hold on this machine.*{noticed}"):
+        with pytest.raises(SandboxError, match=f"is not secure on this machine.*{noticed}"):
             async with start_sandbox(2, namespaces=False):
                 pass
     finally:

@@ -121,7 +121,7 @@ def test_functions_that_do_not_fit(toy: Path, function: str, message: str) -> No
         (["gateway.rules=['fold']"], "gateway.rules.0: Input should be 'billing_header' or 'fold_system'"),
         (
             ["algorithm.advantage=remax", "coordinator.greedy_baseline=true"],
-            "with one greedy response, which a session of many turns has not: remove it and use another",
+            "with one greedy response, which a multi-turn session does not have: remove it and use another",
         ),
         (
             ["warmup={steps=1, source={path='w', agent='search'}}"],
@@ -131,7 +131,7 @@ def test_functions_that_do_not_fit(toy: Path, function: str, message: str) -> No
             ["run.mode=supervised"],
             'run.mode = "supervised" learns from the answers of its rows, without an agent: remove agent',
         ),
-        (["run.mode=train_only", "data.train=[]", "data.replay=d"], "take agents out"),
+        (["run.mode=train_only", "data.train=[]", "data.replay=d"], "remove agents"),
     ],
 )
 def test_settings_that_contradict_each_other(toy: Path, overrides: list[str], message: str) -> None:

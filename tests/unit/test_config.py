@@ -115,7 +115,7 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         (["algorithm.advantage=vapo"], '"vapo" needs a value model: add a [critic] table'),
         (
             ["algorithm.advantage=gae", "critic={}", "algorithm.constraint={cost='exact_match'}"],
-            "from values of its own: add a [cost_critic] table",
+            "which needs values of the cost: add a [cost_critic] table",
         ),
         (
             ["critic.warmup_steps=3"],
@@ -136,7 +136,7 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["coordinator.on_age=weigh"],
-            'on_age = "weigh" is about turns older than the version that trains, but with max_staleness = 0 ',
+            'on_age = "weigh" applies to turns older than the trained version, but with max_staleness = 0 ',
         ),
         (["coordinator.on_age=cut"], "there are none: set coordinator.max_staleness to 1 or more, or remove"),
         (
@@ -192,7 +192,7 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             ],
             "validation set v: sampling.max_new_tokens = 512 is never reached: rollout.sglang.context_length",
         ),
-        (["data.replay=dumps"], 'run.mode = "train" generates what it trains on: take data.replay out'),
+        (["data.replay=dumps"], 'run.mode = "train" generates what it trains on: remove data.replay'),
         (
             [
                 "rollout.local.max_length=100",
@@ -245,7 +245,7 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         (
             ["run.mode=supervised", "algorithm.kl.coef=0.1", "coordinator.max_staleness=1"],
             'run.mode = "supervised" learns from the answers in data.train, without rollout, reward and '
-            "other models: take algorithm, coordinator.max_staleness out",
+            "other models: remove algorithm, coordinator.max_staleness",
         ),
         (
             ["run.mode=supervised", 'validation.sets=[{name="sums", path="v.parquet", num_samples=4}]'],
@@ -286,7 +286,7 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["algorithm.filter=scores_differ", f"reward_model={SCORER}"],
-            "algorithm.filter filters a group when it is graded, before [reward_model] has scored it",
+            "algorithm.filter filters groups before [reward_model] has scored them",
         ),
         (["algorithm.kl.estimator=full"], 'algorithm.kl.estimator = "full" needs the logits of both models'),
         (
@@ -312,8 +312,8 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["algorithm.correction=[{}, { level = 'sequence', high = 3 }]"],
-            'algorithm.correction: method = "truncate" is not the first of 2; only the first may weigh '
-            'advantages: set the others to "reject"',
+            "algorithm.correction: only the first of 2 may weight advantages, but another has method = "
+            '"truncate": set the others to "reject"',
         ),
         (
             ["algorithm.correction=[{}, { level = 'geometric', method = 'reject', low = 2, high = 1 }]"],
@@ -321,10 +321,10 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["rollout.sampling.top_p=0.9"],
-            "rollout.sampling: top_p = 0.9 and top_k = 0 sample from a part of the distribution, and the "
-            "trainer's log-probabilities are of all of it: set top_p to 1 and top_k to 0, or weigh",
+            "rollout.sampling: top_p = 0.9 and top_k = 0 truncate the sampled distribution, but the "
+            "trainer's log-probabilities are of the full one: set top_p to 1 and top_k to 0, or correct",
         ),
-        (["rollout.sampling.top_k=50"], "top_p = 1 and top_k = 50 sample from a part"),
+        (["rollout.sampling.top_k=50"], "top_p = 1 and top_k = 50 truncate the sampled distribution"),
         (["algorithm.loss=gspo"], '"gspo" is defined as a mean over sequences: set algorithm.aggregation'),
         (["algorithm.loss=gmpo"], '"gmpo" is defined as a mean over sequences'),
         (["algorithm.loss=sapo"], '"sapo" is defined as a mean over sequences'),
@@ -501,7 +501,7 @@ def test_what_a_mode_does_not_read_is_refused_by_name(
     with pytest.raises(ConfigError) as refusal:
         load(toy, [f"run.mode={mode}", *settings])
     told = [line for line in str(refusal.value).splitlines() if "run.mode" in line]
-    assert [line.partition(": take ")[2] for line in told] == [f"{unread} out"]
+    assert [line.partition(": remove ")[2] for line in told] == [unread]
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ def test_towers_are_refused_whatever_their_bases() -> None:
         r"e^{\sinh(e^{\exp{x}})}",
     ]
     for tower in towers:
-        reason = "unreadable: more than 3 exponentials in each other"
+        reason = "unreadable: more than 3 nested exponentials"
         assert maths(item(rf"\boxed{{{tower}}}", "x^2")) == Grade(0.0, reason)
     assert maths(item(r"\boxed{e^{e^{x}} e^x}", "e^{x+e^x}")).value == 1.0  # what people do write
 

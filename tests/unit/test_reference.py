@@ -19,7 +19,8 @@ def test_a_setting_that_names_a_function_lists_them() -> None:
     assert advantage.startswith('| `advantage` | `"grpo"` | `gae` `vapo` `grpo` `dr_grpo` `rloo` ')
     assert "`name` is one of `scores_differ`, or `file.py:function`." in lines
     assert (
-        "| `max_refill` | `10` |  | batches of consecutively filtered groups before the run fails |" in lines
+        "| `max_refill` | `10` |  | batches of filtered groups, per full batch, before the run fails |"
+        in lines
     )
 
 
@@ -73,4 +74,4 @@ def test_a_tables_default_is_its_class() -> None:
 
 
 def test_a_comment_below_a_wrapped_default_is_found() -> None:
-    assert '| `on_age` | `"wait"` | `wait` `cut` `weigh` | for what is about' in document()
+    assert '| `on_age` | `"wait"` | `wait` `cut` `weigh` | samples near max_staleness: ' in document()

@@ -105,7 +105,7 @@ def test_right_answers(truth: str, answers: list[str]) -> None:
 @pytest.mark.parametrize("target", ["[1879]", "1879", "[]", "null"])
 def test_a_target_that_nobody_can_state_is_an_error_and_no_zero(target: str) -> None:
     with pytest.raises(
-        ValueError, match=r"ground truth: got the target .*, expected a text or a list of texts"
+        ValueError, match=r"ground truth: got the target .*, expected a string or a list of strings"
     ):
         search_r1(item("<answer>1879</answer>", f'{{"target": {target}}}'))
 
@@ -344,7 +344,7 @@ def test_json_schema_says_where(tmp_path: Path) -> None:
 
 
 def test_a_schema_that_is_none_is_an_error_and_no_verdict(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no extra_info\.schema; give json_schema its parameter"):
+    with pytest.raises(ValueError, match=r"no extra_info\.schema: add it, or set the parameter"):
         json_schema(item("{}"))
     with pytest.raises(ValueError, match=r"not a JSON schema: \$\.type: 'thing' is not valid"):
         json_schema(item("{}"), schema={"type": "thing"})

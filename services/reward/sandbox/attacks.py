@@ -233,7 +233,7 @@ async def run_attacks(sandbox: Sandbox, user: int | None) -> None:
     through = [name for name in found if name is not None]
     if through:
         raise SandboxError(
-            f"The sandbox does not hold on this machine ({sandbox.tier}). Attacks that got through: "
+            f"The sandbox is not secure on this machine ({sandbox.tier}). Attacks that succeeded: "
             f"{'; '.join(through)}. No model-written program will be run: see docs/rewards.md, the threat "
             "model."
         )

@@ -166,6 +166,6 @@ def _interpreter(user: int | None, chosen: str | None) -> str:
             return candidate
     who = "nobody, the user that runs programs," if user else "this user"
     raise UserError(
-        f"{who} cannot start {' or '.join(filter(None, candidates))}, the interpreter of the sandbox: let "
-        f"everybody pass through the folders above it (chmod o+x), or install {name} in /usr/bin"
+        f"{who} cannot start {' or '.join(filter(None, candidates))}, the interpreter of the sandbox: "
+        f"make the folders above it accessible (chmod o+x), or install {name} in /usr/bin"
     )

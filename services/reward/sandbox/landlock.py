@@ -44,7 +44,7 @@ class Ruleset:
             raise OSError(
                 error.errno,
                 f"no Landlock ({error.strerror}): it needs Linux 5.13 or later, `landlock` among the "
-                "names in /sys/kernel/security/lsm, and a container runtime that lets its system calls pass",
+                "names in /sys/kernel/security/lsm, and a container runtime that allows its system calls",
             ) from None
         self._files = (1 << _BITS.get(abi, _BITS_NOW)) - 1
         handled = _RulesetAttributes(self._files, _TCP if abi >= 4 else 0, _SCOPED if abi >= 6 else 0)

@@ -188,7 +188,7 @@ def program(machine: str) -> bytes:
     architecture whose system calls are not known."""
     if machine not in ARCHES:
         raise SandboxError(
-            f"the machine is a {machine}; the sandbox knows the system calls of {' and '.join(ARCHES)}: "
+            f"the machine is a {machine}, but the sandbox supports only {' and '.join(ARCHES)}: "
             "run reward services on one of these"
         )
     column = list(ARCHES).index(machine)

@@ -63,11 +63,13 @@ def accepted_answers(item: ScoreItem) -> list[str]:
         target = truth["target"]
         truth = [target] if isinstance(target, str) else target
         if not _are_texts(truth):
-            raise ValueError(f"ground truth: got the target {target!r}, expected a text or a list of texts")
+            raise ValueError(
+                f"ground truth: got the target {target!r}, expected a string or a list of strings"
+            )
     if not _are_texts(truth):
         return [text]
     if not all(answer.strip() for answer in truth):
-        raise ValueError(f"ground truth: got {text}, expected texts that are not empty")
+        raise ValueError(f"ground truth: got {text}, expected non-empty strings")
     return list(truth)
 
 

@@ -79,7 +79,7 @@ def _grade(verdicts: Sequence[Verdict], num_cases: int, pass_fraction: bool) -> 
     reason = ""
     for number, (kind, detail) in enumerate(verdicts, start=1):
         if kind == "broken":
-            raise UserError(f"test cases: case {number} is no test: {detail}")
+            raise UserError(f"test cases: case {number} is not a test: {detail}")
         passed += kind == "passed"
         if kind != "passed" and not reason:
             reason = f"{kind}: case {number}{': ' if detail else ''}{detail}"
@@ -227,7 +227,7 @@ class _Response:
         self._left_s -= execution.wall_s
         self._dialogue = None
         await self._stack.aclose()
-        return late or _ending(execution) or ("no answer", "its program has ended, or left the channel")
+        return late or _ending(execution) or ("no answer", "its program ended, or closed the channel")
 
 
 def _ending(execution: Execution) -> Verdict | None:

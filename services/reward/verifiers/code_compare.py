@@ -59,7 +59,7 @@ def read_json(frame: bytes) -> Any:
     try:
         return json.loads(frame)
     except RecursionError:
-        raise ValueError("no encoded value: nested too deeply") from None
+        raise ValueError("not an encoded value: nested too deeply") from None
 
 
 def equals(got: Any, expected: Any) -> bool:

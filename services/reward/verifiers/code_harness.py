@@ -56,7 +56,7 @@ def decode(data: bytes) -> Any:
     try:
         return json.loads(data, object_hook=_decode_value)
     except (TypeError, RecursionError) as error:
-        raise ValueError(f"no encoded value: {error}") from None
+        raise ValueError(f"not an encoded value: {error}") from None
 
 
 def _encode_value(value: Any, depth: int) -> Any:
@@ -98,7 +98,7 @@ def _decode_value(tagged: dict[str, Any]) -> Any:
             return frozenset(elements)
         case [("dict", list(items))]:
             return dict(items)
-    raise ValueError(f"no encoded value: {reprlib.repr(tagged)}")
+    raise ValueError(f"not an encoded value: {reprlib.repr(tagged)}")
 
 
 def receive() -> bytes | None:

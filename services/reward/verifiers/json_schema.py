@@ -28,7 +28,9 @@ def json_schema(item: ScoreItem, *, schema: str | Mapping[str, Any] | None = Non
     Raises ValueError if the schema is missing or invalid, OSError if its file cannot be read.
     """
     if schema is None and "schema" not in item.extra:
-        raise ValueError("the row has no extra_info.schema; give json_schema its parameter schema")
+        raise ValueError(
+            "the row has no extra_info.schema: add it, or set the parameter schema of json_schema"
+        )
     match schema:
         case None:
             text = item.extra["schema"]

@@ -33,7 +33,9 @@ def length_target(
     """
     if tokens is None:
         if "num_tokens" not in item.extra:
-            raise ValueError("the row has no extra_info.num_tokens; give length_target its parameter tokens")
+            raise ValueError(
+                "the row has no extra_info.num_tokens: add it, or set the parameter tokens of length_target"
+            )
         tokens = int(item.extra["num_tokens"])
     if tokens < 1:  # in L1's rows, -n means "at most n": another rule
         raise ValueError(f"length_target: got a target of {tokens} tokens, expected 1 or more")

@@ -105,7 +105,7 @@ def grade_over_budget(
     wrong: float = 0.0,
 ) -> Grade:
     """The verdict of `maths` on a response whose comparison had to be stopped."""
-    return Grade(wrong, "unreadable: it takes too long to work out")
+    return Grade(wrong, "unreadable: evaluation takes too long")
 
 
 def find_answer(response: str, place: Place) -> str:

@@ -63,7 +63,7 @@ def check(latex: str) -> None:
     if len(latex) > MAX_CHARACTERS:
         raise TooLargeError(f"more than {MAX_CHARACTERS} characters")
     if work := WORK.search(latex):
-        raise UnreadableError(f"{work[0]} is not worked out")
+        raise UnreadableError(f"{work[0]} is not evaluated")
     if dots := _DOTS.search(latex):
         raise UnreadableError(f"{dots[0]} leaves something out")
     if re.search(rf"\d{{{MAX_DIGITS + 1}}}", latex):
@@ -77,7 +77,7 @@ def check(latex: str) -> None:
         if value is None and "^" in exponent and re.search(r"\d\^", exponent):
             raise TooLargeError(f"exponent {exponent}")
     if _tower(latex) > MAX_TOWER:
-        raise TooLargeError(f"more than {MAX_TOWER} exponentials in each other")
+        raise TooLargeError(f"more than {MAX_TOWER} nested exponentials")
     for match in _FACTORIAL.finditer(latex):
         if match[1] == ")" or len(match[1]) > 4 or int(match[1]) > MAX_FACTORIAL:
             raise TooLargeError("a factorial")
