@@ -24,9 +24,11 @@ from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.dump import dumps as dump_files
 from atoll.runtime.dump import read_dump
 from atoll.runtime.errors import AtollError
+from atoll.runtime.telemetry import metrics_of
 from atoll.wire.info import RunStatus
 from atoll.wire.types import Group, Trajectory
 from tests.builders import arithmetic_run, run_config
+from tests.metrics_page import unexplained
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
 
@@ -130,6 +132,11 @@ def test_on_policy_the_trainer_and_the_rollout_agree(whole: RunConfig) -> None:
     assert any(row["actor/grad_norm"] > 0 for row in training)
     assert set(consumed(whole).values()) == {1}
     assert len(consumed(whole)) == 6 * 4 * 4
+
+
+def test_the_page_explains_every_metric(whole: RunConfig) -> None:
+    assert unexplained({name for row in rows(whole) for name in metrics_of(row)}) == set()
+    assert unexplained(["actor/nothing"]) == {"actor/nothing"}
 
 
 def test_samples_of_every_step_and_of_validations_can_be_read(whole: RunConfig) -> None:
