@@ -4,9 +4,9 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from atoll.config.load import flatten
 from atoll.runtime.errors import UserError
 
 CHECKOUT = Path(__file__).parents[2]
@@ -55,11 +55,3 @@ def run(arguments: argparse.Namespace) -> int:
         for name, value in flatten(result):
             print(f"{name:48} {value}")
     return 0
-
-
-def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

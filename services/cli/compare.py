@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from rich.table import Table
 from atoll.cli.display.charts import sparkline
 from atoll.cli.display.summary import VALIDATION, clock, is_result, read_summary
 from atoll.cli.launch import active_runs
+from atoll.config.load import flatten, read_json
 from atoll.coordinator.algorithm.metrics import SCORE
 from atoll.coordinator.summary import first_and_last
 from atoll.runtime.telemetry import load_metrics
@@ -49,12 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """config.json as a tree: one of another version of Atoll can be compared, too."""
-    return dict(json.loads((folder / "config.json").read_text()))
+    return read_json(folder / "config.json")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     """Settings whose values differ, by their dotted names in alphabetical order; lists count as one value."""
-    flat_old, flat_new = dict(_flat(old)), dict(_flat(new))
+    flat_old, flat_new = dict(flatten(old)), dict(flatten(new))
     names = sorted(flat_old.keys() | flat_new.keys())
     pairs = ((name, flat_old.get(name), flat_new.get(name)) for name in names)
     return [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
@@ -104,11 +105,3 @@ def _table(what: str, folders: Sequence[Path]) -> Table:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _flat(tree: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{place}{key}.")
-        else:
-            yield f"{place}{key}", value

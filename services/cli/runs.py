@@ -1,7 +1,6 @@
 """`atoll runs`: lists the runs of a folder."""
 
 import argparse
-import json
 import socket
 import time
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from rich.table import Table
 from atoll.cli.display.summary import read_summary
 from atoll.cli.launch import active_runs
 from atoll.cli.launch.launcher import ADDRESS_FILE
+from atoll.config.load import read_json
 from atoll.coordinator.algorithm.metrics import SCORE
 from atoll.coordinator.summary import Outcome
 from atoll.runtime.errors import UserError
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def overview(folder: Path) -> RunOverview:
-    config = json.loads((folder / "config.json").read_text())  # as a tree: any version's can be listed
+    config = read_json(folder / "config.json")  # as a tree: any version's can be listed
     has_rows = (folder / METRICS_FILE).exists()
     rows = load_metrics(folder) if has_rows else []
     rewards = [row[SCORE] for row in rows if SCORE in row]

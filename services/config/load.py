@@ -5,7 +5,7 @@ import json
 import os
 import tomllib
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -57,6 +57,15 @@ def read_json(path: Path) -> Tree:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}; the run that wrote it was cut off") from None
     return tree
+
+
+def flatten(tree: Mapping[str, typing.Any], place: str = "") -> Iterator[tuple[str, typing.Any]]:
+    """The values of a tree by their dotted names; a list counts as one value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{place}{key}.")
+        else:
+            yield f"{place}{key}", value
 
 
 def validate(tree: Tree, source: str) -> RunConfig:

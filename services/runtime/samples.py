@@ -3,7 +3,6 @@
 Letters in shapes: T tokens.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from atoll.config.load import read_json
 from atoll.runtime.dump import DUMPS, answered_sets, answers_folder, dumps_by_step, read_dump
 from atoll.runtime.errors import UserError
 from atoll.runtime.rendering import as_template_message, load_tokenizer
@@ -203,5 +203,4 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
     if not path.exists():
         raise UserError(f"{folder} contains no run: give a run's folder, such as runs/NAME")
-    config: dict[str, Any] = json.loads(path.read_text())
-    return config
+    return read_json(path)

@@ -1,10 +1,10 @@
 """Brings a tracker what it has not had yet of a run's files."""
 
 import fcntl
-import json
 import logging
 from pathlib import Path
 
+from atoll.config.load import read_json
 from atoll.config.schema import RunConfig, TrackerName
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.samples import read_samples
@@ -57,7 +57,7 @@ class Feed:
                 project=self._section.project,
                 name=self._folder.name,
                 id=(self._folder / "run.id").read_text(),
-                config=json.loads((self._folder / "config.json").read_text()),
+                config=read_json(self._folder / "config.json"),
                 folder=self._folder.absolute(),
             )
         )

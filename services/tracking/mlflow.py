@@ -8,6 +8,7 @@ from dataclasses import asdict
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
+from atoll.config.load import flatten
 from atoll.tracking.tracker import SampleRow, TrackedRun
 
 ID_TAG = "atoll.run"  # MLflow gives runs ids of its own
@@ -26,7 +27,7 @@ class MlflowTracker:
             self._client.update_run(self._run, status="RUNNING")
         else:
             self._run = self._client.create_run(where, tags={ID_TAG: run.id}, run_name=run.name).info.run_id
-            params = [Param(name, value[:MAX_PARAM]) for name, value in _flat(run.config).items()]
+            params = [Param(name, str(value)[:MAX_PARAM]) for name, value in flatten(run.config)]
             for first in range(0, len(params), MAX_PARAMS):
                 self._client.log_batch(self._run, params=params[first : first + MAX_PARAMS])
         self._client.log_dict(self._run, dict(run.config), "config.json")  # params cannot change
@@ -47,14 +48,3 @@ class MlflowTracker:
 def _allowed(name: str) -> str:
     """MLflow refuses other characters, such as the @ of avg@4."""
     return re.sub(r"[^\w\-. :/]", "-", name)
-
-
-def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """The settings by their path: "run.name"."""
-    flat: dict[str, str] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = str(value)
-    return flat

@@ -2,8 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -11,14 +9,13 @@ from atoll.cli.launch.processes import ScrapeTargets
 from atoll.config.schema import PrometheusSection
 from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.gauges import RunCollector
-from atoll.coordinator.service import CoordinatorService
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import UserError
 from atoll.runtime.prometheus import ProcessMetrics
-from atoll.runtime.server import Server
 from atoll.wire.types import ServiceEntry
+from tests.coordinator_server import serve_coordinator
 from tests.scraping import scrape
-from tests.tokens import CALLER, TOKEN
+from tests.tokens import CALLER
 
 
 async def test_calls_are_counted_by_method_and_code_and_the_run_is_shown() -> None:
@@ -26,16 +23,7 @@ async def test_calls_are_counted_by_method_and_code_and_the_run_is_shown() -> No
     services = [ServiceEntry("rollout", f"rollout-{index}", "a", f"x:{index}") for index in range(2)]
     metrics.registry.register(RunCollector(lambda: control.progress, lambda: services))
     metrics.serve(PrometheusSection())
-    nothing: Any = SimpleNamespace(services=tuple, health=tuple)
-    server = await Server.start(
-        "atoll.v1.Coordinator",
-        CoordinatorService("toy", nothing, nothing, control).add_to,
-        host="127.0.0.1",
-        port=0,
-        token=TOKEN,
-        setting="coordinator.port",
-        calls=metrics.calls,
-    )
+    server = await serve_coordinator(control, calls=metrics.calls)
     client = CoordinatorClient(server.address, CALLER)
     for _ in range(3):
         await client.status()

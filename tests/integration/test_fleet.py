@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,17 +21,16 @@ from atoll.config.load import write_resolved
 from atoll.config.schema import RunConfig
 from atoll.coordinator.control import RunControl
 from atoll.coordinator.fleet.registry import Registry, ServiceJoined, ServiceLeft
-from atoll.coordinator.service import CoordinatorService
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.dump import dumps, read_dump
 from atoll.runtime.errors import ServiceUnavailableError
 from atoll.runtime.ports import reserve_port
-from atoll.runtime.server import Server
 from atoll.runtime.store import Store
 from atoll.wire.info import RunStatus
 from tests.builders import arithmetic_run, run_config
+from tests.coordinator_server import serve_coordinator
 from tests.scraping import scrape
 from tests.tokens import TOKEN
 
@@ -41,7 +39,6 @@ pytestmark = pytest.mark.long
 STEPS = 6
 ENDLESS = {"steps": 1000}  # so that no death can come after the end; the run is stopped after STEPS
 STATES = ("starting", "warming up", "training")
-NO_SERVERS = SimpleNamespace(health=tuple)
 JOIN_TIMEOUT_S = 180  # a start takes ten seconds where the machine has nothing else to do
 
 
@@ -279,14 +276,7 @@ async def test_torchrun_starts_ranks_on_several_hosts_and_starts_them_again(
     write_resolved(config, tmp_path / "config.json")
     registry = Registry(store, lease_s=60)
     control = RunControl(trains=True)
-    server = await Server.start(
-        "atoll.v1.Coordinator",
-        CoordinatorService("nodes", registry, NO_SERVERS, control).add_to,
-        host="127.0.0.1",
-        port=0,
-        token=TOKEN,
-        setting="coordinator.port",
-    )
+    server = await serve_coordinator(control, registry)
     changes = registry.changes()
 
     async def joined() -> ServiceJoined | ServiceLeft:

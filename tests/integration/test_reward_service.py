@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -24,7 +23,6 @@ from atoll.config.schema import GraderConfig, RewardSection, SandboxConfig
 from atoll.coordinator.control import RunControl
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.rewards.rewards import Rewards
-from atoll.coordinator.service import CoordinatorService
 from atoll.reward import graders, isolated_grader
 from atoll.reward.graders import GraderPanel
 from atoll.reward.sandbox.base import Dialogue
@@ -49,10 +47,9 @@ from atoll.wire.types import (
     ServiceEntry,
 )
 from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
+from tests.coordinator_server import serve_coordinator
 from tests.fake_rewards import scored
 from tests.tokens import TOKEN
-
-NO_SERVERS: Any = SimpleNamespace(health=tuple)
 
 GRADER = """
 import os, re, signal
@@ -340,14 +337,7 @@ async def test_atoll_reload(
     async with grading(grader) as client:
         await registry.register(ServiceEntry("reward", "reward-0", "1", client.address))
         await anext(registry.changes())
-        coordinator = await Server.start(
-            "atoll.v1.Coordinator",
-            CoordinatorService("toy", registry, NO_SERVERS, RunControl(trains=False)).add_to,
-            host="127.0.0.1",
-            port=0,
-            token=TOKEN,
-            setting="--port",
-        )
+        coordinator = await serve_coordinator(RunControl(trains=False), registry)
         command = ["reload", "--coordinator", coordinator.address]
         (tmp_path / "mine.py").write_text("def grade(item): return 10.0")
         assert await asyncio.to_thread(main, command) == 0

@@ -1,4 +1,4 @@
-"""Prints what a package has of a run, by its own reader: `read_back.py TRACKER FOLDER`, in `.venv-tracking`.
+"""Prints a run as a tracker's own reader returns it: `read_back.py TRACKER FOLDER`, in `.venv-tracking`.
 
 JSON of the run's ids, its learning rate in the config, its samples' texts, and [step, value] of the metrics
 `critic/score/mean` and `val/toy/avg@4`, in the order in which they were written.

@@ -4,28 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
-from atoll.coordinator.service import CoordinatorService
 from atoll.runtime.clients.coordinator import CoordinatorClient
-from atoll.runtime.server import Server
 from atoll.wire.info import RunStatus
+from tests.coordinator_server import serve_coordinator
 from tests.fakes import FakeRun, ListSource, batch
-from tests.tokens import CALLER, TOKEN
-
-NOTHING = SimpleNamespace(services=tuple, health=tuple)  # neither services nor external servers
+from tests.tokens import CALLER
 
 
 @asynccontextmanager
 async def client_of(run: FakeRun) -> AsyncIterator[CoordinatorClient]:
-    server = await Server.start(
-        "atoll.v1.Coordinator",
-        CoordinatorService("toy", NOTHING, NOTHING, run.control).add_to,
-        host="127.0.0.1",
-        port=0,
-        token=TOKEN,
-        setting="coordinator.port",
-    )
+    server = await serve_coordinator(run.control)
     client = CoordinatorClient(server.address, CALLER)
     yield client
     await client.close()

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,15 +15,14 @@ from atoll.cli.launch.preflight import check_trackers
 from atoll.config.errors import ConfigError
 from atoll.config.schema import RunConfig
 from atoll.coordinator.control import RunControl
-from atoll.coordinator.service import CoordinatorService
 from atoll.runtime.dump import DUMPS, write_dump
 from atoll.runtime.errors import UserError
-from atoll.runtime.server import Server
 from atoll.tracking.__main__ import follow
 from atoll.tracking.feed import Feed
 from atoll.tracking.tracker import SampleRow, TrackedRun
 from tests.builders import V0, group, node, sample, sample_id
-from tests.tokens import CALLER, TOKEN
+from tests.coordinator_server import serve_coordinator
+from tests.tokens import CALLER
 from tests.tracked_runs import RUN_ID, make_run, write_steps
 
 
@@ -157,15 +154,7 @@ def test_only_one_process_feeds_a_tracker(tmp_path: Path) -> None:
 
 async def test_a_running_run_is_followed_until_the_process_is_told_to_stop(tmp_path: Path) -> None:
     config, tracker, control = make_run(tmp_path), Recorder(), RunControl(trains=True)
-    nothing: Any = SimpleNamespace(services=tuple, health=tuple)
-    coordinator = await Server.start(
-        "atoll.v1.Coordinator",
-        CoordinatorService("toy", nothing, nothing, control).add_to,
-        host="127.0.0.1",
-        port=0,
-        token=TOKEN,
-        setting="coordinator.port",
-    )
+    coordinator = await serve_coordinator(control)
     with closing(Feed(config, "wandb", tracker)) as feed:
         following = asyncio.create_task(follow(coordinator.address, CALLER, feed))
         for step in (1, 2):

@@ -1,14 +1,15 @@
 """The task of the agents example: sums as in `arithmetic.py`, for a model that can call a tool or guess."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
+from atoll.cli.tasks import arithmetic
 from atoll.cli.tasks.assets import (
-    ModelShape,
     SpecialTokens,
     prompt_row,
     train_byte_level_bpe,
@@ -17,17 +18,7 @@ from atoll.cli.tasks.assets import (
 )
 
 SPECIAL = SpecialTokens(eos="<|im_end|>", pad="<|endoftext|>")
-SHAPE = ModelShape(
-    family="qwen3",
-    vocab_size=384,
-    hidden_size=128,
-    intermediate_size=512,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    max_positions=512,
-)
+SHAPE = replace(arithmetic.SHAPE, family="qwen3", vocab_size=384, max_positions=512)
 # Calls in the Hermes format. Of the tools it shows the names alone: so small a model reads no schema.
 CHAT_TEMPLATE = (
     "{%- if tools %}"

@@ -124,8 +124,8 @@ def _primes(latex: str) -> int:
 
 
 def _tower(latex: str) -> int:
-    """How many exponents, or arguments of functions that grow like them, stand in each other, whatever their
-    bases: e and x are as expensive as numbers."""
+    """The depth of nested exponents, and of arguments of functions that grow like them. Bases do not matter:
+    e and x are as expensive as numbers."""
     arguments = (_group(latex[match.end() :]) for match in _GROWTH.finditer(latex))
     return max((1 + _tower(argument) for argument in arguments), default=0)
 
