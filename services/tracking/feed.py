@@ -49,6 +49,7 @@ class Feed:
         self._folder = config.folder
         self._section = config.tracking
         self._tracker = tracker
+        self._seen = (0, 0)  # the metrics file's time of change and size when it was last read
         self._bookmark = Bookmark(config.folder / BOOKMARKS / name)
 
     def start(self) -> None:
@@ -64,8 +65,13 @@ class Feed:
 
     def send(self) -> None:
         """Sends rows that are new; of a step whose samples are due, its samples, too."""
-        if not (self._folder / "metrics.jsonl").exists():
+        path = self._folder / "metrics.jsonl"
+        if not path.exists():
             return
+        now = path.stat()
+        if (seen := (now.st_mtime_ns, now.st_size)) == self._seen:
+            return  # most changes of a run's status add no row
+        self._seen = seen
         for row in load_metrics(self._folder):
             if row["time"] > self._bookmark.time:
                 step = int(row["step"])
