@@ -605,6 +605,14 @@ class WeightsSection(Section):
         return TRANSPORTS[self.transport].stays_readable
 
 
+class PlacementSection(Section):
+    """How models and replicas share devices. See docs/placement.md."""
+
+    # standalone: each model has its own GPUs; split: models share GPUs, replicas have their own; colocated:
+    # models and replicas take turns on the same ones
+    mode: Literal["auto", "standalone", "split", "colocated"] = "auto"
+
+
 class ServerConfig(Section):
     """An external server, as with `atoll register`. See docs/rewards.md."""
 
@@ -706,6 +714,7 @@ class RunConfig(Section):
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     weights: WeightsSection = WeightsSection()
+    placement: PlacementSection = PlacementSection()
     gateway: GatewaySection = GatewaySection()
     agents: tuple[AgentConfig, ...] = ()
     servers: tuple[ServerConfig, ...] = ()
