@@ -6,6 +6,7 @@ Imports only what is always installed.
 import argparse
 import asyncio
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from atoll.cli.doctor_gpus import gpus
 from atoll.cli.launch.findings import Finding, FindingState, loopback
 
 GIB = 1 << 30
@@ -32,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         cores(len(os.sched_getaffinity(0))),
         memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
         shared_memory(),
-        gpu(),
+        *gpus(interpreters(arguments.config)),
         asyncio.run(sandbox()),
         git(),
     ]
@@ -67,28 +69,37 @@ def python() -> Finding:
     return Finding("python", f"{platform.python_version()} at {sys.executable}")
 
 
+def interpreters(path: Path | None) -> dict[str, Path]:
+    """Of the processes that compute: the trainer's and, if they have their own, the replicas'."""
+    from atoll.config.load import load
+
+    python = load(path).rollout.python if path else None
+    return {"trainer": Path(sys.executable)} | ({"rollout": python} if python else {})
+
+
 def packages() -> Iterator[Finding]:
     """One finding per requirement of the installed set-up: installed, in a matching version."""
+    extra = "trainer" if importlib.util.find_spec("cupy") else "cpu"
     try:
         from packaging.requirements import Requirement
 
         required = importlib.metadata.requires("atoll") or []
     except (ImportError, importlib.metadata.PackageNotFoundError):
-        yield Finding("atoll", "not installed", FindingState.MISSING, install())
+        yield Finding("atoll", "not installed", FindingState.MISSING, install(extra))
         return
     for requirement in map(Requirement, required):
-        if requirement.marker and not requirement.marker.evaluate({"extra": "cpu"}):
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
             continue
         try:
             found = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(requirement.name, "not installed", FindingState.MISSING, install())
+            yield Finding(requirement.name, "not installed", FindingState.MISSING, install(extra))
             continue
         if requirement.specifier.contains(found, prereleases=True):
             yield Finding(requirement.name, found)
         else:
             wanted = f"{found}, but {requirement.specifier} is needed"
-            yield Finding(requirement.name, wanted, FindingState.MISSING, install())
+            yield Finding(requirement.name, wanted, FindingState.MISSING, install(extra))
 
 
 def rollout_environment(path: Path) -> Finding:
@@ -163,18 +174,6 @@ def shared_memory() -> Finding:
         advice = "requires a Linux that allows memfd_create"
         return Finding("shared memory", str(error), FindingState.MISSING, advice)
     return Finding("shared memory", f"memfd works; {mount} {size}")
-
-
-def gpu() -> Finding:
-    if not shutil.which("nvidia-smi"):
-        return Finding("gpu", "none; using the CPU set-up")
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    if answer.returncode:
-        return Finding(
-            "gpu", answer.stdout.strip(), FindingState.WARNING, "nvidia-smi failed: check the driver"
-        )
-    return Finding("gpu", "; ".join(answer.stdout.strip().splitlines()))
 
 
 async def sandbox() -> Finding:

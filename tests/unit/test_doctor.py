@@ -1,6 +1,7 @@
 """Each finding's threshold and advice."""
 
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -52,6 +53,15 @@ def test_a_package_must_fit(
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     (finding,) = doctor.packages()
     assert (finding.what, finding.found, finding.state) == ("torch", found, state)
+
+
+def test_an_environment_with_cupy_is_a_trainers_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = ["torch==2.13.0; extra == 'cpu'", "torch==2.14.1; extra == 'trainer'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: needed)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.14.1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "cupy")
+    (finding,) = doctor.packages()
+    assert (finding.found, finding.state) == ("2.14.1", FindingState.OK)
 
 
 def test_a_package_that_is_not_installed_comes_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
