@@ -36,6 +36,7 @@ class PushCase:
     tp_size: int  # of a replica
     dtype: str = "bfloat16"  # that is served
     bucket_mb: int = WeightsSection().bucket_mb
+    max_senders: int = WeightsSection().max_senders
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ def case_of(config: RunConfig) -> PushCase:
         tp_size=tp_size,
         dtype=config.rollout.dtype,
         bucket_mb=config.weights.bucket_mb,
+        max_senders=config.weights.max_senders,
     )
 
 
@@ -147,7 +149,8 @@ def estimate_push(case: PushCase) -> PushEstimateRow:
         replica_shard_layouts(case.spec, case.tp_size),
     )
     part_elements = (case.bucket_mb << 20) // BYTES[case.dtype]
-    at_1 = estimate(plan(sources, targets, part_elements=part_elements), BYTES[case.dtype], bytes_per_s=1)
+    pushed = plan(sources, targets, part_elements=part_elements, max_senders=case.max_senders)
+    at_1 = estimate(pushed, BYTES[case.dtype], bytes_per_s=1)
     axes = {"TP": case.trainer.tensor, "PP": case.trainer.pipeline, "CP": case.trainer.context}
     axes |= {"EP": case.trainer.expert, "DP": case.trainer.data}
     return PushEstimateRow(

@@ -604,6 +604,10 @@ class WeightsSection(Section):
     def stays_readable(self) -> bool:
         return TRANSPORTS[self.transport].stays_readable
 
+    @property
+    def max_senders(self) -> int:
+        return TRANSPORTS[self.transport].max_senders
+
 
 class PlacementSection(Section):
     """How models and replicas share devices. See docs/placement.md."""

@@ -9,7 +9,7 @@ from megatron.core.parallel_state import RankGenerator
 
 from atoll.cli.main import main
 from atoll.cli.plan_weights import CASES, LINKS, estimate_push, replica_shard_layouts, trainer_shard_layouts
-from atoll.config.schema import ParallelConfig, TrainerSection
+from atoll.config.schema import ParallelConfig, TrainerSection, WeightsSection
 from atoll.runtime.memory import rank_memory
 from atoll.runtime.model_spec import Experts
 from atoll.wire.types import ShardLayout
@@ -80,6 +80,13 @@ def test_a_replica_gets_its_own_part_once(number: int, parameters: int) -> None:
     assert found.seconds["100G"] == pytest.approx(2 * parameters / 10e9 + found.rounds * 1e-3, rel=0.01)
     assert found.seconds.keys() == LINKS.keys()
     assert found.sent == pytest.approx(found.received / found.trainer_ranks, rel=0.05)
+
+
+@pytest.mark.parametrize(("transport", "senders"), [("shm", 8), ("nccl", 2)])
+def test_over_nccl_two_of_eight_copies_send(transport: str, senders: int) -> None:
+    weights = WeightsSection.model_validate({"transport": transport})
+    found = estimate_push(replace(CASES[0], max_senders=weights.max_senders))
+    assert found.sent == pytest.approx(found.received / senders, rel=0.05)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,7 @@
-"""The NCCL communicator's deadlines and aborts, over a stand-in for CuPy: ranks are threads, device memory is
-host memory, and calls wait for their ranks forever, like NCCL's. Tests on GPUs are in tests/gpu."""
+"""The NCCL communicator's deadlines and aborts, and what it refuses, over a stand-in for CuPy. Tests on GPUs
+are in tests/gpu."""
 
-import ctypes
 import importlib
-import secrets
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +10,6 @@ from contextlib import closing
 from functools import partial
 from queue import SimpleQueue
 from types import ModuleType, SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -22,71 +18,22 @@ import torch
 from atoll.runtime.errors import WeightPushError
 from atoll.weights.transport.collective import BroadcastReceiver, BroadcastSender
 from atoll.wire.types import Membership, StreamManifest
-
-
-class NcclError(RuntimeError):
-    pass
-
-
-class NcclCommunicator:
-    """Each call waits until all ranks have made it, or one of them aborts."""
-
-    _groups: ClassVar[dict[tuple[int, ...], threading.Barrier]] = {}
-    _sources: ClassVar[dict[tuple[int, ...], int]] = {}
-    _lock: ClassVar = threading.Lock()
-
-    def __init__(self, num_ranks: int, unique_id: tuple[int, ...], rank: int) -> None:
-        assert len(unique_id) == 128
-        assert all(-128 <= number < 128 for number in unique_id)
-        with self._lock:
-            self._barrier = self._groups.setdefault(unique_id, threading.Barrier(num_ranks))
-        self._id, self._rank = unique_id, rank
-        self._wait()
-
-    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
-        assert (source, dtype, root) == (target, 1, 0)
-        if self._rank == root:
-            self._sources[self._id] = source
-        self._wait()
-        if self._rank != root:
-            ctypes.memmove(target, self._sources[self._id], count)
-        self._wait()
-
-    def abort(self) -> None:
-        self._barrier.abort()
-
-    def check_async_error(self) -> None:
-        pass
-
-    def _wait(self) -> None:
-        try:
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise NcclError("aborted") from None
+from tests.unit.cupy_stand_in import NCCL_VERSION, Gpus, NcclCommunicator, simulated_gpus
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    stand_in = SimpleNamespace(
-        available=True,
-        NCCL_UINT8=1,
-        NcclError=NcclError,
-        NcclCommunicator=NcclCommunicator,
-        get_unique_id=lambda: tuple(byte - 128 for byte in secrets.token_bytes(128)),
-    )
-    stream = SimpleNamespace(ptr=0, record=lambda: SimpleNamespace(done=True))
-    cuda = SimpleNamespace(
-        nccl=stand_in,
-        Device=lambda number: SimpleNamespace(use=lambda: None),
-        Stream=lambda non_blocking: stream,
-        runtime=SimpleNamespace(CUDARuntimeError=MemoryError),
-    )
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
-    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-    name = "atoll.weights.transport.nccl"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(name)
-    sys.modules.pop(name)
+def gpus() -> Iterator[Gpus]:
+    with simulated_gpus("GPU-a", "GPU-b", "GPU-c") as gpus:
+        yield gpus
+
+
+@pytest.fixture
+def nccl(gpus: Gpus) -> ModuleType:
+    return importlib.import_module("atoll.weights.transport.nccl")
+
+
+def here(nccl: ModuleType, device: int) -> object:
+    return nccl.Here(device, f"GPU-{'abc'[device]}", NCCL_VERSION)
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
@@ -96,10 +43,13 @@ def allocate(num_bytes: int) -> torch.Tensor:
 def ends(
     nccl: ModuleType, deadline_s: float, num_members: int
 ) -> tuple[BroadcastSender, list[BroadcastReceiver]]:
-    sender = BroadcastSender(partial(nccl._create_communicator, 0, deadline_s), allocate, [8, 8, 8])
+    """The sender on device 0, member m on device m + 1."""
+    sender = BroadcastSender(
+        partial(nccl._create_communicator, here(nccl, 0), deadline_s), allocate, [8, 8, 8]
+    )
     return sender, [
-        BroadcastReceiver(partial(nccl._join_communicator, 0, deadline_s), allocate)
-        for _ in range(num_members)
+        BroadcastReceiver(partial(nccl._join_communicator, here(nccl, 1 + member), deadline_s), allocate)
+        for member in range(num_members)
     ]
 
 
@@ -108,7 +58,7 @@ def send(sender: BroadcastSender, part: int) -> StreamManifest:
     return StreamManifest(0, *sender.send(part, 0, 8), 8, "plan", 0, np.zeros(0, np.uint64))
 
 
-def test_parts_reach_all_members(nccl):
+def test_parts_reach_all_members(nccl, gpus):
     sender, receivers = ends(nccl, 20.0, 2)
     with closing(sender):
         sender.begin(Membership(1, 2))
@@ -125,6 +75,47 @@ def test_parts_reach_all_members(nccl):
             for member in members:
                 member.join()
             assert got == [part + 1] * 16
+    (group,) = gpus.groups.values()
+    assert group.ranks == {rank: (f"GPU-{'abc'[rank]}", NCCL_VERSION) for rank in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("uuid", "version", "reason"),
+    [
+        ("GPU-b", 23007, r"trainer runs NCCL 2\.29\.7, this replica NCCL 2\.30\.7.*the same torch, "),
+        (
+            "GPU-a",
+            22907,
+            r'both on GPU GPU-a.*Set weights\.transport = "cuda_ipc", or place them on different',
+        ),
+    ],
+)
+def test_what_nccl_would_refuse_is_refused_in_words(nccl, uuid, version, reason):
+    sender, _ = ends(nccl, 20.0, 0)
+    member = nccl.Here(1, uuid, version)
+    receiver = BroadcastReceiver(partial(nccl._join_communicator, member, 20.0), allocate)
+    with closing(sender):
+        sender.begin(Membership(1, 1))
+        stream = send(sender, 0)
+        with pytest.raises(WeightPushError, match=f"from trainer rank 0: .*{reason}"):
+            receiver.take(stream, Membership(1, 1, 0))
+
+
+@pytest.mark.parametrize("fault", ["two members on one GPU", "another version"])
+def test_what_nccl_refuses_names_its_reason(nccl, gpus, fault):
+    """Members compare themselves with the sender; only NCCL sees all ranks."""
+    if fault == "another version":
+        gpus.versions["GPU-c"] += 1
+    else:
+        gpus.uuids[2] = "GPU-b"
+    sender, receivers = ends(nccl, 20.0, 2)
+    with closing(sender), ThreadPoolExecutor(2) as threads:
+        sender.begin(Membership(1, 2))
+        stream = send(sender, 0)
+        taken = [threads.submit(r.take, stream, Membership(1, 2, m)) for m, r in enumerate(receivers)]
+        for one in taken:
+            with pytest.raises(WeightPushError, match=r"did not end a broadcast \(NCCL_ERROR_INVALID_USAGE"):
+                one.result()
 
 
 def test_a_rank_that_does_not_enter_ends_the_broadcast_at_the_deadline(nccl):
@@ -151,7 +142,7 @@ def test_a_new_epoch_ends_the_old_one_at_once(nccl):
 
 
 def test_an_abort_ends_a_broadcast_that_has_just_begun(nccl, monkeypatch):
-    communicator = nccl._create_communicator(0, 20.0, Membership(1, 2))
+    communicator = nccl._create_communicator(here(nccl, 0), 20.0, Membership(1, 2))
 
     def queue() -> SimpleQueue:
         communicator.abort()
@@ -164,7 +155,7 @@ def test_an_abort_ends_a_broadcast_that_has_just_begun(nccl, monkeypatch):
 
 def test_one_thread_at_a_time_frees_a_communicator(nccl, monkeypatch):
     """The broadcast's own threads free it, too, and CuPy would free it once for each."""
-    communicator = nccl._create_communicator(0, 20.0, Membership(1, 0))
+    communicator = nccl._create_communicator(here(nccl, 0), 20.0, Membership(1, 0))
     freeing, most, polled = 0, 0, threading.Event()
 
     def abort(inner: NcclCommunicator) -> None:
@@ -185,3 +176,35 @@ def test_one_thread_at_a_time_frees_a_communicator(nccl, monkeypatch):
         with pytest.raises(WeightPushError, match="epoch 1 is over"):
             broadcast.result()
     assert most == 1
+
+
+def test_an_abort_frees_nothing_that_a_broadcast_uses(nccl, gpus, monkeypatch):
+    """The first one connects the ranks before it returns, and CuPy lets other threads run until then."""
+    communicator = nccl._create_communicator(here(nccl, 0), 20.0, Membership(1, 0))
+    monkeypatch.setattr(nccl, "RETURN_S", 0.01)
+    connect, freed = NcclCommunicator._wait, threading.Event()
+
+    def aborted_meanwhile(inner: NcclCommunicator) -> None:
+        if inner._in_use:
+            aborting = threading.Thread(target=communicator.abort)
+            aborting.start()
+            aborting.join()
+            assert not freed.is_set()
+        connect(inner)
+
+    abort = NcclCommunicator.abort
+    monkeypatch.setattr(NcclCommunicator, "_wait", aborted_meanwhile)
+    monkeypatch.setattr(NcclCommunicator, "abort", lambda inner: (abort(inner), freed.set()))
+    endless = SimpleNamespace(ptr=0, record=lambda: SimpleNamespace(done=False))
+    monkeypatch.setattr(nccl.cupy.cuda, "Stream", lambda non_blocking: endless)
+    with pytest.raises(WeightPushError, match="epoch 1 is over"):
+        communicator.broadcast(allocate(8))
+    assert freed.wait(20)  # by the thread that used it
+    assert not gpus.freed_in_use
+
+
+def test_an_unexpected_error_ends_the_broadcast(nccl, gpus, monkeypatch):
+    """Such as CuPy's TypeError for arguments of another release. It does not wait for the deadline."""
+    monkeypatch.setattr(gpus, "use", lambda device: {}[device])
+    with pytest.raises(WeightPushError, match=r"did not end a broadcast \(0\)"):
+        nccl._create_communicator(here(nccl, 0), 20.0, Membership(1, 0)).broadcast(allocate(8))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +14,11 @@ import xxhash
 from atoll.rollout.refit import Refit
 from atoll.runtime.errors import WeightPushError
 from atoll.trainer import publish
-from atoll.trainer.publish import Publisher
+from atoll.trainer.publish import OpenSender, Publisher
 from atoll.weights.boxes import tensor_checksums
 from atoll.weights.plan import plan
 from atoll.weights.transport import shm
+from atoll.weights.transport.base import Receiver
 from atoll.wire.types import Membership, PublishedPart, PublishRequest, PushPart, StreamManifest, Version
 from tests.unit.weight_layouts import Shard, random_model, shard_layouts, shards
 
@@ -28,19 +30,27 @@ class Fleet:
     """Trainer ranks and the target ranks per replica class."""
 
     def __init__(
-        self, sources: list[Shard], targets: list[Shard], dtype: str = "float32", part_elements: int = 4096
+        self,
+        sources: list[Shard],
+        targets: list[Shard],
+        dtype: str = "float32",
+        part_elements: int = 4096,
+        *,
+        open_sender: Callable[[int], OpenSender] = lambda rank: shm.ShmSender,
+        open_receiver: Callable[[int], Receiver] = lambda rank: shm.ShmReceiver(),
     ) -> None:
+        self._open_receiver = open_receiver
         self.sources, self.targets, self.dtype = sources, targets, dtype
         self.plan = plan(shard_layouts(sources), shard_layouts(targets), part_elements=part_elements)
         self.publishers = [
-            Publisher(rank, shard.buffers, shm.ShmSender, stays_readable=True)
+            Publisher(rank, shard.buffers, open_sender(rank), stays_readable=True)
             for rank, shard in enumerate(sources)
         ]
         self.replica = self.join()
 
     def join(self) -> list[Refit]:
         buffers = [[torch.zeros_like(b) for b in shard.buffers] for shard in self.targets]
-        return [Refit(flat, V0, shm.ShmReceiver(), rank) for rank, flat in enumerate(buffers)]
+        return [Refit(flat, V0, self._open_receiver(rank), rank) for rank, flat in enumerate(buffers)]
 
     def train(self, seed: int) -> dict[str, torch.Tensor]:
         model = random_model(seed)

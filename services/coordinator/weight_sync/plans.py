@@ -15,10 +15,12 @@ from atoll.wire.types import Plan, ShardLayout
 class PushPlans:
     """Replicas with equal shard layouts form a class and share a plan."""
 
-    def __init__(self, dtype: str, bucket_mb: int) -> None:
-        """`bucket_mb`: MiB, in `dtype`, of what one rank sends to another in one round, at most."""
+    def __init__(self, dtype: str, bucket_mb: int, max_senders: int) -> None:
+        """`bucket_mb`: MiB, in `dtype`, of what one rank sends to another in one round, at most.
+        `max_senders`: a trait of the transport, see config/transports.py."""
         self.trainer: TrainerClient | None = None  # any incarnation: their layouts are the same
         self._part_elements = (bucket_mb << 20) // BYTES[dtype]
+        self._max_senders = max_senders
         self._sources: Sequence[ShardLayout] = ()
         self._plans: dict[bytes, Plan] = {}  # by class
         self._classes: dict[str, bytes] = {}  # by the replica's name and incarnation
@@ -39,6 +41,7 @@ class PushPlans:
                     self._sources,
                     shard_layouts,
                     part_elements=self._part_elements,
+                    max_senders=self._max_senders,
                     tie_break=len(self._plans),
                 )
             except ValueError as error:

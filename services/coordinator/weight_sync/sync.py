@@ -44,7 +44,7 @@ class WeightSync:
         self._canary = canary
         self._dtype = dtype
         self._stays_readable = weights.stays_readable
-        self._plans = PushPlans(dtype, weights.bucket_mb)
+        self._plans = PushPlans(dtype, weights.bucket_mb, weights.max_senders)
         self._epochs = Epochs(first_epoch)
         self._delivery = Delivery(replicas, self._epochs, weights.deadline_s, finish_running=finish_running)
         self._catch_up = CatchUp(self._plans, self._delivery)

@@ -1,18 +1,22 @@
-"""Memory of one GPU, shared by the trainer and the replicas on it: a rank writes, every replica reads.
+"""GPU memory of one host, shared by trainer and replicas: a rank writes, every replica reads.
 
-A segment is device memory that others open by its handle. Readers map the writer's memory itself and copy
-from it on the device.
+A segment is device memory that others open by its handle, on the GPU where it lies. Readers on that GPU map
+the writer's memory itself; readers on others copy each part to their own, from GPU to GPU.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import cupy
 import torch
 from cupy.cuda import runtime
 
-from atoll.runtime.errors import WeightPushError
+from atoll.runtime.errors import MemoryExhaustedError, WeightPushError
+from atoll.weights.transport.devices import device_uuid, find_device
 from atoll.weights.transport.double_buffer import DoubleBuffer
 from atoll.wire.types import Membership, StreamManifest
+
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
 class CudaIpcSender:
@@ -21,12 +25,11 @@ class CudaIpcSender:
     def __init__(self, part_bytes: Sequence[int]) -> None:
         self._double_buffer = DoubleBuffer(part_bytes)
         self._device = torch.cuda.current_device()
+        self._pointer = _allocate(self._device, self._double_buffer.num_bytes)
         with cupy.cuda.Device(self._device):
-            # not from a pool: a handle names a whole allocation
-            self._pointer = runtime.malloc(self._double_buffer.num_bytes)
             handle = runtime.ipcGetMemHandle(self._pointer)
         self._memory = _tensor(self._pointer, self._double_buffer.num_bytes, self._device)
-        self._location = f"{_uuid(self._device)}#{self._double_buffer.num_bytes}#{handle.hex()}"
+        self._location = f"{device_uuid(self._device)}#{self._double_buffer.num_bytes}#{handle.hex()}"
 
     def begin(self, membership: Membership) -> None:
         self._double_buffer.swap()
@@ -47,42 +50,74 @@ class CudaIpcReceiver:
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
-        self._segments: dict[int, tuple[str, int, torch.Tensor]] = {}  # by trainer rank
+        self._segments: dict[int, _Segment] = {}  # by trainer rank
 
     def take(self, stream: StreamManifest, membership: Membership) -> torch.Tensor:
-        location, _, memory = self._segments.get(stream.source, ("", 0, torch.empty(0)))
-        if location != stream.location:
-            memory = self._open(stream)
-        return memory[stream.offset : stream.offset + stream.num_bytes]
+        segment = self._segments.get(stream.source)
+        if segment is None or segment.location != stream.location:
+            segment = self._open(stream)
+        part = segment.memory[stream.offset : stream.offset + stream.num_bytes]
+        return part if segment.device == self._device else part.to(torch.device("cuda", self._device))
 
     def close(self) -> None:
         for source in list(self._segments):
             self._close(source)
 
-    def _open(self, stream: StreamManifest) -> torch.Tensor:
+    def _open(self, stream: StreamManifest) -> "_Segment":
         self._close(stream.source)
         uuid, num_bytes, handle = stream.location.split("#")
-        if uuid != _uuid(self._device):
+        device = find_device(uuid)
+        if device is None:
             raise WeightPushError(
-                f"trainer rank {stream.source} keeps its weights on GPU {uuid}, this replica's rank is on "
-                f"{_uuid(self._device)}: place both on one GPU, or set weights.transport to nccl"
+                f"trainer rank {stream.source} keeps its weights on GPU {uuid}, which this replica does not "
+                "see: add it to the replica's CUDA_VISIBLE_DEVICES if it is on this host (behind its own "
+                'GPUs), or set weights.transport = "nccl"'
             )
         try:
-            with cupy.cuda.Device(self._device):
+            with cupy.cuda.Device(device):
                 pointer = runtime.ipcOpenMemHandle(bytes.fromhex(handle))
         except runtime.CUDARuntimeError as error:
             raise WeightPushError(
                 f"cannot open the memory of trainer rank {stream.source} ({error}): it must be alive, and "
                 "run on this host; else set weights.transport"
             ) from error
-        memory = _tensor(pointer, int(num_bytes), self._device)
-        self._segments[stream.source] = stream.location, pointer, memory
-        return memory
+        segment = _Segment(stream.location, device, pointer, _tensor(pointer, int(num_bytes), device))
+        self._segments[stream.source] = segment
+        return segment
 
     def _close(self, source: int) -> None:
         if source in self._segments:
-            _, pointer, _ = self._segments.pop(source)
-            runtime.ipcCloseMemHandle(pointer)
+            segment = self._segments.pop(source)
+            with cupy.cuda.Device(segment.device):
+                runtime.ipcCloseMemHandle(segment.pointer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A trainer rank's memory, opened."""
+
+    location: str
+    device: int  # where it lies
+    pointer: int
+    memory: torch.Tensor  # uint8 [bytes]
+
+
+def _allocate(device: int, num_bytes: int) -> int:
+    """Address of memory of its own: a handle names a whole allocation, so it may not come from a pool. Raises
+    MemoryExhaustedError."""
+    torch.cuda.empty_cache()  # what torch holds in reserve is not free for others
+    try:
+        with cupy.cuda.Device(device):
+            pointer: int = runtime.malloc(num_bytes)
+    except runtime.CUDARuntimeError as error:
+        if error.status != OUT_OF_MEMORY:
+            raise
+        raise MemoryExhaustedError(
+            f'weights.transport = "cuda_ipc" needs {num_bytes / (1 << 30):.1f} GiB on GPU {device} for two '
+            "copies of what this rank sends, and they are not free: give the trainer more ranks, lower "
+            'trainer.max_tokens_per_microbatch, or set weights.transport = "nccl" or "shm"'
+        ) from error
+    return pointer
 
 
 def _tensor(pointer: int, num_bytes: int, device: int) -> torch.Tensor:
@@ -91,8 +126,3 @@ def _tensor(pointer: int, num_bytes: int, device: int) -> torch.Tensor:
     with cupy.cuda.Device(device):
         array = cupy.ndarray((num_bytes,), cupy.uint8, cupy.cuda.MemoryPointer(unowned, 0))
     return torch.utils.dlpack.from_dlpack(array)
-
-
-def _uuid(device: int) -> str:
-    """Identifies the GPU in all processes; device numbers depend on what a process may see."""
-    return str(torch.cuda.get_device_properties(device).uuid)

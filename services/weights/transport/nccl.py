@@ -1,11 +1,14 @@
 """Broadcasts over NCCL, from a trainer's GPUs to those of the replicas, by CuPy's binding.
 
-CuPy's communicators are independent of torch's process groups and of torch's version on the other side: a
-trainer rank is in many at once, and each ends separately.
+CuPy's communicators are independent of torch's process groups: a trainer rank is in many at once, and each
+ends separately. NCCL refuses ranks that run different versions of it or share a GPU, but its error does not say
+so. A communicator's location therefore contains the sender's version and GPU, and each member compares them
+with its own before it enters.
 """
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -16,22 +19,33 @@ from cupy.cuda import nccl
 
 from atoll.runtime.errors import UserError, WeightPushError
 from atoll.weights.transport import collective
+from atoll.weights.transport.devices import device_uuid
 from atoll.wire.types import Membership
 
 POLL_S = 1e-4  # CUDA cannot wait for an event and a deadline at once
+RETURN_S = 1.0  # for a broadcast to notice that it is over; longer only while NCCL connects to a rank
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What NCCL compares between ranks."""
+
+    device: int
+    uuid: str  # of the device
+    version: int  # of NCCL, as in 22907 for 2.29.7
 
 
 def open_sender(deadline_s: float, part_bytes: Sequence[int]) -> collective.BroadcastSender:
-    device = _device()
+    here = _here()
     return collective.BroadcastSender(
-        partial(_create_communicator, device, deadline_s), partial(_allocate, device), part_bytes
+        partial(_create_communicator, here, deadline_s), partial(_allocate, here.device), part_bytes
     )
 
 
 def open_receiver(deadline_s: float) -> collective.BroadcastReceiver:
-    device = _device()
+    here = _here()
     return collective.BroadcastReceiver(
-        partial(_join_communicator, device, deadline_s), partial(_allocate, device)
+        partial(_join_communicator, here, deadline_s), partial(_allocate, here.device)
     )
 
 
@@ -41,22 +55,39 @@ def _allocate(device: int, num_bytes: int) -> torch.Tensor:
     return part
 
 
-def _device() -> int:
+def _here() -> Here:
     if not nccl.available:
         raise UserError('weights.transport = "nccl": CuPy finds no libnccl.so.2: install nvidia-nccl-cu13')
-    return torch.cuda.current_device()
+    device = torch.cuda.current_device()
+    return Here(device, device_uuid(device), nccl.get_version())
 
 
-def _create_communicator(device: int, deadline_s: float, membership: Membership) -> "NcclCommunicator":
-    # CuPy gives the 128 bytes as signed numbers
-    location = bytes(number & 0xFF for number in nccl.get_unique_id()).hex()
-    return NcclCommunicator(device, deadline_s, location, membership, 0)
+def _create_communicator(here: Here, deadline_s: float, membership: Membership) -> "NcclCommunicator":
+    location = f"{here.version}#{here.uuid}#{nccl.get_unique_id().hex()}"
+    return NcclCommunicator(here.device, deadline_s, location, membership, 0)
 
 
 def _join_communicator(
-    device: int, deadline_s: float, location: str, membership: Membership
+    here: Here, deadline_s: float, location: str, membership: Membership
 ) -> "NcclCommunicator":
-    return NcclCommunicator(device, deadline_s, location, membership, 1 + membership.member)
+    """Raises WeightPushError if NCCL would refuse this rank beside the sender."""
+    version, uuid, _ = location.split("#")
+    if int(version) != here.version:
+        raise WeightPushError(
+            f"the trainer runs NCCL {_release(int(version))}, this replica NCCL {_release(here.version)}: NCCL "
+            "does not connect different versions. Install the same torch, which pins NCCL, in both "
+            'environments, or set weights.transport = "tcp"'
+        )
+    if uuid == here.uuid:
+        raise WeightPushError(
+            f"the trainer rank and this replica's rank are both on GPU {uuid}: NCCL allows one rank per GPU. "
+            'Set weights.transport = "cuda_ipc", or place them on different GPUs'
+        )
+    return NcclCommunicator(here.device, deadline_s, location, membership, 1 + membership.member)
+
+
+def _release(version: int) -> str:
+    return f"{version // 10_000}.{version // 100 % 100}.{version % 100}"
 
 
 class NcclCommunicator:
@@ -74,8 +105,9 @@ class NcclCommunicator:
         self._stream: cupy.cuda.Stream | None = None
         self._answers: SimpleQueue[Exception | None] = SimpleQueue()  # how the current broadcast ended
         self._aborted = False
-        # CuPy lets other threads run while NCCL frees the communicator: a second abort would free it again
-        self._freeing = Lock()
+        # Held from the enqueue to the end of a broadcast, and by who frees the communicator: CuPy lets other
+        # threads run in NCCL's calls, and would free what the broadcast still uses, or free it twice.
+        self._using = Lock()
 
     def broadcast(self, part: torch.Tensor) -> None:
         """NCCL blocks while it connects to a missing rank, and cannot be interrupted: a separate thread waits
@@ -103,21 +135,28 @@ class NcclCommunicator:
         self.close()
 
     def close(self) -> None:
-        """Aborts, since destroying a communicator waits for ranks that may be gone."""
+        """Aborts, since destroying a communicator waits for ranks that may be gone. If a broadcast uses it,
+        that one frees it."""
         self._aborted = True
-        if self._inner is not None:
-            self._free(self._inner)
+        if self._using.acquire(timeout=RETURN_S):
+            try:
+                self._free()
+            finally:
+                self._using.release()
 
     def _enter(self, part: torch.Tensor, answers: "SimpleQueue[Exception | None]") -> None:
         try:
             cupy.cuda.Device(self._device).use()  # a new thread uses device 0
-            if self._inner is None:
-                unique_id = tuple(byte - 256 if byte > 127 else byte for byte in bytes.fromhex(self.location))
-                self._inner = nccl.NcclCommunicator(self._membership.num_members + 1, unique_id, self._rank)
-                self._stream = cupy.cuda.Stream(non_blocking=True)
-            self._run(self._inner, self._stream, part)
+            inner, stream = self._inner, self._stream
+            if inner is None or stream is None:
+                unique_id = bytes.fromhex(self.location.rpartition("#")[2])
+                inner = nccl.NcclCommunicator(self._membership.num_members + 1, unique_id, self._rank)
+                stream = cupy.cuda.Stream(non_blocking=True)
+            with self._using:
+                self._inner, self._stream = inner, stream
+                self._run(inner, stream, part)
             answers.put(None)
-        except (nccl.NcclError, cupy.cuda.runtime.CUDARuntimeError, WeightPushError) as error:
+        except Exception as error:  # raised by `broadcast`
             answers.put(error)
 
     def _run(self, inner: nccl.NcclCommunicator, stream: cupy.cuda.Stream, part: torch.Tensor) -> None:
@@ -130,12 +169,11 @@ class NcclCommunicator:
 
     def _check(self, inner: nccl.NcclCommunicator) -> None:
         if self._aborted:
-            self._free(inner)
+            self._free()
             raise WeightPushError(f"epoch {self._membership.epoch} is over")
-        with self._freeing:
-            inner.check_async_error()
+        inner.check_async_error()
 
-    def _free(self, inner: nccl.NcclCommunicator) -> None:
-        """May be repeated, from any thread."""
-        with self._freeing:
-            inner.abort()
+    def _free(self) -> None:
+        """May be repeated; its caller holds `_using`."""
+        if self._inner is not None:
+            self._inner.abort()

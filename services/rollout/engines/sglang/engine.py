@@ -39,6 +39,9 @@ from atoll.wire.types import (
 
 T = TypeVar("T")
 
+# Deadlines of a part (weights.deadline_s) until a silent server is killed: until its own deadline, a broadcast
+# that waits for a slow peer occupies the GPU, and perhaps a decoding step behind it.
+CONTROL_DEADLINES: Final = 3
 ABORT_AGAIN_S: Final = 0.5  # an abort that overtakes its request has no effect
 STOPPED_MODES: Final = {PauseMode.IN_PLACE: "in_place", PauseMode.RETRACT: "retract"}  # as SGLang calls them
 
@@ -119,7 +122,10 @@ class SGLangEngine:
             workers = Workers(config.tp_size, version, setup)
             undo.push_async_callback(workers.close)
             server = await SGLangServer.start(
-                arguments + workers.arguments, environment | workers.environment, start_timeout_s
+                arguments + workers.arguments,
+                environment | workers.environment,
+                start_timeout_s=start_timeout_s,
+                control_timeout_s=CONTROL_DEADLINES * setup.deadline_s,
             )
             undo.push_async_callback(server.close)
             await workers.attach(server.control)

@@ -20,7 +20,6 @@ from atoll.runtime.ports import reserve_port
 _log = logging.getLogger(__name__)
 
 POLL_S: Final = 0.2  # between two polls of a starting server
-CONTROL_TIMEOUT_S: Final = 60.0  # of calls other than generation
 DEATH_S: Final = 15.0  # SGLang takes a second or two to end once one of its processes is gone
 
 
@@ -28,10 +27,15 @@ class SGLangServer:
     """One `sglang.launch_server` and its workers: a process group of its own that ends with this process."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, url: str, folder: TemporaryDirectory[str]
+        self,
+        process: asyncio.subprocess.Process,
+        url: str,
+        folder: TemporaryDirectory[str],
+        control_timeout_s: float,
     ) -> None:
         self._process = process
         self._folder = folder
+        self._control_timeout_s = control_timeout_s
         # a connection each: SGLang closes idle ones after five seconds, perhaps just as one is used again
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._http = aiohttp.ClientSession(
@@ -41,9 +45,15 @@ class SGLangServer:
 
     @classmethod
     async def start(
-        cls, arguments: Sequence[str], environment: Mapping[str, str], start_timeout_s: float
+        cls,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        start_timeout_s: float,
+        control_timeout_s: float,
     ) -> Self:
-        """Returns once it has answered its first request. Raises UserError if SGLang refuses its
+        """Returns once it has answered its first request; `control_timeout_s` bounds later calls other than
+        generation. Raises UserError if SGLang refuses its
         arguments, EngineDiedError if it ends otherwise or takes longer than `start_timeout_s`."""
         folder = TemporaryDirectory(prefix="atoll-sglang-")  # its sockets, which a SIGKILL would leave behind
         with reserve_port() as port:
@@ -56,7 +66,7 @@ class SGLangServer:
                 stdout=sys.stderr,
                 start_new_session=True,
             )
-            server = cls(process, f"http://127.0.0.1:{port}", folder)
+            server = cls(process, f"http://127.0.0.1:{port}", folder, control_timeout_s)
             try:
                 await server._wait_until_ready(start_timeout_s)
             except BaseException:
@@ -75,17 +85,17 @@ class SGLangServer:
             raise await self._lost(path, error) from error
 
     async def control(self, path: str, body: Mapping[str, Any]) -> Any:
-        """`post`, for calls that take at most CONTROL_TIMEOUT_S."""
+        """`post`, for calls that take at most the control timeout."""
         try:
-            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+            async with asyncio.timeout(self._control_timeout_s):
                 return await self.post(path, body)
         except TimeoutError:
-            raise SGLangError(f"SGLang did not answer {path} within {CONTROL_TIMEOUT_S:g} s") from None
+            raise SGLangError(f"SGLang did not answer {path} within {self._control_timeout_s:g} s") from None
 
     async def state(self) -> Json:
         """Arguments and limits. Every scheduler process answers, after all that it was told before."""
         try:
-            async with asyncio.timeout(CONTROL_TIMEOUT_S), self._http.get("/server_info") as reply:
+            async with asyncio.timeout(self._control_timeout_s), self._http.get("/server_info") as reply:
                 answer: Json = await _read(reply)
                 return answer
         except aiohttp.ClientError as error:
