@@ -10,7 +10,7 @@ from atoll.runtime.memory import BYTES
 from atoll.runtime.model_spec import Experts, ModelSpec, check_layout, read_spec
 from atoll.trainer.megatron.names import Chunk, tensor_slices
 from atoll.weights.estimate import estimate
-from atoll.weights.plan import plan
+from atoll.weights.plan import MAX_SENDERS, plan
 from atoll.weights.tensor_slices import TensorSlice, shard_layout_of
 from atoll.wire.types import ShardLayout
 
@@ -36,7 +36,7 @@ class PushCase:
     tp_size: int  # of a replica
     dtype: str = "bfloat16"  # that is served
     bucket_mb: int = WeightsSection().bucket_mb
-    max_senders: int = WeightsSection().max_senders
+    max_senders: int = MAX_SENDERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from atoll.config.mode_rules import is_changed
 from atoll.config.schema import RunConfig
 
+FLOAT32_BACKENDS = ("triton", "torch_native")  # of SGLang's attention
+
 
 def _the_engine_reads_its_table(config: RunConfig) -> str | None:
     rollout = config.rollout
@@ -48,8 +50,23 @@ def _responses_fit_into_a_sequence(config: RunConfig) -> str | None:
     return None
 
 
+def _sglang_on_gpus_computes_in_bfloat16(config: RunConfig) -> str | None:
+    """On Hopper, SGLang's attention is FlashAttention 3, which has no float32."""
+    rollout = config.rollout
+    on_gpus = rollout.engine == "sglang" and rollout.sglang.device == "cuda"
+    backend = (rollout.sglang.model_extra or {}).get("attention_backend")
+    asked = rollout.dtype == "float32" and "dtype" in rollout.model_fields_set
+    if on_gpus and asked and backend not in FLOAT32_BACKENDS:
+        return (
+            'rollout.dtype = "float32", but SGLang\'s attention on GPUs computes in 16 bits: set it to '
+            f'"bfloat16", or rollout.sglang.attention_backend to one of {", ".join(FLOAT32_BACKENDS)}'
+        )
+    return None
+
+
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _the_engine_reads_its_table,
     _prompts_leave_room_to_answer,
     _responses_fit_into_a_sequence,
+    _sglang_on_gpus_computes_in_bfloat16,
 )

@@ -23,6 +23,7 @@ from atoll.weights.senders import assign_senders
 from atoll.wire.types import BOX, TRANSFER, Int64, Plan, ShardLayout
 
 Boxes = NDArray[np.void]
+MAX_SENDERS = 8
 AXES = (("row", "rows"), ("column", "columns"))
 PLACE = ("tensor", "row", "column", "rows", "columns")
 OWNED = np.dtype([("owner", np.int32), *BOX.descr])  # index of a source shard layout, or a target rank
@@ -45,7 +46,7 @@ def plan(
     targets: Sequence[ShardLayout],
     *,
     part_elements: int,
-    max_senders: int = 8,
+    max_senders: int = MAX_SENDERS,
     tie_break: int = 0,
 ) -> Plan:
     """Plans transfers from the trainer's ranks to the tensor-parallel ranks of one class of replicas.

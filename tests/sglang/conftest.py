@@ -6,5 +6,5 @@ from importlib.util import find_spec
 collect_ignore = (
     ["test_push.py", "test_reward_model.py"]
     if find_spec("sglang.srt")
-    else ["test_standing.py", "test_service.py", "test_weights.py"]
+    else ["test_arguments.py", "test_standing.py", "test_service.py", "test_weights.py"]
 )

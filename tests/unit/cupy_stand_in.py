@@ -1,8 +1,8 @@
 """A stand-in for CUDA and CuPy: GPUs are host memory, and NCCL's ranks are threads.
 
-Like NCCL, it refuses ranks with different versions or on one GPU, and waits for missing ranks forever.
-Like CUDA, it refuses allocations that do not fit and handles of processes that ended; a new thread uses device
-0. It is stricter with handles: they must be opened on the device of their memory."""
+Like NCCL, it refuses ranks with different versions or on one GPU, and waits for missing ranks forever. Like
+CUDA, it refuses allocations that do not fit and handles of processes that ended; a new thread uses device 0.
+It is stricter with handles: they must be opened on the device of their memory."""
 
 import ctypes
 import secrets

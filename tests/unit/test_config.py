@@ -384,6 +384,10 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             ["weights.transport=cuda_ipc", "rollout={engine='sglang', sglang={device='cpu'}}"],
             "requires replicas on GPUs",
         ),
+        (
+            ["rollout={engine='sglang', dtype='float32'}"],
+            'rollout.dtype = "float32", but SGLang\'s attention on GPUs computes in 16 bits',
+        ),
         (["guards={min_entropy=2, max_entropy=1}"], "every entropy is below min_entropy = 2 or above"),
         (["warmup.steps=3"], "warmup.steps > 0 needs [warmup.source] with a path"),
         (
@@ -428,6 +432,8 @@ def test_a_combination_that_makes_no_sense_is_refused(toy: Path, overrides: list
         ["algorithm.kl={}", "reference.placement=colocated", "trainer.parallel.pipeline=2"],
         ["weights={transport='tcp', delta=true}"],
         ["weights={transport='nccl', delta=true}", "rollout.engine=sglang"],
+        ["rollout={engine='sglang', dtype='float32', sglang={attention_backend='triton'}}"],
+        ["rollout={engine='sglang', dtype='float32', sglang={device='cpu'}}"],
     ],
 )
 def test_a_combination_that_makes_sense_is_not(toy: Path, overrides: list[str]) -> None:

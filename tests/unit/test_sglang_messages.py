@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from atoll.rollout.engines.sglang.arguments import arguments_of, environment_of
+from atoll.rollout.engines.sglang.arguments import arguments_of, environment_of, reserved_mib
 from atoll.rollout.engines.sglang.messages import (
     SGLangError,
     check_sampling,
@@ -152,10 +152,35 @@ def test_every_key_becomes_an_argument_and_the_users_wins() -> None:
     assert "--max-total-tokens" not in arguments_of({}, {}, "cuda", 1)
 
 
-@pytest.mark.parametrize("key", ["port", "disable_overlap_schedule"])
+@pytest.mark.parametrize("key", ["port", "disable_overlap_schedule", "dp_size", "pp_size"])
 def test_what_the_engine_decides_is_refused(key: str) -> None:
     with pytest.raises(UserError, match=rf"rollout\.sglang\.{key} cannot be set"):
         arguments_of({key: 1}, {}, "cpu", 1)
+
+
+def test_a_replica_that_takes_turns_on_a_gpu_can_release_its_memory() -> None:
+    assert "--enable-memory-saver" in arguments_of({}, {}, "cuda", 1, takes_turns=True)
+    assert "--enable-memory-saver" not in arguments_of({}, {}, "cuda", 1)
+    assert "--enable-memory-saver" not in arguments_of({}, {}, "cpu", 1, takes_turns=True)
+    allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
+    assert allocator.items() <= environment_of("cuda", 1, 1, takes_turns=True).items()
+    assert not allocator.keys() & environment_of("cuda", 1, 1).keys()
+
+
+@pytest.mark.parametrize(
+    ("transport", "staging", "takes_turns", "expected"),
+    [
+        ("nccl", "device", False, 3 + 2 * 300),  # communicators with two senders
+        ("nccl", "host", False, 2 * 300),
+        ("cuda_ipc", "device", False, 3),
+        ("cuda_ipc", "device", True, 0),  # weights go straight into the parameters
+        ("shm", "host", False, 0),
+    ],
+)
+def test_memory_for_pushes(transport: str, staging: str, takes_turns: bool, expected: int) -> None:
+    shard_bytes = 2 * (1 << 20) + 1
+    got = reserved_mib(shard_bytes, transport, staging=staging, takes_turns=takes_turns)
+    assert got == expected
 
 
 def test_ranks_on_a_cpu_are_bound_to_cores() -> None:

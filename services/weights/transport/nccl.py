@@ -1,9 +1,9 @@
 """Broadcasts over NCCL, from a trainer's GPUs to those of the replicas, by CuPy's binding.
 
 CuPy's communicators are independent of torch's process groups: a trainer rank is in many at once, and each
-ends separately. NCCL refuses ranks that run different versions of it or share a GPU, but its error does not say
-so. A communicator's location therefore contains the sender's version and GPU, and each member compares them
-with its own before it enters.
+ends separately. NCCL refuses ranks that run different versions of it or share a GPU, but its error does not
+say so. A communicator's location therefore contains the sender's version and GPU, and each member compares
+them with its own before it enters.
 """
 
 import time
@@ -74,8 +74,8 @@ def _join_communicator(
     version, uuid, _ = location.split("#")
     if int(version) != here.version:
         raise WeightPushError(
-            f"the trainer runs NCCL {_release(int(version))}, this replica NCCL {_release(here.version)}: NCCL "
-            "does not connect different versions. Install the same torch, which pins NCCL, in both "
+            f"the trainer runs NCCL {_release(int(version))}, this replica NCCL {_release(here.version)}: "
+            "NCCL does not connect different versions. Install the same torch, which pins NCCL, in both "
             'environments, or set weights.transport = "tcp"'
         )
     if uuid == here.uuid:

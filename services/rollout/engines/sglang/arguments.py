@@ -5,8 +5,11 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
+from atoll.config.transports import TRANSPORTS
 from atoll.runtime.errors import UserError
 
+# Buffers of an NCCL communicator on each GPU, outside of torch's memory. An estimate, not measured.
+COMMUNICATOR_MIB: Final = 300
 # Arguments set by the engine, and why.
 RESERVED: Final = {
     "model_path": "it is model.path",
@@ -14,6 +17,8 @@ RESERVED: Final = {
     "host": "the server listens only on loopback",
     "port": "the service chooses a free port",
     "weight_version": "versions come from the trainer",
+    "dp_size": "weights are pushed to replicas of one server each: set rollout.replicas instead",
+    "pp_size": "weights are pushed to tensor-parallel ranks only: set tp_size instead",
     "custom_weight_loader": "weights arrive through Atoll's receiver",
     "disable_overlap_schedule": "with overlap, one token of each sequence is in flight while weights change, "
     "and SGLang counts it as one of the new version",
@@ -23,11 +28,16 @@ RESERVED: Final = {
 
 
 def arguments_of(
-    user: Mapping[str, object], ours: Mapping[str, object], device: str, tp_size: int
+    user: Mapping[str, object],
+    ours: Mapping[str, object],
+    device: str,
+    tp_size: int,
+    *,
+    takes_turns: bool = False,
 ) -> list[str]:
     """SGLang's command line. `user` is what [rollout.sglang] has beside device and tp_size, `ours` what the
-    engine adds: underscores become dashes, true is the bare flag, false leaves it out. Raises UserError for
-    a key that is the engine's."""
+    engine adds: underscores become dashes, true is the bare flag, false leaves it out. `takes_turns`: with
+    the trainer, on the same GPUs. Raises UserError for a key that is the engine's."""
     if taken := sorted(user.keys() & RESERVED.keys()):
         raise UserError(f"rollout.sglang.{taken[0]} cannot be set: {RESERVED[taken[0]]}; remove it")
     # of samples that share a prompt, one computes it; a line in the log for each sample would be too many
@@ -36,6 +46,8 @@ def arguments_of(
         # without them, SGLang takes most of the memory for keys and values, and a core while it is idle
         defaults |= {"max_total_tokens": 16384, "sleep_on_idle": True, "grammar_backend": "none"}
     fixed = {"device": device, "tp_size": tp_size, "host": "127.0.0.1", "disable_overlap_schedule": True}
+    if takes_turns and device == "cuda":
+        fixed["enable_memory_saver"] = True  # or SGLang could not release its memory
     arguments = []
     for name, value in {**defaults, **user, **fixed, **ours}.items():
         flag = f"--{name.replace('_', '-')}"
@@ -53,9 +65,23 @@ def arguments_of(
     return arguments
 
 
-def environment_of(device: str, tp_size: int, threads: int) -> dict[str, str]:
-    """Of the child, beside this process's own."""
+def reserved_mib(shard_bytes: int, transport: str, *, staging: str, takes_turns: bool) -> int:
+    """GPU memory per rank, in MiB, that weight pushes need beside SGLang's own: the staging buffer of
+    `shard_bytes`, and the communicators of the transport. `takes_turns`: with the trainer, on the same GPUs;
+    weights then go straight into the parameters."""
+    staged = shard_bytes if staging == "device" and not takes_turns else 0
+    traits = TRANSPORTS[transport]
+    communicators = traits.max_senders if traits.on_gpus and not traits.stays_readable else 0
+    return -(-staged // (1 << 20)) + communicators * COMMUNICATOR_MIB
+
+
+def environment_of(device: str, tp_size: int, threads: int, *, takes_turns: bool = False) -> dict[str, str]:
+    """Of the child, beside this process's own. `takes_turns`: with the trainer, on the same GPUs."""
     variables = {"HF_HUB_OFFLINE": "1"}
+    if (
+        takes_turns
+    ):  # the memory saver cannot release expandable segments, which a user may set for the trainer
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
     if device == "cpu":
         variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads)}
         if tp_size > 1:  # SGLang wants to be told the cores of each rank

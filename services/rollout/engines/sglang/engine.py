@@ -18,11 +18,13 @@ from atoll.config.schema import SGLangConfig
 from atoll.rollout.engines.base import Completion, EngineInfo
 from atoll.rollout.engines.checks import check_request, check_sequence
 from atoll.rollout.engines.sglang import messages
-from atoll.rollout.engines.sglang.arguments import arguments_of, environment_of
+from atoll.rollout.engines.sglang.arguments import arguments_of, environment_of, reserved_mib
 from atoll.rollout.engines.sglang.messages import SGLangError
+from atoll.rollout.engines.sglang.parameters import num_elements
 from atoll.rollout.engines.sglang.server import SGLangServer
 from atoll.rollout.engines.sglang.workers import Workers
 from atoll.runtime.errors import EngineDiedError, UserError
+from atoll.runtime.memory import BYTES
 from atoll.runtime.model_spec import read_spec
 from atoll.wire.types import (
     FinishReason,
@@ -39,8 +41,8 @@ from atoll.wire.types import (
 
 T = TypeVar("T")
 
-# Deadlines of a part (weights.deadline_s) until a silent server is killed: until its own deadline, a broadcast
-# that waits for a slow peer occupies the GPU, and perhaps a decoding step behind it.
+# Deadlines of a part (weights.deadline_s) until a silent server is killed. Until its own deadline, a
+# broadcast that waits for a slow peer occupies the GPU, and perhaps a decode step behind it.
 CONTROL_DEADLINES: Final = 3
 ABORT_AGAIN_S: Final = 0.5  # an abort that overtakes its request has no effect
 STOPPED_MODES: Final = {PauseMode.IN_PLACE: "in_place", PauseMode.RETRACT: "retract"}  # as SGLang calls them
@@ -114,16 +116,20 @@ class SGLangEngine:
     ) -> Self:
         """Serves the model; `version` names the weights in the folder. Raises UserError for a model or an
         argument that SGLang refuses, EngineDiedError if it does not come up."""
-        vocab_size = read_spec(folder).vocab_size
+        spec = read_spec(folder)
         ours = {"model_path": folder, "dtype": dtype, "weight_version": messages.version_text(version)}
         arguments = arguments_of(config.model_extra or {}, ours, config.device, config.tp_size)
         environment = environment_of(config.device, config.tp_size, threads)
+        shard_bytes = num_elements(spec, config.tp_size) * BYTES[dtype]
         async with AsyncExitStack() as undo:
             workers = Workers(config.tp_size, version, setup)
             undo.push_async_callback(workers.close)
             server = await SGLangServer.start(
                 arguments + workers.arguments,
                 environment | workers.environment,
+                reserved_mib=reserved_mib(shard_bytes, setup.transport, staging="device", takes_turns=False)
+                if config.device == "cuda"
+                else 0,
                 start_timeout_s=start_timeout_s,
                 control_timeout_s=CONTROL_DEADLINES * setup.deadline_s,
             )
@@ -131,7 +137,7 @@ class SGLangEngine:
             await workers.attach(server.control)
             limits = limits_of(await server.state())
             undo.pop_all()
-        return cls(server, workers, limits, vocab_size, dtype, version)
+        return cls(server, workers, limits, spec.vocab_size, dtype, version)
 
     def info(self) -> EngineInfo:
         return EngineInfo(

@@ -7,6 +7,7 @@ ranks lie on several of them. The vocabulary is padded. Tied models have one par
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import ModelSpec
@@ -65,6 +66,14 @@ def parameters(spec: ModelSpec, rank: int, size: int) -> dict[str, Parameter]:
         found |= _attention(f"{layer}.self_attn", spec, rank, size)
         found |= _mlp(f"{layer}.mlp", spec, rank, size)
     return found
+
+
+def num_elements(spec: ModelSpec, size: int) -> int:
+    """Of a rank's parameters, padding included, on a GPU."""
+    shapes = {name: parameter.shape for name, parameter in parameters(spec, 0, size).items()}
+    if spec.tied:
+        del shapes["lm_head.weight"]
+    return sum(map(prod, shapes.values()))
 
 
 def _attention(attention: str, spec: ModelSpec, rank: int, size: int) -> dict[str, Parameter]:

@@ -19,6 +19,7 @@ from atoll.runtime.ports import reserve_port
 
 _log = logging.getLogger(__name__)
 
+LAUNCH: Final = "atoll.rollout.engines.sglang.launch"  # it imports SGLang
 POLL_S: Final = 0.2  # between two polls of a starting server
 DEATH_S: Final = 15.0  # SGLang takes a second or two to end once one of its processes is gone
 
@@ -49,17 +50,21 @@ class SGLangServer:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         *,
+        reserved_mib: int,
         start_timeout_s: float,
         control_timeout_s: float,
     ) -> Self:
-        """Returns once it has answered its first request; `control_timeout_s` bounds later calls other than
+        """Returns once it has answered its first request. `reserved_mib` of each GPU stay free for others;
+        `control_timeout_s` bounds later calls other than
         generation. Raises UserError if SGLang refuses its
         arguments, EngineDiedError if it ends otherwise or takes longer than `start_timeout_s`."""
         folder = TemporaryDirectory(prefix="atoll-sglang-")  # its sockets, which a SIGKILL would leave behind
         with reserve_port() as port:
             process = await asyncio.create_subprocess_exec(
                 *with_parent_death(
-                    sys.executable, "-m", "sglang.launch_server", *arguments, "--port", str(port)
+                    *(sys.executable, "-m", LAUNCH, str(reserved_mib)),
+                    *arguments,
+                    *("--port", str(port)),
                 ),
                 env={**os.environ, **environment, "TMPDIR": folder.name},
                 stdin=asyncio.subprocess.DEVNULL,
