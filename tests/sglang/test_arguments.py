@@ -2,7 +2,7 @@
 needed, and what really fits was not measured."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,15 @@ from sglang.srt.server_args import prepare_server_args
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from atoll.cli.plan_weights import CASES, PushCase, estimate_push
-from atoll.config.schema import ParallelConfig
+from atoll.config.schema import ParallelConfig, SGLangConfig
 from atoll.rollout.engines.sglang import launch
 from atoll.rollout.engines.sglang.arguments import arguments_of, reserved_mib
+from atoll.rollout.engines.sglang.engine import SGLangEngine
 from atoll.rollout.engines.sglang.parameters import num_elements
+from atoll.rollout.engines.sglang.server import SGLangServer
+from atoll.runtime.errors import EngineDiedError
 from atoll.runtime.model_spec import ModelSpec
+from atoll.wire.types import ReceiverSetup, Version
 
 H100_MIB = 81559
 HOPPER = {
@@ -113,6 +117,34 @@ def test_a_shard_is_staged_beside_what_sglang_needs(tmp_path: Path, model: str, 
     left = resolve(tmp_path, "bfloat16", tp_size).mem_fraction_static
     assert (alone - left) * H100_MIB == pytest.approx(received + 2 * 300, rel=0.01)
     assert left * H100_MIB > 2 * shard_mib  # weights, and as much for keys and values
+
+
+async def test_the_engine_starts_its_server_with_room_for_pushes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, Any] = {}
+
+    async def start(arguments: Sequence[str], environment: Mapping[str, str], **options: Any) -> None:
+        started.update(options)
+        raise EngineDiedError("enough")
+
+    monkeypatch.setattr(SGLangServer, "start", start)
+    save(case_of("7B", 1).spec, tmp_path)
+    with pytest.raises(EngineDiedError, match="enough"):
+        await SGLangEngine.start(
+            tmp_path,
+            dtype="bfloat16",
+            threads=1,
+            config=SGLangConfig(),
+            start_timeout_s=9.0,
+            version=Version("a3f0", 0),
+            setup=ReceiverSetup("nccl", deadline_s=60.0),
+        )
+    assert (
+        started["reserved_mib"] == -(-7_615_616_512 * 2 // (1 << 20)) + 2 * 300
+    )  # the model card's parameters
+    # a broadcast that waits for a slow peer ends before the server would be killed for its silence
+    assert started["control_timeout_s"] == 180
 
 
 def test_compiled_kernels_outlive_a_server() -> None:
