@@ -29,7 +29,9 @@ needs_cupy = pytest.mark.skipif(find_spec("cupy") is None, reason="CuPy is not i
 
 def test_checksums_equal_those_of_the_same_bytes_on_a_cpu():
     boxes = [torch.randn(rows, 2047) for rows in (1, 7, 1500)]  # the last has three blocks of words
-    got = copy_boxes([box.cuda().bfloat16() for box in boxes], [box.cuda() for box in boxes])
+    into = [box.cuda().bfloat16() for box in boxes]
+    got = copy_boxes(into, [box.cuda() for box in boxes])
+    assert all(box.is_cuda for box in into)
     expected = [int(device_checksum(box.bfloat16())) % 2**64 for box in boxes]
     assert got.tolist() == expected
     assert [checksum(box.cuda(), torch.bfloat16) for box in boxes] == expected
@@ -41,6 +43,7 @@ def test_deltas_are_those_of_a_cpu():
     new[::997] += 1
     delta = encode(old, new)
     on_device = encode(old.cuda(), new.cuda())
+    assert on_device.is_cuda
     assert torch.equal(on_device.cpu(), delta)
     decoded = old.cuda()
     decode(on_device, decoded)
@@ -93,7 +96,9 @@ def check_pushes(transport: str, dtype: str, delta: bool) -> None:
         assert (num_bytes < 1000) == (delta and version == V2)
         if refit is not None:
             got = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
-            Shard(target.shard_layout, [buffer.cpu() for buffer in refit.commit(version)]).read_into(got)
+            live = refit.commit(version)
+            assert all(buffer.is_cuda for buffer in live)
+            Shard(target.shard_layout, [buffer.cpu() for buffer in live]).read_into(got)
             for name, tensor in expected.items():
                 torch.testing.assert_close(got[name], tensor, rtol=0, atol=0, msg=name)
     dist.barrier()
@@ -124,7 +129,9 @@ def check_nccl_alone() -> None:
     sender = nccl.open_sender(DEADLINE_S, [1 << 20] * 4)
     sender.begin(Membership(1, 0))
     for part in range(4):
-        sender.room(part).fill_(part)
+        room = sender.room(part)
+        assert room.is_cuda
+        room.fill_(part)
         _, offset = sender.send(part, 0, 1 << 20)
         assert offset == part << 20
     sender.room(3)

@@ -5,9 +5,8 @@ this tensor-parallel rank.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -94,6 +93,7 @@ class Linears:
     norm: type  # no operation if `column` normalizes its input
     column: type
     row: type
+    checkpoint_names: Mapping[str, str] = field(default_factory=dict)  # prefix in a layer -> in checkpoints
 
 
 LOCAL = Linears(RMSNorm, ColumnParallelLinear, RowParallelLinear)
@@ -166,15 +166,23 @@ def build(folder: Path, spec: ModelSpec, settings: ModelSettings) -> MegatronMod
 
 def uses_transformer_engine() -> bool:
     """Its kernels fuse a norm with the following matrix. Attention, which shares prefixes, and experts stay
-    ours."""
-    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+    ours. Without its extension for PyTorch, which pip installs apart, it has no kernels for us."""
+    if not torch.cuda.is_available():
+        return False
+    from megatron.core.extensions import transformer_engine
+
+    return bool(transformer_engine.HAVE_TE)
 
 
 def _fused_linears() -> Linears:
     from megatron.core.extensions import transformer_engine
 
     column, row = transformer_engine.TELayerNormColumnParallelLinear, transformer_engine.TERowParallelLinear
-    return Linears(IdentityOp, column, row)
+    names = {
+        "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+        "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    }
+    return Linears(IdentityOp, column, row, names)
 
 
 def _network(spec: ModelSpec, config: TransformerConfig, linears: Linears, vp_stage: int | None) -> Network:
@@ -313,6 +321,7 @@ def _block(
         pre_mlp_layernorm=RMSNorm if spec.experts else linears.norm,
         mlp=_experts() if spec.experts else _dense(linears),
         mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=dict(linears.checkpoint_names),
     )
     return TransformerBlockSubmodules(
         layer_specs=[ModuleSpec(module=TransformerLayer, submodules=layer)]
