@@ -20,6 +20,7 @@ from atoll.trainer import command_channel
 from atoll.trainer.command_channel import (
     CommandChannel,
     RankLostError,
+    SetupRefusedError,
     dismiss,
     follow,
     lead,
@@ -155,9 +156,55 @@ async def fail(rank: Broken, *, caller_leaves: bool) -> None:
     await service.close()
 
 
-def test_an_error_of_this_rank_is_no_loss_of_another() -> None:
-    with pytest.raises(RuntimeError, match="shapes differ"), translate_rank_loss():
-        raise RuntimeError("shapes differ")
+def nccl_error(kind: str, interpretation: str, last: str) -> dist.DistBackendError:
+    """As PyTorch words it (NCCLUtils.cpp)."""
+    return dist.DistBackendError(
+        f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, {kind} "
+        f"(run with NCCL_DEBUG=WARN for details), NCCL version 2.29.7\n{interpretation}\nLast error:\n{last}"
+    )
+
+
+CUDA_FAILED = nccl_error(
+    "unhandled cuda error",
+    "ncclUnhandledCudaError: Call to CUDA function failed.",
+    "Cuda failure 700 'an illegal memory access was encountered'",
+)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), CUDA_FAILED], ids=["shapes", "cuda"])
+def test_an_error_of_this_rank_is_no_loss_of_another(error: RuntimeError) -> None:
+    with pytest.raises(type(error)) as raised, translate_rank_loss():
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+            "^Duplicate GPU detected : rank 1 and .* CUDA device 1b000: each rank needs its own GPU",
+        ),
+        (
+            "Mismatched NCCL version detected : rank 0 version 22907 rank 1 version 23007",
+            "rank 1 version 23007: install the same version of torch",
+        ),
+        ("Something else", "^Something else: set NCCL_DEBUG=WARN"),
+    ],
+)
+def test_a_setup_that_nccl_refuses_is_named(last: str, expected: str) -> None:
+    interpretation = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
+    with pytest.raises(SetupRefusedError, match=expected), translate_rank_loss():
+        raise nccl_error("invalid usage", interpretation, last)
+
+
+def test_a_peer_that_nccl_lost_is_a_lost_rank() -> None:
+    interpretation = (
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+        "prematurely."
+    )
+    with pytest.raises(RankLostError, match="another rank of this trainer exited"), translate_rank_loss():
+        raise nccl_error("remote process exited", interpretation, "Call to recv failed : Broken pipe")
 
 
 @pytest.mark.parametrize(
