@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from atoll.trainer.host_memory import HostMemory
 from atoll.trainer.megatron.model import MegatronModel
 from atoll.trainer.step import Learner
 
@@ -52,16 +53,19 @@ class _Storages:
         self, tensors: Callable[[], Iterable[Tensor]], worth_keeping: Callable[[], bool] = lambda: True
     ) -> None:
         self._tensors, self._worth_keeping = tensors, worth_keeping
+        self._host = HostMemory()
         self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []  # size, copy; none: zeros
 
     def offload(self) -> int:
-        storages = {storage._cdata: storage for storage in (t.untyped_storage() for t in self._tensors())}
-        keep, freed = self._worth_keeping(), 0
-        for storage in storages.values():
-            if num_bytes := storage.nbytes():
-                self._away.append((storage, num_bytes, _copy_to_host(storage) if keep else None))
-                storage.resize_(0)
-                freed += num_bytes
+        by_address = {storage._cdata: storage for storage in (t.untyped_storage() for t in self._tensors())}
+        storages = [storage for storage in by_address.values() if storage.nbytes()]
+        copies = self._host.copy([_bytes(storage) for storage in storages]) if self._worth_keeping() else None
+        freed = 0
+        for storage in storages:
+            num_bytes = storage.nbytes()
+            self._away.append((storage, num_bytes, next(copies) if copies else None))
+            storage.resize_(0)
+            freed += num_bytes
         return freed
 
     def onload(self) -> None:
@@ -73,12 +77,6 @@ class _Storages:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _copy_to_host(storage: torch.UntypedStorage) -> Tensor:
-    """Pinned if there is a GPU, for several times faster copies."""
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return copy.copy_(_bytes(storage))
 
 
 def _gradients(learner: Learner) -> Iterator[Tensor]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from atoll.trainer.host_memory import HostMemory
 from atoll.trainer.megatron.lora import adapter_state
 from atoll.trainer.step import Learner
 
@@ -79,11 +80,12 @@ class _Owned:
         return {"weight": self.stepped.detach().view(-1)} | moments
 
 
-def snapshot(learner: Learner) -> dict[str, TensorBoxes]:
+def snapshot(learner: Learner, host: HostMemory) -> dict[str, TensorBoxes]:
     """A copy in host memory of what this rank is to write; all ranks together write everything once."""
+    state = _state(learner, is_saving=True)
+    copies = host.copy([part for boxes in state.values() for part in boxes.parts.values()])
     return {
-        name: replace(boxes, parts={at: part.to("cpu", copy=True) for at, part in boxes.parts.items()})
-        for name, boxes in _state(learner, is_saving=True).items()
+        name: replace(boxes, parts={at: next(copies) for at in boxes.parts}) for name, boxes in state.items()
     }
 
 
