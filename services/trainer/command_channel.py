@@ -17,7 +17,6 @@ from atoll.runtime import errors
 from atoll.runtime.errors import AtollError
 
 IDLE_TIMEOUT = timedelta(days=365)  # followers wait for the next command as long as the leader lives
-ANSWER_TIMEOUT = timedelta(minutes=10)  # for a follower's reply, after the leader's own part
 LEADER = 0
 STOP = ""  # the method name that ends the followers
 _DONE, _REPLY = b"", b"reply"  # what the leader wants to hear of them: that they have done it, or its reply
@@ -52,9 +51,10 @@ class SetupRefusedError(Exception):
 class CommandChannel:
     """Call it from one thread on every rank; all ranks broadcast and gather in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, silence: timedelta = timedelta(minutes=10)) -> None:
+        """`silence`: how long the leader waits for a follower's reply, after its own part."""
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        timeout = ANSWER_TIMEOUT if self._rank == LEADER else IDLE_TIMEOUT
+        timeout = silence if self._rank == LEADER else IDLE_TIMEOUT
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def broadcast(self, parts: Sequence[bytes] = ()) -> Sequence[bytes]:

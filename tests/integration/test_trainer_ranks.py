@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from atoll.config.schema import Role
 from atoll.runtime.errors import ServiceUnavailableError, UserError
@@ -37,9 +38,10 @@ from tests.builders import run_config
 from tests.torch_ranks import run_ranks
 
 SIZE = 2
+END = timedelta(seconds=60)  # which only a hang reaches
 
 
-def join() -> tuple[CommandChannel, command_channel.Execute]:
+def join(silence: timedelta = END) -> tuple[CommandChannel, command_channel.Execute]:
     """A channel, and an `execute` that fails on follower 1 where it is told to."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -49,7 +51,7 @@ def join() -> tuple[CommandChannel, command_channel.Execute]:
             raise UserError("no such thing")
         return [method.encode(), str(rank).encode(), *requests]
 
-    return CommandChannel(), execute
+    return CommandChannel(silence), execute
 
 
 def commands() -> None:
@@ -89,10 +91,7 @@ def lost_follower() -> None:
 
 
 def silent_follower() -> None:
-    command_channel.ANSWER_TIMEOUT = timedelta(
-        seconds=5
-    )  # of this process alone, and for the meeting of both, too
-    channel, execute = join()
+    channel, execute = join(timedelta(seconds=5))  # for the meeting of both, too
     if dist.get_rank() > 0:
         channel.broadcast()
         with pytest.raises(RankLostError):  # it does not answer, and sees the leader go
@@ -227,10 +226,20 @@ def compute(model: Path, role: Role) -> int:
     leader has, in numbers, and what the follower has sent, in bytes."""
     section = {"parallel": {"data": 2}}
     config = run_config(
-        {"model": {"path": model}, "trainer": section, "critic": section},
+        {
+            "model": {"path": model},
+            "trainer": section,
+            "critic": section,
+            "coordinator": {"request_timeout_s": 90.0},
+        },
         algorithm={"advantage": "gae", "kl": None},
     )
     rank = Rank(config, role, "127.0.0.1")
+    for group, timeout_s in (
+        (dist.group.WORLD, 90),
+        (parallel_state.get_data_parallel_group(), 120),  # Megatron takes minutes
+    ):
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=timeout_s)
     sent, send = [], dist.send
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:

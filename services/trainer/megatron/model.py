@@ -4,6 +4,7 @@ Letters in shapes: T tokens of a packed micro-batch, H hidden size, D size of a 
 this tensor-parallel rank.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,8 +43,6 @@ from atoll.trainer.megatron import cpu_compat
 from atoll.trainer.megatron.attention import AttentionInputs, AttentionPlan, TreeAttention
 from atoll.trainer.megatron.layers import ExpertRouter, GatedMLP, RMSNorm, ValueHead
 from atoll.trainer.megatron.rope import compute_rotation
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 # What the backward pass recomputes: nothing; large but cheap activations, including GatedMLP's product; or
 # every layer from its input (Chen et al. 2016, arXiv:1604.06174).
@@ -119,13 +118,16 @@ class MegatronModel:
         return self.chunks[-1]
 
 
-def initialize_parallel(parallel: ParallelConfig, section: str = "trainer") -> None:
+def initialize_parallel(
+    parallel: ParallelConfig, section: str = "trainer", silence: timedelta = timedelta(minutes=10)
+) -> None:
     """Joins the process groups that torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT describe.
 
+    A rank that waits for another one for longer than `silence` fails: the other one makes no progress either.
     Raises UserError if they do not match the parallelism in `section` of the config.
     """
     on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=silence)
     if dist.get_world_size() != parallel.world_size:
         raise UserError(
             f"{section}.parallel needs tensor x pipeline x context x data = {parallel.tensor} x "
@@ -144,7 +146,7 @@ def initialize_parallel(parallel: ParallelConfig, section: str = "trainer") -> N
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,  # experts are not split
         create_gloo_process_groups=False,
-        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        distributed_timeout_minutes=math.ceil(silence / timedelta(minutes=1)),
     )
     with cpu_compat.apply():  # the embedding's dropout asks for a random state, even at rate 0
         model_parallel_cuda_manual_seed(0)
