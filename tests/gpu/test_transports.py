@@ -50,14 +50,17 @@ def test_deltas_are_those_of_a_cpu():
     assert torch.equal(decoded.cpu(), new)
 
 
-def check_pushes(transport: str, dtype: str, delta: bool) -> None:
-    """Rank 0 trains, the others are replicas of one rank; the process group carries only manifests."""
+def check_pushes(transport: str, dtype: str, delta: bool, on_host: bool = False) -> None:
+    """Rank 0 trains, the others are replicas of one rank; the process group carries only manifests.
+    `on_host`: the trainer holds the first tensors there, as it does those with merged adapters."""
     dist.init_process_group("gloo")
     rank, num_members = dist.get_rank(), dist.get_world_size() - 1
     torch.cuda.set_device(rank % torch.cuda.device_count())
     (source,), (target,) = shards(1), shards(1, dtype=DTYPES[dtype], gap=3)
     weight_plan = plan([source.shard_layout], [target.shard_layout], part_elements=256)
     mine = [buffer.cuda() for buffer in (target if rank else source).buffers]
+    if on_host and rank == 0:
+        mine[0] = mine[0].cpu()
     publisher = refit = None
     if rank == 0:
         publisher = Publisher(
@@ -79,6 +82,7 @@ def check_pushes(transport: str, dtype: str, delta: bool) -> None:
             published: list[PublishedPart | None] = [None]
             if publisher is not None:
                 Shard(source.shard_layout, mine).fill(model)
+                assert [buffer.is_cuda for buffer in mine] == [not on_host, *[True] * (len(mine) - 1)]
                 members = {weight_plan.id: Membership(1, num_members)}
                 published = [publisher.publish(PublishRequest(version, dtype, members, [weight_plan], part))]
             dist.broadcast_object_list(published)
@@ -112,6 +116,12 @@ def check_pushes(transport: str, dtype: str, delta: bool) -> None:
 def test_pushes_in_the_memory_of_one_gpu(dtype):
     """The assertions are in check_pushes, on every rank."""
     run_ranks(check_pushes, 3, "cuda_ipc", dtype, False)
+
+
+@needs_cupy
+def test_pushes_of_merged_adapters():
+    """The assertions are in check_pushes, on every rank."""
+    run_ranks(check_pushes, 3, "cuda_ipc", "bfloat16", False, True)
 
 
 @needs_cupy
