@@ -36,7 +36,7 @@ from atoll.runtime.errors import (
 )
 from atoll.trainer import progress
 from atoll.trainer.command_channel import IDLE_TIMEOUT
-from atoll.trainer.host_memory import HostMemory
+from atoll.trainer.offload import HostMemory
 from atoll.trainer.state import TensorBoxes, allocate_state, apply_loaded_state, frozen_checksum, snapshot
 from atoll.trainer.step import Learner
 from atoll.wire.types import CheckpointWrite
@@ -67,7 +67,7 @@ class Checkpointer:
         """
         self._wait()
         about = self._describe(learner)
-        writing = self._thread.submit(self._write, snapshot(learner, self._host), about, path)
+        writing = self._thread.submit(self._write, snapshot(learner, self._host.copy), about, path)
         self._writing = path, writing
         return writing
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from atoll.trainer.checkpoint import Checkpointer
-from atoll.trainer.host_memory import HostMemory
+from atoll.trainer.offload import HostMemory
 
 
 class OnGpu(torch.Tensor):
