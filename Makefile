@@ -58,9 +58,10 @@ test-gateway: .venv/installed .venv-gateway/installed .venv-sglang/installed
 	GATEWAY_KILLS=100 $(BIN)/pytest -s tests/integration/test_gateway_kills.py $(SAYING_WHOSE)
 	$(BIN)/pytest -q tests/gateway/test_history.py --edits 100000 $(SAYING_WHOSE)
 
-# Kernels and device memory; each test skips with its reason where there is no GPU.
-test-gpu: .venv/installed
-	$(BIN)/pytest -q -rs tests/gpu
+# Kernels and device memory, in an environment with CUDA; each test skips with its reason where there is no GPU.
+# All other tests run on the CPU, whatever the machine has.
+test-gpu: .venv-gpu/installed
+	.venv-gpu/bin/pytest -q -rs tests/gpu
 
 lint: .venv/installed
 	$(BIN)/ruff check . $(SAYING_WHOSE)
@@ -84,6 +85,11 @@ docs: .venv/installed
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,dev]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --requirement tests/gateway/assets.txt
+	touch $@
+
+.venv-gpu/installed: pyproject.toml
+	test -x .venv-gpu/bin/python || $(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/pip install --quiet --disable-pip-version-check --editable '.[trainer,dev]'
 	touch $@
 
 # Where rollout replicas with SGLang run: an environment of their own, as in production. The stand-ins are for

@@ -35,6 +35,7 @@ FIRST_TOKEN = 3  # below: special tokens
 CLIP = 0.2
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
 BUDGET = Budget(training=8192, forward=8192)
+PLAIN_SETTINGS = ModelSettings()
 PLAIN = "transformers_padded"
 SIDES = (PLAIN, "shared_prefix", "segments")  # the trainer's attention backends that need no GPU
 LONG_TAILED_MODEL = Qwen2Config(
@@ -86,16 +87,18 @@ class Work:
 
 def short_work(rng: np.random.Generator) -> Work:
     """The quickstart's: 16 prompts of 6 tokens, 8 samples each, of 1 to 8 tokens."""
-    return _draw(rng, 64, np.full(16, 6), rng.integers(1, 9, (16, 8)))
+    return draw_work(rng, 64, np.full(16, 6), rng.integers(1, 9, (16, 8)))
 
 
 def long_tailed_work(rng: np.random.Generator, num_prompts: int = 16, num_samples: int = 1) -> Work:
     """Prompts of 32 to 128 tokens; responses log-normal around 100, 16 to 1024: most short, a few long."""
     lengths = np.exp(rng.normal(np.log(100), 1.0, (num_prompts, num_samples))).astype(int).clip(16, 1024)
-    return _draw(rng, 2048, rng.integers(32, 129, num_prompts), lengths)
+    return draw_work(rng, 2048, rng.integers(32, 129, num_prompts), lengths)
 
 
-def _draw(rng: np.random.Generator, vocab_size: int, prompt_P: Int, response_PN: Int) -> Work:
+def draw_work(rng: np.random.Generator, vocab_size: int, prompt_P: Int, response_PN: Int) -> Work:
+    """Random tokens and advantages, of these lengths."""
+
     def tokens(length: int) -> Int:
         return rng.integers(FIRST_TOKEN, vocab_size, length)
 
@@ -167,12 +170,18 @@ def _pad(work: Work) -> tuple[Tensor, Tensor, Tensor]:
     return torch.from_numpy(ids_NT), torch.from_numpy(mask_NT), torch.from_numpy(is_response_NT)
 
 
-def _learner(folder: Path, attention: str) -> Update:
+def build_learner(
+    folder: Path, attention: str, settings: ModelSettings = PLAIN_SETTINGS, budget: Budget = BUDGET
+) -> Learner:
     with cpu_compat.apply():
-        model = load_model(folder, read_spec(folder), ModelSettings())
-        forward = Forward(model, BUDGET, BACKENDS[attention], temperature=1.0)
+        model = load_model(folder, read_spec(folder), settings)
+        forward = Forward(model, budget, BACKENDS[attention], temperature=1.0)
         objective = PolicyObjective(forward, PolicySettings(partial(ppo_clip, clip_low=CLIP, clip_high=CLIP)))
-        trainer = Learner("actor", forward, {PolicyBatch: objective}, OPTIMIZER)
+        return Learner("actor", forward, {PolicyBatch: objective}, OPTIMIZER)
+
+
+def _learner(folder: Path, attention: str) -> Update:
+    trainer = build_learner(folder, attention)
     steps = iter(range(1_000_000))
 
     def update(work: Work) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from atoll.config.transports import TRANSPORTS
 from atoll.rollout.refit import Refit
-from atoll.trainer.publish import Publisher
+from atoll.trainer.publish import DTYPES, Publisher
 from atoll.weights.plan import plan
 from atoll.weights.transport.base import open_receiver, open_sender
 from atoll.wire.types import (
@@ -45,9 +45,10 @@ DEADLINE_S = 60.0
 class Writer:
     """The trainer's rank."""
 
-    def __init__(self, device: str, transport: str) -> None:
+    def __init__(self, device: str, transport: str, num_elements: int, dtype: str) -> None:
         use(device)
-        self._weights = torch.rand(NUM_TENSORS * ROWS * COLUMNS, device=device)
+        self._dtype = dtype
+        self._weights = torch.rand(num_elements, device=device, dtype=DTYPES[dtype])
         self._copy = torch.zeros_like(self._weights)
         self._publisher = Publisher(
             0,
@@ -67,16 +68,16 @@ class Writer:
 
     def publish(self, version: Version, membership: Membership, plan: Plan, part: int) -> PublishedPart:
         return self._publisher.publish(
-            PublishRequest(version, "float32", {plan.id: membership}, [plan], part)
+            PublishRequest(version, self._dtype, {plan.id: membership}, [plan], part)
         )
 
 
 class Reader:
     """A replica's rank."""
 
-    def __init__(self, device: str, transport: str) -> None:
+    def __init__(self, device: str, transport: str, num_elements: int, dtype: str) -> None:
         use(device)
-        weights = torch.zeros(NUM_TENSORS * ROWS * COLUMNS, device=device)
+        weights = torch.zeros(num_elements, device=device, dtype=DTYPES[dtype])
         self._staging = torch.zeros_like(weights)
         self._receiver = open_receiver(transport, DEADLINE_S)
         self._refit = Refit([weights], Version("", 0), self._receiver)
@@ -91,7 +92,7 @@ class Reader:
 
     def hand_off(self, streams: Sequence[StreamManifest], membership: Membership) -> float:
         """Seconds to copy what stays readable, a tensor (or a part's piece of one) at a time."""
-        parts = [self._receiver.take(stream, membership).view(torch.float32) for stream in streams]
+        parts = [self._receiver.take(stream, membership).view(self._staging.dtype) for stream in streams]
         pieces = [piece for part in parts for piece in tensors_of(part)]
         into = self._staging.split_with_sizes([len(piece) for piece in pieces])
         return copied(list(zip(into, pieces, strict=True)))
@@ -123,10 +124,13 @@ def finish(tensor: torch.Tensor) -> None:
 class Worker:
     """An object that lives in a process of its own."""
 
-    def __init__(self, kind: type[Writer] | type[Reader], device: str, transport: str) -> None:
+    def __init__(
+        self, kind: type[Writer] | type[Reader], device: str, transport: str, num_elements: int, dtype: str
+    ) -> None:
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, kind, device, transport), daemon=True)
+        arguments = theirs, kind, device, transport, num_elements, dtype
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -139,20 +143,42 @@ class Worker:
         self._process.join()
 
 
-def _serve(pipe: Connection, kind: Callable[[str, str], object], device: str, transport: str) -> None:
-    target = kind(device, transport)
+def _serve(
+    pipe: Connection,
+    kind: Callable[[str, str, int, str], object],
+    device: str,
+    transport: str,
+    num_elements: int,
+    dtype: str,
+) -> None:
+    target = kind(device, transport, num_elements, dtype)
     while True:
         method, arguments = pipe.recv()
         pipe.send(getattr(target, method)(*arguments))
 
 
-def measure(transport: str, devices: Sequence[str], rounds: int = 7) -> dict[str, Any]:
-    """Medians of seconds. The first device is the trainer's, the others are replicas'."""
+def matrices() -> ShardLayout:
+    """In one buffer."""
     boxes = [(t, 0, ROWS, 0, COLUMNS, 0, t * ROWS * COLUMNS, COLUMNS) for t in range(NUM_TENSORS)]
-    shard_layout = ShardLayout(tuple(f"layer.{t}" for t in range(NUM_TENSORS)), np.array(boxes, BOX))
-    weight_plan = plan([shard_layout], [shard_layout], part_elements=PART_ELEMENTS)
+    return ShardLayout(tuple(f"layer.{t}" for t in range(NUM_TENSORS)), np.array(boxes, BOX))
+
+
+def measure(
+    transport: str,
+    devices: Sequence[str],
+    source: ShardLayout | None = None,
+    target: ShardLayout | None = None,
+    dtype: str = "float32",
+    rounds: int = 7,
+) -> dict[str, Any]:
+    """Medians of seconds. The first device is the trainer's, the others are replicas'. `source` and `target`
+    are their layouts, each in one buffer without gaps; None: `matrices`."""
+    source, target = source or matrices(), target or matrices()
+    num_elements = int((source.boxes["rows"] * source.boxes["columns"]).sum())
+    weight_plan = plan([source], [target], part_elements=PART_ELEMENTS)
     writer, *readers = workers = [
-        Worker(Reader if number else Writer, device, transport) for number, device in enumerate(devices)
+        Worker(Reader if number else Writer, device, transport, num_elements, dtype)
+        for number, device in enumerate(devices)
     ]
     threads = ThreadPoolExecutor(len(workers))
     membership = Membership(1, len(readers))
@@ -197,7 +223,7 @@ def measure(transport: str, devices: Sequence[str], rounds: int = 7) -> dict[str
     return {
         "transport": transport,
         "replicas": len(readers),
-        "bytes": 4 * NUM_TENSORS * ROWS * COLUMNS,
+        "bytes": DTYPES[dtype].itemsize * num_elements,
         "seconds": medians,
         "ratio_to_copy": {name: medians["copy"] / time_ for name, time_ in medians.items()},
     }

@@ -16,6 +16,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--edits", type=int, default=2_000, help="edits of histories in tests/gateway")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs from a session with other tests than those of tests/gpu, and from the processes it starts: a
+    process that has seen none sees none later."""
+    folder = Path(__file__).with_name("gpu")
+    paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    if not all(path.is_relative_to(folder) for path in paths):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 # The same cases in every run, so that a change is judged by itself; to look for others, take it out.
 # Nothing is timed: a busy machine is no failure.
 settings.register_profile(

@@ -1,7 +1,8 @@
 """Starts a function on several torch.distributed ranks, each its own process.
 
 Ranks are forked from a server that has imported torch, Megatron and transformers, which takes eight seconds
-of a core. It is started for the first test that wants ranks, and ends with the tests' process.
+of a core. It is started for the first test that wants ranks, and ends with the tests' process. It must not
+touch CUDA, which no process can use if its parent did before the fork.
 """
 
 import faulthandler
@@ -12,11 +13,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
+from unittest.mock import patch
 
 from atoll.runtime.ports import reserve_port
 
@@ -52,17 +55,38 @@ def _server() -> tuple[subprocess.Popen[bytes], Connection]:
     process = subprocess.Popen(
         [sys.executable, "-c", f"from tests.torch_ranks import serve; serve({theirs.fileno()})"],
         pass_fds=[theirs.fileno()],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() asks the driver's library alone
+        },
     )
     theirs.close()
     return process, ours
 
 
+@contextmanager
+def forbid_cuda() -> Iterator[None]:
+    """Raises AssertionError from any call that initializes CUDA, also on a machine without it."""
+    import torch
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("this initializes CUDA before a fork: forked processes could not use it")
+
+    with (
+        patch.object(torch._C, "_cuda_getDeviceCount", refuse, create=True),
+        patch.object(torch.cuda, "_lazy_init", refuse),
+    ):
+        yield
+
+
 def serve(descriptor: int) -> None:
     """Runs one function after another, until the other end of the pipe is closed."""
     pipe = Connection(descriptor)
-    for name in PRELOADED:
-        import_module(name)
+    with forbid_cuda():
+        for name in PRELOADED:
+            import_module(name)
     while True:
         try:
             call = pipe.recv_bytes()

@@ -68,6 +68,7 @@ def check_dense(
     exact = [each.detach().double().requires_grad_() for each in (q, k, v)]
     expected = dense_attention(segments, *exact)
     got = all_ranks(name, num_ranks, segments, q, k, v)
+    assert got.device.type == device.type
     for each, reference in (
         (got, expected),
         *zip(

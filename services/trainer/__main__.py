@@ -9,10 +9,17 @@ from atoll.config.errors import ConfigError
 from atoll.config.load import read_resolved, trainer_rank
 from atoll.config.schema import Role
 from atoll.runtime.errors import MemoryExhaustedError, UserError
-from atoll.runtime.process import EXIT_RANK_LOST, ServiceContext, announce, parse_arguments, run_service
+from atoll.runtime.process import (
+    EXIT_RANK_LOST,
+    EXIT_RESTARTS_EXHAUSTED,
+    ServiceContext,
+    announce,
+    parse_arguments,
+    run_service,
+)
 from atoll.runtime.prometheus import ProcessMetrics
 from atoll.runtime.telemetry import configure_logging
-from atoll.trainer.command_channel import LEADER, RankLostError, translate_rank_loss
+from atoll.trainer.command_channel import LEADER, RankLostError, SetupRefusedError, translate_rank_loss
 from atoll.trainer.folders import AllowedFolders
 from atoll.trainer.megatron import cpu_compat  # noqa: F401 - before anything of Megatron's
 from atoll.trainer.rank import Rank
@@ -57,3 +64,6 @@ if __name__ == "__main__":
     except RankLostError as error:
         print(error, file=sys.stderr)
         sys.exit(EXIT_RANK_LOST)
+    except SetupRefusedError as error:
+        print(f"{parse_arguments('trainer').name}: {error}", file=sys.stderr)
+        sys.exit(EXIT_RESTARTS_EXHAUSTED)

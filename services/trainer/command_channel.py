@@ -17,7 +17,6 @@ from atoll.runtime import errors
 from atoll.runtime.errors import AtollError
 
 IDLE_TIMEOUT = timedelta(days=365)  # followers wait for the next command as long as the leader lives
-ANSWER_TIMEOUT = timedelta(minutes=10)  # for a follower's reply, after the leader's own part
 LEADER = 0
 STOP = ""  # the method name that ends the followers
 _DONE, _REPLY = b"", b"reply"  # what the leader wants to hear of them: that they have done it, or its reply
@@ -25,16 +24,37 @@ _DONE, _REPLY = b"", b"reply"  # what the leader wants to hear of them: that the
 Execute = Callable[[str, Sequence[bytes]], list[bytes]]  # (method, requests) -> replies, one or a stream's
 
 
+# What NCCL's errors hold if another rank is to blame; PyTorch words all of them as DistBackendError.
+NCCL_RANK_LOST = (
+    "ncclRemoteError",
+    "closed by remote peer",
+    "reset by peer",
+    "collective operation timeout",
+)
+NCCL_REFUSED = {  # what to do about errors of the setup
+    "Duplicate GPU": "each rank needs its own GPU: give this role as many GPUs as it has ranks",
+    "using the same GPU": "each rank needs its own GPU: give this role as many GPUs as it has ranks",
+    "Mismatched NCCL version": "install the same version of torch for all ranks",
+    "ncclInvalidUsage": "set NCCL_DEBUG=WARN and see its log",
+    "ncclInvalidArgument": "set NCCL_DEBUG=WARN and see its log",
+}
+
+
 class RankLostError(Exception):
     """Another rank of the fleet died, or hangs. What this rank holds may be half an update: it must end."""
+
+
+class SetupRefusedError(Exception):
+    """NCCL does not connect ranks that are set up like these. A restart would not help."""
 
 
 class CommandChannel:
     """Call it from one thread on every rank; all ranks broadcast and gather in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, silence: timedelta = timedelta(minutes=10)) -> None:
+        """`silence`: how long the leader waits for a follower's reply, after its own part."""
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        timeout = ANSWER_TIMEOUT if self._rank == LEADER else IDLE_TIMEOUT
+        timeout = silence if self._rank == LEADER else IDLE_TIMEOUT
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def broadcast(self, parts: Sequence[bytes] = ()) -> Sequence[bytes]:
@@ -69,16 +89,29 @@ class CommandChannel:
 
 @contextmanager
 def translate_rank_loss() -> Iterator[None]:
-    """Translates a failed collective to RankLostError, since the cause is on another rank."""
+    """Translates a failed collective to RankLostError if the cause is on another rank, and to
+    SetupRefusedError if it would fail again. Others, such as an error of this GPU, pass."""
     try:
         yield
     except RuntimeError as error:
-        is_of_peer = isinstance(error, dist.DistBackendError | dist.DistStoreError) or "gloo" in str(error)
+        text = str(error)
+        if "NCCL" in text:
+            for sign, advice in NCCL_REFUSED.items():
+                if sign in text:
+                    raise SetupRefusedError(f"{_nccl_cause(text)}: {advice}") from error
+            is_of_peer = any(sign in text for sign in NCCL_RANK_LOST)
+        else:
+            is_of_peer = isinstance(error, dist.DistBackendError | dist.DistStoreError) or "gloo" in text
         if not is_of_peer:
             raise
         raise RankLostError(
             f"another rank of this trainer exited or did not answer in time; see its log ({error})"
         ) from error
+
+
+def _nccl_cause(text: str) -> str:
+    """The line that says it, of the several that PyTorch makes of NCCL's error."""
+    return (text.rpartition("Last error:")[2].strip() or text).splitlines()[0]
 
 
 def lead(

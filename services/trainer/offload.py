@@ -4,11 +4,13 @@ Storages are freed and refilled in place, so that all views stay valid: paramete
 those held by the optimizer or a Publisher.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from atoll.trainer.megatron.model import MegatronModel
 from atoll.trainer.step import Learner
@@ -45,6 +47,33 @@ class ModelOffloader:
             self._parts[part].onload()
 
 
+class HostMemory:
+    """Copies tensors to the host, if they are on a GPU to pinned memory, which is several times faster.
+
+    The pinned memory has exactly the size of the copies (PyTorch's own is rounded up to a power of two). It
+    is kept for the next copies, since pinning takes longer than a copy, and ends with this object.
+    """
+
+    def __init__(self) -> None:
+        self._pinned = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """A copy of each tensor. Those of an earlier call are void."""
+        if not any(tensor.is_cuda for tensor in tensors):
+            yield from (tensor.to("cpu", copy=True) for tensor in tensors)
+            return
+        sizes = [-(-tensor.nbytes // 8) * 8 for tensor in tensors]  # aligned for every dtype
+        self._pin(sum(sizes))
+        for tensor, room in zip(tensors, self._pinned.split_with_sizes(sizes), strict=True):
+            yield room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _pin(self, num_bytes: int) -> None:
+        if len(self._pinned) != num_bytes:
+            self._pinned = torch.empty(num_bytes, dtype=torch.uint8)
+            pin_memory(self._pinned.data_ptr(), num_bytes)
+            weakref.finalize(self._pinned, unpin_memory, self._pinned.data_ptr()).atexit = False
+
+
 class _Storages:
     """The storages of some tensors, listed at each call: an optimizer creates its state at its first step."""
 
@@ -52,16 +81,19 @@ class _Storages:
         self, tensors: Callable[[], Iterable[Tensor]], worth_keeping: Callable[[], bool] = lambda: True
     ) -> None:
         self._tensors, self._worth_keeping = tensors, worth_keeping
+        self._host = HostMemory()
         self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []  # size, copy; none: zeros
 
     def offload(self) -> int:
-        storages = {storage._cdata: storage for storage in (t.untyped_storage() for t in self._tensors())}
-        keep, freed = self._worth_keeping(), 0
-        for storage in storages.values():
-            if num_bytes := storage.nbytes():
-                self._away.append((storage, num_bytes, _copy_to_host(storage) if keep else None))
-                storage.resize_(0)
-                freed += num_bytes
+        by_address = {storage._cdata: storage for storage in (t.untyped_storage() for t in self._tensors())}
+        storages = [storage for storage in by_address.values() if storage.nbytes()]
+        copies = self._host.copy([_bytes(storage) for storage in storages]) if self._worth_keeping() else None
+        freed = 0
+        for storage in storages:
+            num_bytes = storage.nbytes()
+            self._away.append((storage, num_bytes, next(copies) if copies else None))
+            storage.resize_(0)
+            freed += num_bytes
         return freed
 
     def onload(self) -> None:
@@ -73,12 +105,6 @@ class _Storages:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _copy_to_host(storage: torch.UntypedStorage) -> Tensor:
-    """Pinned if there is a GPU, for several times faster copies."""
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return copy.copy_(_bytes(storage))
 
 
 def _gradients(learner: Learner) -> Iterator[Tensor]:

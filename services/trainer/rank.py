@@ -28,7 +28,7 @@ from atoll.trainer.megatron.shards import shard_layout
 from atoll.trainer.offload import MemoryKind, ModelOffloader
 from atoll.trainer.oom import explain_oom
 from atoll.trainer.publish import Publisher
-from atoll.trainer.roles import build_roles, join_ranks, section_of
+from atoll.trainer.roles import build_roles, join_ranks, longest_silence, section_of
 from atoll.trainer.step import Learner
 from atoll.weights.transport.base import open_sender
 from atoll.wire.codec.batches import decode_forward_backward, decode_segments, decode_step_key, join_segments
@@ -52,7 +52,7 @@ class Rank:
         self._config, self._role, self._host = config, role, host
         self._parallel = section_of(config, role).parallel
         join_ranks(config, role)
-        self._channel = command_channel.CommandChannel()
+        self._channel = command_channel.CommandChannel(longest_silence(config))
         self._checkpointer = Checkpointer()
         self._publisher: Publisher | None = None
         self._begin()

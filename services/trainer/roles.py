@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 
@@ -56,11 +57,16 @@ def section_of(config: RunConfig, role: Role) -> RoleSection:
     return config.roles[role]
 
 
+def longest_silence(config: RunConfig) -> timedelta:
+    """After which the coordinator gives up on a trainer, and its ranks on each other."""
+    return timedelta(seconds=config.coordinator.request_timeout_s)
+
+
 def join_ranks(config: RunConfig, role: Role) -> None:
     """Joins the ranks of `role`. Every rank of the service calls it once, before it builds anything."""
     section = section_of(config, role)
     torch.set_num_threads(section.threads)
-    initialize_parallel(section.parallel, section_name(role))
+    initialize_parallel(section.parallel, section_name(role), longest_silence(config))
 
 
 def build_roles(config: RunConfig, role: Role) -> Roles:

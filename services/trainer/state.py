@@ -7,7 +7,7 @@ data-parallel rank a flat range of every parameter; such a range of a matrix is 
 write and read their own parts and exchange nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
@@ -79,11 +79,14 @@ class _Owned:
         return {"weight": self.stepped.detach().view(-1)} | moments
 
 
-def snapshot(learner: Learner) -> dict[str, TensorBoxes]:
+def snapshot(
+    learner: Learner, copy_to_host: Callable[[Sequence[Tensor]], Iterator[Tensor]]
+) -> dict[str, TensorBoxes]:
     """A copy in host memory of what this rank is to write; all ranks together write everything once."""
+    state = _state(learner, is_saving=True)
+    copies = copy_to_host([part for boxes in state.values() for part in boxes.parts.values()])
     return {
-        name: replace(boxes, parts={at: part.to("cpu", copy=True) for at, part in boxes.parts.items()})
-        for name, boxes in _state(learner, is_saving=True).items()
+        name: replace(boxes, parts={at: next(copies) for at in boxes.parts}) for name, boxes in state.items()
     }
 
 

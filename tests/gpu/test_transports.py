@@ -29,7 +29,9 @@ needs_cupy = pytest.mark.skipif(find_spec("cupy") is None, reason="CuPy is not i
 
 def test_checksums_equal_those_of_the_same_bytes_on_a_cpu():
     boxes = [torch.randn(rows, 2047) for rows in (1, 7, 1500)]  # the last has three blocks of words
-    got = copy_boxes([box.cuda().bfloat16() for box in boxes], [box.cuda() for box in boxes])
+    into = [box.cuda().bfloat16() for box in boxes]
+    got = copy_boxes(into, [box.cuda() for box in boxes])
+    assert all(box.is_cuda for box in into)
     expected = [int(device_checksum(box.bfloat16())) % 2**64 for box in boxes]
     assert got.tolist() == expected
     assert [checksum(box.cuda(), torch.bfloat16) for box in boxes] == expected
@@ -41,20 +43,24 @@ def test_deltas_are_those_of_a_cpu():
     new[::997] += 1
     delta = encode(old, new)
     on_device = encode(old.cuda(), new.cuda())
+    assert on_device.is_cuda
     assert torch.equal(on_device.cpu(), delta)
     decoded = old.cuda()
     decode(on_device, decoded)
     assert torch.equal(decoded.cpu(), new)
 
 
-def check_pushes(transport: str, dtype: str, delta: bool) -> None:
-    """Rank 0 trains, the others are replicas of one rank; the process group carries only manifests."""
+def check_pushes(transport: str, dtype: str, delta: bool, on_host: bool = False) -> None:
+    """Rank 0 trains, the others are replicas of one rank; the process group carries only manifests.
+    `on_host`: the trainer holds the first tensors there, as it does those with merged adapters."""
     dist.init_process_group("gloo")
     rank, num_members = dist.get_rank(), dist.get_world_size() - 1
     torch.cuda.set_device(rank % torch.cuda.device_count())
     (source,), (target,) = shards(1), shards(1, dtype=DTYPES[dtype], gap=3)
     weight_plan = plan([source.shard_layout], [target.shard_layout], part_elements=256)
     mine = [buffer.cuda() for buffer in (target if rank else source).buffers]
+    if on_host and rank == 0:
+        mine[0] = mine[0].cpu()
     publisher = refit = None
     if rank == 0:
         publisher = Publisher(
@@ -76,6 +82,7 @@ def check_pushes(transport: str, dtype: str, delta: bool) -> None:
             published: list[PublishedPart | None] = [None]
             if publisher is not None:
                 Shard(source.shard_layout, mine).fill(model)
+                assert [buffer.is_cuda for buffer in mine] == [not on_host, *[True] * (len(mine) - 1)]
                 members = {weight_plan.id: Membership(1, num_members)}
                 published = [publisher.publish(PublishRequest(version, dtype, members, [weight_plan], part))]
             dist.broadcast_object_list(published)
@@ -93,7 +100,9 @@ def check_pushes(transport: str, dtype: str, delta: bool) -> None:
         assert (num_bytes < 1000) == (delta and version == V2)
         if refit is not None:
             got = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
-            Shard(target.shard_layout, [buffer.cpu() for buffer in refit.commit(version)]).read_into(got)
+            live = refit.commit(version)
+            assert all(buffer.is_cuda for buffer in live)
+            Shard(target.shard_layout, [buffer.cpu() for buffer in live]).read_into(got)
             for name, tensor in expected.items():
                 torch.testing.assert_close(got[name], tensor, rtol=0, atol=0, msg=name)
     dist.barrier()
@@ -107,6 +116,12 @@ def check_pushes(transport: str, dtype: str, delta: bool) -> None:
 def test_pushes_in_the_memory_of_one_gpu(dtype):
     """The assertions are in check_pushes, on every rank."""
     run_ranks(check_pushes, 3, "cuda_ipc", dtype, False)
+
+
+@needs_cupy
+def test_pushes_of_merged_adapters():
+    """The assertions are in check_pushes, on every rank."""
+    run_ranks(check_pushes, 3, "cuda_ipc", "bfloat16", False, True)
 
 
 @needs_cupy
@@ -124,7 +139,9 @@ def check_nccl_alone() -> None:
     sender = nccl.open_sender(DEADLINE_S, [1 << 20] * 4)
     sender.begin(Membership(1, 0))
     for part in range(4):
-        sender.room(part).fill_(part)
+        room = sender.room(part)
+        assert room.is_cuda
+        room.fill_(part)
         _, offset = sender.send(part, 0, 1 << 20)
         assert offset == part << 20
     sender.room(3)

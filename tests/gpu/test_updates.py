@@ -15,12 +15,13 @@ from tests.trainer_models import policy_forward, policy_learner
 def test_bfloat16_updates_equal_a_plain_loop(tiny_qwen2: Path) -> None:
     """The assertions are in check_half_precision."""
     half, single = (plain_loop(tiny_qwen2, dtype, "cuda") for dtype in (torch.bfloat16, torch.float32))
-    run_ranks(check_half_precision, 1, tiny_qwen2, half, single, 1)
+    assert run_ranks(check_half_precision, 1, tiny_qwen2, half, single, 1) == ["cuda"]
 
 
 def optimizer_class(folder: Path) -> str:
     initialize_parallel(ParallelConfig())
     learner = policy_learner(policy_forward(folder, settings=BF16), ADAMW)
+    assert all(parameter.is_cuda for parameter in learner.model.parameters)
     return type(learner.optimizer.chained_optimizers[0].optimizer).__name__
 
 

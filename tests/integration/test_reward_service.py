@@ -293,6 +293,15 @@ async def test_graders_that_cannot_be_loaded_stop_the_start(tmp_path: Path) -> N
     assert await all_gone(workers())
 
 
+async def test_workers_are_forked_from_a_process_without_torch(tmp_path: Path) -> None:
+    """If it had initialized CUDA, a grader could not use a GPU."""
+    (tmp_path / "mine.py").write_text("import sys\ndef f(item): return float('torch' in sys.modules)")
+    async with grading(GraderConfig(name=f"{tmp_path / 'mine.py'}:f")) as client:
+        [verdict] = await client.score([item(0, "")])
+    assert isinstance(verdict, Graded)
+    assert verdict.value == 0.0
+
+
 async def test_graders_are_loaded_anew_on_request_and_only_then(
     grader: GraderConfig, tmp_path: Path, began: Path, go: Path
 ) -> None:

@@ -120,6 +120,12 @@ async def test_what_it_prints_and_reads(sandbox: Sandbox) -> None:
     assert (await run(sandbox, "import os; print('lost'); os._exit(0)")).stdout == b""
 
 
+async def test_it_is_forked_from_a_process_without_torch(sandbox: Sandbox) -> None:
+    """One that has initialized CUDA could not fork users of it."""
+    loaded = await run(sandbox, "import sys; print('torch' in sys.modules)")
+    assert loaded.stdout == b"False\n"
+
+
 async def test_a_traceback_shows_the_program_and_nothing_of_ours(sandbox: Sandbox) -> None:
     execution = await run(sandbox, "def halve(x):\n    return x / 0\nhalve(1)")
     assert execution.stderr.decode() == (

@@ -156,13 +156,14 @@ def plain_loop(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Loop:
     return Loop(losses, norms, masters[0].cpu(), (masters[0] - begin).abs().mean().item())
 
 
-def check_half_precision(folder: Path, half: Loop, single: Loop, data: int) -> None:
+def check_half_precision(folder: Path, half: Loop, single: Loop, data: int) -> str:
     """bfloat16 has 8 significant bits: a rounding error is at most 2**-9 = 0.2 % of a number, and packed rows
     round in a different order than padded ones. Losses are sums over hundreds of tokens, and norms over
     thousands of weights, which average the errors out to a fifth of that, and to that.
 
     At this learning rate an update is half the distance between neighbouring bfloat16 numbers of a weight's
     size: without float32 copies most of it would be lost. Elements with almost no gradient may go either way.
+    Returns the type of the device that it ran on.
     """
     initialize_parallel(ParallelConfig(data=data))
     optimizer = ADAMW.model_copy(update={"distributed": data > 1})
@@ -181,13 +182,14 @@ def check_half_precision(folder: Path, half: Loop, single: Loop, data: int) -> N
         apart = (embedding.main_param.cpu() - half.embedding).abs().mean().item()
         assert apart < 0.1 * half.moved
         assert torch.equal(embedding.detach(), embedding.main_param.bfloat16())
+    return learner.forward.device.type
 
 
 @pytest.mark.parametrize("data", [1, 2])
 def test_bfloat16_weights_with_float32_masters_equal_a_plain_loop(tiny_qwen2: Path, data: int) -> None:
     """The assertions are in check_half_precision, on every rank."""
     half, single = (plain_loop(tiny_qwen2, dtype) for dtype in (torch.bfloat16, torch.float32))
-    run_ranks(check_half_precision, data, tiny_qwen2, half, single, data)
+    assert run_ranks(check_half_precision, data, tiny_qwen2, half, single, data) == ["cpu"] * data
 
 
 def kept_and_peak(learner: Learner) -> tuple[int, int]:

@@ -218,7 +218,9 @@ def reads_a_folder_of_several_files(policy: Any, whole: Path) -> None:
 
 
 def fused_layers_agree(tensor: int, folder: Path) -> None:
-    """Layers as with TransformerEngine, for which a stand-in fuses norm and matrix."""
+    """Layers as with TransformerEngine, for which a stand-in fuses norm and matrix. A checkpoint names its
+    tensors as without it."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.extensions import transformer_engine
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from torch.nn.functional import rms_norm
@@ -238,7 +240,12 @@ def fused_layers_agree(tensor: int, folder: Path) -> None:
         fused = [module for module in policy.output.modules() if isinstance(module, NormAndColumns)]
         assert len(fused) == 2 * policy.spec.num_layers
         agrees_with_transformers(policy)
+        assert checkpoint_names(policy) == names
 
+    def checkpoint_names(policy: Any) -> list[str]:
+        return sorted(saved.key for saved in nested_values(policy.output.sharded_state_dict()))
+
+    names = on_megatron(checkpoint_names, tensor, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "uses_transformer_engine", lambda: True)
         patch.setattr(transformer_engine, "TELayerNormColumnParallelLinear", NormAndColumns)

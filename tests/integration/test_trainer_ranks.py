@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from atoll.config.schema import Role
 from atoll.runtime.errors import ServiceUnavailableError, UserError
@@ -20,6 +21,7 @@ from atoll.trainer import command_channel
 from atoll.trainer.command_channel import (
     CommandChannel,
     RankLostError,
+    SetupRefusedError,
     dismiss,
     follow,
     lead,
@@ -36,9 +38,10 @@ from tests.builders import run_config
 from tests.torch_ranks import run_ranks
 
 SIZE = 2
+END = timedelta(seconds=60)  # which only a hang reaches
 
 
-def join() -> tuple[CommandChannel, command_channel.Execute]:
+def join(silence: timedelta = END) -> tuple[CommandChannel, command_channel.Execute]:
     """A channel, and an `execute` that fails on follower 1 where it is told to."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -48,7 +51,7 @@ def join() -> tuple[CommandChannel, command_channel.Execute]:
             raise UserError("no such thing")
         return [method.encode(), str(rank).encode(), *requests]
 
-    return CommandChannel(), execute
+    return CommandChannel(silence), execute
 
 
 def commands() -> None:
@@ -88,10 +91,7 @@ def lost_follower() -> None:
 
 
 def silent_follower() -> None:
-    command_channel.ANSWER_TIMEOUT = timedelta(
-        seconds=5
-    )  # of this process alone, and for the meeting of both, too
-    channel, execute = join()
+    channel, execute = join(timedelta(seconds=5))  # for the meeting of both, too
     if dist.get_rank() > 0:
         channel.broadcast()
         with pytest.raises(RankLostError):  # it does not answer, and sees the leader go
@@ -155,9 +155,55 @@ async def fail(rank: Broken, *, caller_leaves: bool) -> None:
     await service.close()
 
 
-def test_an_error_of_this_rank_is_no_loss_of_another() -> None:
-    with pytest.raises(RuntimeError, match="shapes differ"), translate_rank_loss():
-        raise RuntimeError("shapes differ")
+def nccl_error(kind: str, interpretation: str, last: str) -> dist.DistBackendError:
+    """As PyTorch words it (NCCLUtils.cpp)."""
+    return dist.DistBackendError(
+        f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, {kind} "
+        f"(run with NCCL_DEBUG=WARN for details), NCCL version 2.29.7\n{interpretation}\nLast error:\n{last}"
+    )
+
+
+CUDA_FAILED = nccl_error(
+    "unhandled cuda error",
+    "ncclUnhandledCudaError: Call to CUDA function failed.",
+    "Cuda failure 700 'an illegal memory access was encountered'",
+)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), CUDA_FAILED], ids=["shapes", "cuda"])
+def test_an_error_of_this_rank_is_no_loss_of_another(error: RuntimeError) -> None:
+    with pytest.raises(type(error)) as raised, translate_rank_loss():
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+            "^Duplicate GPU detected : rank 1 and .* CUDA device 1b000: each rank needs its own GPU",
+        ),
+        (
+            "Mismatched NCCL version detected : rank 0 version 22907 rank 1 version 23007",
+            "rank 1 version 23007: install the same version of torch",
+        ),
+        ("Something else", "^Something else: set NCCL_DEBUG=WARN"),
+    ],
+)
+def test_a_setup_that_nccl_refuses_is_named(last: str, expected: str) -> None:
+    interpretation = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
+    with pytest.raises(SetupRefusedError, match=expected), translate_rank_loss():
+        raise nccl_error("invalid usage", interpretation, last)
+
+
+def test_a_peer_that_nccl_lost_is_a_lost_rank() -> None:
+    interpretation = (
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+        "prematurely."
+    )
+    with pytest.raises(RankLostError, match="another rank of this trainer exited"), translate_rank_loss():
+        raise nccl_error("remote process exited", interpretation, "Call to recv failed : Broken pipe")
 
 
 @pytest.mark.parametrize(
@@ -180,10 +226,20 @@ def compute(model: Path, role: Role) -> int:
     leader has, in numbers, and what the follower has sent, in bytes."""
     section = {"parallel": {"data": 2}}
     config = run_config(
-        {"model": {"path": model}, "trainer": section, "critic": section},
+        {
+            "model": {"path": model},
+            "trainer": section,
+            "critic": section,
+            "coordinator": {"request_timeout_s": 90.0},
+        },
         algorithm={"advantage": "gae", "kl": None},
     )
     rank = Rank(config, role, "127.0.0.1")
+    for group, timeout_s in (
+        (dist.group.WORLD, 90),
+        (parallel_state.get_data_parallel_group(), 120),  # Megatron takes minutes
+    ):
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=timeout_s)
     sent, send = [], dist.send
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:

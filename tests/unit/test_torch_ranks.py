@@ -2,10 +2,12 @@
 
 import os
 import time
+from collections.abc import Callable
 
 import pytest
+import torch
 
-from tests.torch_ranks import run_ranks
+from tests.torch_ranks import forbid_cuda, run_ranks
 
 
 def multiply(factor: int) -> tuple[int, str]:
@@ -24,6 +26,21 @@ def hang() -> None:
 
 def vanish() -> None:
     os._exit(3)
+
+
+def visible_devices() -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.parametrize("initialize", [torch.cuda.is_available, torch.cuda.init])
+def test_a_server_that_initializes_cuda_before_it_forks_is_told(initialize: Callable[[], object]) -> None:
+    """Every test with ranks shows that the server does not."""
+    with pytest.raises(AssertionError, match="before a fork"), forbid_cuda():
+        initialize()
+
+
+def test_ranks_see_no_gpu_outside_tests_gpu() -> None:
+    assert run_ranks(visible_devices, 1) == [""]
 
 
 def test_results_come_in_rank_order() -> None:

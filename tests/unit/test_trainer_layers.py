@@ -1,11 +1,23 @@
 """The hand-written gradients against torch's norm and finite differences."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from atoll.trainer.megatron.layers import RMSNorm, silu_gate
+from atoll.trainer.megatron.model import uses_transformer_engine
+
+
+def test_transformer_engine_counts_if_its_part_for_pytorch_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not uses_transformer_engine()
 
 
 def test_norm_equals_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,26 @@ def test_the_gpus_message_is_read_alike() -> None:
         raise torch.OutOfMemoryError(text)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.distributed.DistBackendError(
+            "NCCL error in: NCCLUtils.cpp:93, unhandled cuda error, NCCL version 2.29.7\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+            "Cuda failure 2 'out of memory'"
+        ),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+    ids=["NCCL", "CUDA"],
+)
+def test_memory_outside_of_torchs_allocator_runs_out_too(error: RuntimeError) -> None:
+    with (
+        pytest.raises(MemoryExhaustedError, match="actor rank 1 is out of memory in OptimStep"),
+        explain_oom("actor rank 1", "OptimStep", "trainer", TRAINER, lambda: 0),
+    ):
+        raise error
+
+
 def test_other_errors_pass_and_the_process_ends_after_this_one() -> None:
     with (
         pytest.raises(RuntimeError, match="shape"),

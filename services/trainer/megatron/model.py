@@ -4,10 +4,10 @@ Letters in shapes: T tokens of a packed micro-batch, H hidden size, D size of a 
 this tensor-parallel rank.
 """
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -43,8 +43,6 @@ from atoll.trainer.megatron import cpu_compat
 from atoll.trainer.megatron.attention import AttentionInputs, AttentionPlan, TreeAttention
 from atoll.trainer.megatron.layers import ExpertRouter, GatedMLP, RMSNorm, ValueHead
 from atoll.trainer.megatron.rope import compute_rotation
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 # What the backward pass recomputes: nothing; large but cheap activations, including GatedMLP's product; or
 # every layer from its input (Chen et al. 2016, arXiv:1604.06174).
@@ -94,6 +92,7 @@ class Linears:
     norm: type  # no operation if `column` normalizes its input
     column: type
     row: type
+    checkpoint_names: Mapping[str, str] = field(default_factory=dict)  # prefix in a layer -> in checkpoints
 
 
 LOCAL = Linears(RMSNorm, ColumnParallelLinear, RowParallelLinear)
@@ -119,13 +118,16 @@ class MegatronModel:
         return self.chunks[-1]
 
 
-def initialize_parallel(parallel: ParallelConfig, section: str = "trainer") -> None:
+def initialize_parallel(
+    parallel: ParallelConfig, section: str = "trainer", silence: timedelta = timedelta(minutes=10)
+) -> None:
     """Joins the process groups that torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT describe.
 
+    A rank that waits for another one for longer than `silence` fails: the other one makes no progress either.
     Raises UserError if they do not match the parallelism in `section` of the config.
     """
     on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=silence)
     if dist.get_world_size() != parallel.world_size:
         raise UserError(
             f"{section}.parallel needs tensor x pipeline x context x data = {parallel.tensor} x "
@@ -144,7 +146,7 @@ def initialize_parallel(parallel: ParallelConfig, section: str = "trainer") -> N
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,  # experts are not split
         create_gloo_process_groups=False,
-        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        distributed_timeout_minutes=math.ceil(silence / timedelta(minutes=1)),
     )
     with cpu_compat.apply():  # the embedding's dropout asks for a random state, even at rate 0
         model_parallel_cuda_manual_seed(0)
@@ -166,15 +168,23 @@ def build(folder: Path, spec: ModelSpec, settings: ModelSettings) -> MegatronMod
 
 def uses_transformer_engine() -> bool:
     """Its kernels fuse a norm with the following matrix. Attention, which shares prefixes, and experts stay
-    ours."""
-    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+    ours. Without its extension for PyTorch, which pip installs apart, it has no kernels for us."""
+    if not torch.cuda.is_available():
+        return False
+    from megatron.core.extensions import transformer_engine
+
+    return bool(transformer_engine.HAVE_TE)
 
 
 def _fused_linears() -> Linears:
     from megatron.core.extensions import transformer_engine
 
     column, row = transformer_engine.TELayerNormColumnParallelLinear, transformer_engine.TERowParallelLinear
-    return Linears(IdentityOp, column, row)
+    names = {
+        "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+        "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    }
+    return Linears(IdentityOp, column, row, names)
 
 
 def _network(spec: ModelSpec, config: TransformerConfig, linears: Linears, vp_stage: int | None) -> Network:
@@ -313,6 +323,7 @@ def _block(
         pre_mlp_layernorm=RMSNorm if spec.experts else linears.norm,
         mlp=_experts() if spec.experts else _dense(linears),
         mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=dict(linears.checkpoint_names),
     )
     return TransformerBlockSubmodules(
         layer_specs=[ModuleSpec(module=TransformerLayer, submodules=layer)]
