@@ -19,9 +19,10 @@ from atoll.wire.types import ReceiverSetup, Version
 async def main(folder: Path) -> None:
     engine = await SGLangEngine.start(
         folder,
+        device="cpu",
         dtype="float32",
         threads=1,
-        config=SGLangConfig.model_validate({"device": "cpu", "log_level": "warning"}),
+        config=SGLangConfig.model_validate({"log_level": "warning"}),
         start_timeout_s=600.0,
         version=Version("", 0),
         setup=ReceiverSetup("shm", deadline_s=60.0),

@@ -12,6 +12,7 @@ import numpy as np
 
 from atoll.config.load import validate, write_resolved
 from atoll.config.mode_rules import UNREAD
+from atoll.config.resolve import resolve
 from atoll.config.schema import RunConfig
 from atoll.coordinator.fleet.agent_hosts import AgentHosts
 from atoll.coordinator.fleet.gateways import Gateways
@@ -46,6 +47,7 @@ from atoll.wire.types import (
 )
 
 V0 = Version("l", 0)
+NO_GPUS: Sequence[int] = ()  # a machine that computes on the CPU
 SAMPLING = Sampling(max_new_tokens=8)
 
 
@@ -149,8 +151,8 @@ def generation_without_agents(replicas: Replicas, rewards: Rewards, **settings: 
 
 
 def run_config(*trees: Tree, **sections: Any) -> RunConfig:
-    """One step on files that need not exist; later trees override it key by key, a list as a whole. Without
-    what the run's mode does not read: what runs of tests have in common is for training."""
+    """One step on a CPU and on files that need not exist; later trees override it key by key, a list as a
+    whole. Without what the run's mode does not read: what runs of tests have in common is for training."""
     merged: dict[str, Any] = {
         "run": {"name": "toy", "steps": 1},
         "model": {"path": "model"},
@@ -162,7 +164,7 @@ def run_config(*trees: Tree, **sections: Any) -> RunConfig:
     for path in UNREAD[merged["run"].get("mode", "train")].settings:
         section, _, key = path.partition(".")
         (merged.get(section, {}) if key else merged).pop(key or section, None)
-    return validate(merged, "toy")
+    return resolve(validate(merged, "toy"), NO_GPUS)
 
 
 def arithmetic_run(assets: Path, folder: Path) -> Tree:

@@ -125,9 +125,16 @@ def rollout_environment(path: Path) -> Finding:
 def start_of_run(path: Path) -> Iterator[Finding]:
     """What `atoll run` checks before it starts a service."""
     from atoll.cli.launch.preflight import examine
+    from atoll.config.errors import ConfigError
     from atoll.config.load import load
+    from atoll.runtime.errors import UserError
+    from atoll.runtime.gpus import resolve_here
 
-    return examine(load(path), resume=False)
+    try:
+        config = resolve_here(load(path))
+    except (ConfigError, UserError) as error:
+        return iter([Finding("placement", str(error), FindingState.MISSING)])
+    return examine(config, resume=False)
 
 
 def chat_templates(path: Path) -> Iterator[Finding]:

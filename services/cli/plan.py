@@ -5,15 +5,27 @@
 
 import argparse
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from atoll.config.gpus import Gpu
 from atoll.config.load import load
+from atoll.config.placement import describe_placement
+from atoll.config.resolve import resolve_for_gpus
 from atoll.config.schema import Role, RoleSection, RunConfig, TrainerSection, section_name
 from atoll.runtime.errors import UserError
-from atoll.runtime.memory import BYTES, RankMemory, host_memory, rank_memory
+from atoll.runtime.memory import (
+    BYTES,
+    FRAMEWORK,
+    RankMemory,
+    ReplicaMemory,
+    host_memory,
+    rank_memory,
+    replica_memory,
+    sequence_bytes,
+)
 from atoll.runtime.model_spec import ModelSpec, read_spec, with_value_head
 
 GIB = 1 << 30
@@ -55,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--memory", action="store_true", help="plan device memory")
     what.add_argument("--weights", action="store_true", help="estimate weight-push time by link")
     parser.add_argument(
-        "--gpus", type=int, help="number of devices; default: one per rank of the largest role"
+        "--gpus",
+        type=int,
+        help="GPUs of the machine; default: those in [placement.gpus], or enough for models that share them",
     )
     parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="memory of one device")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
@@ -66,18 +80,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.weights:
         from atoll.cli.plan_weights import show
 
-        show(load(arguments.config, arguments.overrides) if arguments.config else None, arguments.json)
+        show(planned_run(arguments) if arguments.config else None, arguments.json)
         return 0
     if arguments.config is None:
         raise UserError("atoll plan --memory needs a run's TOML file: name it")
-    config = load(arguments.config, arguments.overrides)
-    rows = list(plan(config))
-    warnings = list(misfits(config, rows, arguments.gpus, int(arguments.gpu_memory * GIB)))
+    config = planned_run(arguments)
+    rows, capacity = list(plan(config)), int(arguments.gpu_memory * GIB)
+    replica = plan_replica(config, capacity)
+    warnings = list(misfits(config, rows, replica, capacity))
     if arguments.json:
-        print(json.dumps({"ranks": [asdict(row) for row in rows], "warnings": warnings}, indent=2))
+        tree = {
+            "placement": config.placement.model_dump(),
+            "ranks": [asdict(row) for row in rows],
+            "replica": asdict(replica) if replica else None,
+            "warnings": warnings,
+        }
+        print(json.dumps(tree, indent=2))
     else:
-        _print(rows, warnings)
+        _print(config, rows, replica, warnings)
     return EXIT_DOES_NOT_FIT if warnings else 0
+
+
+def planned_run(arguments: argparse.Namespace) -> RunConfig:
+    return resolve_for_gpus(load(arguments.config, arguments.overrides), arguments.gpus)
 
 
 def plan(config: RunConfig) -> Iterator[StageMemory]:
@@ -103,27 +128,44 @@ def plan(config: RunConfig) -> Iterator[StageMemory]:
             yield StageMemory(role, stage, num_ranks, forward, update, host, section.offload)
 
 
-def misfits(
-    config: RunConfig, rows: Sequence[StageMemory], num_devices: int | None, capacity: int
-) -> Iterator[str]:
-    """One sentence per kind of device that needs more than `capacity` bytes.
+def plan_replica(config: RunConfig, capacity: int) -> ReplicaMemory | None:
+    """Each rank of each replica; None: they are not on GPUs."""
+    if not config.placement.gpus.replicas:
+        return None
+    return replica_memory(_spec(config, "actor"), config.rollout, capacity)
 
-    Rank r of every role is on device r modulo their number, as the trainer places it; none: as many devices
-    as the largest role has ranks.
-    """
-    placed = list(_ranks(rows))
-    count = num_devices or max(rank for rank, _ in placed) + 1
-    devices = [[row for rank, row in placed if rank % count == device] for device in range(count)]
-    for held in dict.fromkeys(map(tuple, devices)):
+
+def misfits(
+    config: RunConfig, rows: Sequence[StageMemory], replica: ReplicaMemory | None, capacity: int
+) -> Iterator[str]:
+    """One sentence per kind of GPU that needs more than `capacity` bytes."""
+    gpus = config.placement.gpus
+    placed = defaultdict[Gpu, list[StageMemory]](list)
+    for rank, row in _ranks(rows):
+        if own := gpus.roles.get(row.role if row.role in config.started_roles else "actor"):
+            placed[own[rank]].append(row)
+    serving = [gpu for each in gpus.replicas for gpu in each]
+    kinds = [(tuple(placed.get(gpu, ())), gpu in serving) for gpu in (*placed, *serving)]
+    for held, serves in dict.fromkeys(kinds):
+        names = " and ".join(f"{row.role} (stage {row.stage})" for row in held)
         asking = sum(row.forward.total for row in held)
         updating = sum(row.update.total if row.update.gradients else row.resting() for row in held)
-        if max(asking, updating) > capacity:
-            names = " and ".join(f"{row.role} (stage {row.stage})" for row in held)
+        needed = max(asking, updating) + (FRAMEWORK if serves else 0)  # of a replica at rest
+        if held and needed > capacity:
             phase = "asked" if asking > updating else "updated"
             yield (
-                f"{names}: {max(asking, updating) / GIB:.1f} GiB while models are {phase}, more than the "
+                f"{names}: {needed / GIB:.1f} GiB while models are {phase}, more than the "
                 f"device's {capacity / GIB:.1f}: {_advice(config, max(held, key=lambda row: row.peak.total))}"
             )
+        if serves and replica:
+            left = replica.keys_and_values - sum(row.resting() for row in held)
+            tokens = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+            if left < sequence_bytes(_spec(config, "actor"), config.rollout, tokens):
+                beside = f" beside {names}" if held else ""
+                yield (
+                    f"rollout{beside}: {left / GIB:.1f} GiB are left for keys and values, too little for one "
+                    f"sequence of {tokens} tokens: raise rollout.sglang.tp_size"
+                )
 
 
 def _ranks(rows: Sequence[StageMemory]) -> Iterator[tuple[int, StageMemory]]:
@@ -158,7 +200,9 @@ def _spec(config: RunConfig, role: Role) -> ModelSpec:
     return with_value_head(spec) if role in ("critic", "cost_critic") else spec
 
 
-def _print(rows: Sequence[StageMemory], warnings: Sequence[str]) -> None:
+def _print(
+    config: RunConfig, rows: Sequence[StageMemory], replica: ReplicaMemory | None, warnings: Sequence[str]
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -169,5 +213,11 @@ def _print(rows: Sequence[StageMemory], warnings: Sequence[str]) -> None:
         table.add_row(row.role, str(row.stage), str(row.num_ranks), *cells)
     console = Console()
     console.print(table)
+    if replica:
+        parts = {**asdict(replica), "total": replica.total}.items()
+        shown = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in parts)
+        console.print(f"each rank of a replica: {shown}", soft_wrap=True)
+    if places := describe_placement(config):
+        console.print(places, soft_wrap=True)
     for warning in warnings:
         console.print(f"does not fit: {warning}", soft_wrap=True)

@@ -130,12 +130,11 @@ def case_of(config: RunConfig) -> PushCase:
     """The case of a run. Raises UserError if Atoll cannot use the model folder or the layout."""
     spec = read_spec(config.model.path)
     check_layout(spec, config.trainer.parallel, "trainer")
-    tp_size = config.rollout.sglang.tp_size if config.rollout.engine == "sglang" else 1
     return PushCase(
         model=config.model.path.name,
         spec=spec,
         trainer=config.trainer.parallel,
-        tp_size=tp_size,
+        tp_size=config.rollout.tp_size,
         dtype=config.rollout.dtype,
         bucket_mb=config.weights.bucket_mb,
         max_senders=config.weights.max_senders,

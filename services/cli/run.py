@@ -16,6 +16,7 @@ from atoll.config.load import load
 from atoll.config.schema import RunConfig
 from atoll.coordinator.summary import Outcome
 from atoll.runtime.errors import UserError
+from atoll.runtime.gpus import resolve_here
 from atoll.wire.info import RunStatus
 
 OWN_SETTINGS = ("run.name", "run.dir")  # which a fork must change
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     config = load(arguments.file, arguments.set)
     if arguments.dry_run:
+        config = resolve_here(config)
         preflight.require(config, resume=arguments.resume)
         print(config.model_dump_json(indent=2))
         return 0
@@ -64,6 +66,7 @@ def follow_to_end(
     new run begins. `again`: the command that resumes it. Returns the exit code: 0, or 130 if it was
     interrupted. Raises UserError if the run cannot start, AtollError if it fails.
     """
+    config = resolve_here(config)
     preflight.require(config, resume=resume)
     print(f"run {config.run.name}: files and logs in {config.folder}")
     if fork_from:

@@ -47,7 +47,7 @@ def load_grader(name: str, overrides: Sequence[str] = ()) -> GraderConfig:
 
 def read_resolved(path: Path) -> RunConfig:
     """Reads the JSON written by `write_resolved`."""
-    return validate(read_json(path), str(path))
+    return validate(read_json(path), str(path), is_resolved=True)
 
 
 def read_json(path: Path) -> Tree:
@@ -68,8 +68,8 @@ def flatten(tree: Mapping[str, typing.Any], place: str = "") -> Iterator[tuple[s
             yield f"{place}{key}", value
 
 
-def validate(tree: Tree, source: str) -> RunConfig:
-    """The config that `tree` holds; errors name its `source`.
+def validate(tree: Tree, source: str, *, is_resolved: bool = False) -> RunConfig:
+    """The config that `tree` holds; errors name its `source`. `is_resolved`: as in `violations`.
 
     Raises ConfigError with every wrong key or, if all are right, every rule that they break together.
     """
@@ -78,7 +78,7 @@ def validate(tree: Tree, source: str) -> RunConfig:
     except ValidationError as error:
         sentences = _sentences(error)
     else:
-        sentences = violations(config)
+        sentences = violations(config, is_resolved=is_resolved)
         if not sentences:
             return config
     lines = "\n".join(sentences).splitlines()
@@ -150,6 +150,23 @@ def secret(reference: str) -> str:
             "services inherit its environment"
         )
     return value
+
+
+def visible_devices() -> str | None:
+    """CUDA_VISIBLE_DEVICES as the user has set it: "" hides all GPUs; None: not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """For libraries of this process that read them later."""
+    os.environ.update(variables)
+
+
+def torchrun_place() -> tuple[int, int] | None:
+    """The number of this host and of this process on it; None: torchrun did not start this process."""
+    if "GROUP_RANK" not in os.environ:
+        return None
+    return int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
 
 
 def trainer_rank() -> int:

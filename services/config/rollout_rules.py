@@ -53,10 +53,8 @@ def _responses_fit_into_a_sequence(config: RunConfig) -> str | None:
 def _sglang_on_gpus_computes_in_bfloat16(config: RunConfig) -> str | None:
     """On Hopper, SGLang's attention is FlashAttention 3, which has no float32."""
     rollout = config.rollout
-    on_gpus = rollout.engine == "sglang" and rollout.sglang.device == "cuda"
     backend = (rollout.sglang.model_extra or {}).get("attention_backend")
-    asked = rollout.dtype == "float32" and "dtype" in rollout.model_fields_set
-    if on_gpus and asked and backend not in FLOAT32_BACKENDS:
+    if rollout.device == "cuda" and rollout.dtype == "float32" and backend not in FLOAT32_BACKENDS:
         return (
             'rollout.dtype = "float32", but SGLang\'s attention on GPUs computes in 16 bits: set it to '
             f'"bfloat16", or rollout.sglang.attention_backend to one of {", ".join(FLOAT32_BACKENDS)}'

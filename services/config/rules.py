@@ -8,6 +8,7 @@ from atoll.config import (
     functions,
     layout_rules,
     mode_rules,
+    placement_rules,
     rollout_rules,
     training_rules,
     validation_rules,
@@ -16,9 +17,11 @@ from atoll.config import (
 from atoll.config.schema import MAX_SAMPLES, RunConfig
 
 
-def violations(config: RunConfig) -> list[str]:
-    """One sentence per violated rule."""
-    return [sentence for rule in RULES if (sentence := rule(config)) is not None]
+def violations(config: RunConfig, *, is_resolved: bool = False) -> list[str]:
+    """One sentence per violated rule. `is_resolved`: "auto" has been replaced, also in tables that the run's
+    mode does not read; rules about those hold for what a user wrote."""
+    rules = (rule for rule in RULES if not (is_resolved and rule in mode_rules.RULES))
+    return [sentence for rule in rules if (sentence := rule(config)) is not None]
 
 
 def _replay_has_batches(config: RunConfig) -> str | None:
@@ -285,6 +288,7 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     *mode_rules.RULES,
     *training_rules.RULES,
     *layout_rules.RULES,
+    *placement_rules.RULES,
     *rollout_rules.RULES,
     *validation_rules.RULES,
     *weight_rules.RULES,

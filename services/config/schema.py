@@ -6,9 +6,10 @@ import difflib
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -21,6 +22,7 @@ from pydantic import (
 )
 
 from atoll.config import functions
+from atoll.config.gpus import Gpu, check_gpus, parse_gpus
 from atoll.config.transports import TRANSPORTS
 
 MAX_SAMPLES: Final = 131_072  # of a step
@@ -28,7 +30,12 @@ NonEmpty = Annotated[str, Field(min_length=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+GpuList = Annotated[str, AfterValidator(check_gpus)]
 Role = Literal["actor", "critic", "cost_critic", "reference", "reward_model", "cost_model"]
+# "auto" is resolved when a run is launched (placement.py); a service never sees it
+Device = Literal["auto", "cuda", "cpu"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+PlacementMode = Literal["auto", "standalone", "split", "colocated"]
 
 
 class Section(BaseModel):
@@ -221,7 +228,6 @@ class SGLangConfig(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    device: Literal["cuda", "cpu"] = "cuda"
     tp_size: PositiveInt = 1  # tensor-parallel ranks per replica
 
 
@@ -229,12 +235,33 @@ class RolloutSection(Section):
     replicas: PositiveInt = 1  # number of rollout services
     engine: Literal["local", "sglang"] = "local"
     python: Path | None = None  # Python interpreter of the replicas; default: the current one
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Device = "auto"  # auto: as for a trainer; the local engine computes on the CPU
+    dtype: Dtype = "auto"  # auto: bfloat16 on cuda, else float32
     sampling: SamplingConfig = SamplingConfig()
     local: LocalEngineConfig = LocalEngineConfig()
     sglang: SGLangConfig = SGLangConfig()
     max_restarts: NonNegativeInt = 3  # per replica and hour, for its engine and for its process
     threads: PositiveInt = 1  # CPU threads per replica
+
+    @model_validator(mode="before")
+    @classmethod
+    def _device_was_sglangs(cls, value: Any) -> Any:
+        """In the configs of earlier versions."""
+        sglang = value.get("sglang") if isinstance(value, dict) else None
+        if not isinstance(sglang, dict) or "device" not in sglang:
+            return value
+        device = sglang["device"]
+        if value.get("device", device) != device:
+            raise ValueError(
+                f"rollout.device = {value['device']!r}, but rollout.sglang.device = {device!r}: remove the "
+                "latter"
+            )
+        return value | {"device": device, "sglang": {k: v for k, v in sglang.items() if k != "device"}}
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks of a replica."""
+        return self.sglang.tp_size if self.engine == "sglang" else 1
 
     def default_length(self, max_positions: int) -> int:
         """Prompt and response tokens per sequence for a model of so many positions, if no setting limits
@@ -362,7 +389,10 @@ class RoleSection(Section):
     """A model with its own trainer service and processes."""
 
     parallel: ParallelConfig = ParallelConfig()
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights; the optimizer also keeps a float32 copy
+    device: Device = "auto"  # auto: cuda if this machine or [placement.gpus] has GPUs
+    dtype: Dtype = (
+        "auto"  # of weights; auto: bfloat16 on cuda (the optimizer keeps float32 copies), else float32
+    )
     max_tokens_per_microbatch: PositiveInt = 8192  # in training
     max_tokens_per_forward: PositiveInt = 32768  # in a forward pass without backward
     recompute: Literal["none", "selective", "full"] = (
@@ -593,7 +623,9 @@ class AgentConfig(Section):
 class WeightsSection(Section):
     """How weights are pushed to the replicas. See docs/weights.md."""
 
-    transport: Literal["shm", "cuda_ipc", "nccl", "tcp"] = "shm"
+    transport: Literal["auto", "shm", "cuda_ipc", "nccl", "tcp"] = (
+        "auto"  # nccl between GPUs, cuda_ipc if trainer and replicas share them on one host, else shm
+    )
     bucket_mb: PositiveInt = 64  # MiB per rank and round of a push
     deadline_s: Annotated[float, Field(gt=0)] = 60.0  # timeout for a part to arrive
     delta: bool = False  # push only the difference to the last version
@@ -609,12 +641,37 @@ class WeightsSection(Section):
         return TRANSPORTS[self.transport].max_senders
 
 
+class GpusConfig(Section):
+    """GPUs by their index in nvidia-smi: "0-3,6", or on several hosts "0-7,node1:0-7". Rank r of a role is on
+    the r-th. Default: the largest role first, replicas last."""
+
+    actor: GpuList = ""
+    critic: GpuList = ""
+    cost_critic: GpuList = ""
+    reference: GpuList = ""
+    reward_model: GpuList = ""
+    cost_model: GpuList = ""
+    rollout: tuple[GpuList, ...] = ()  # one entry per replica, with tp_size GPUs
+
+    @property
+    def roles(self) -> dict[Role, tuple[Gpu, ...]]:
+        """Of each rank; roles without GPUs are left out."""
+        named = {role: parse_gpus(getattr(self, role)) for role in get_args(Role)}
+        return {role: gpus for role, gpus in named.items() if gpus}
+
+    @property
+    def replicas(self) -> tuple[tuple[Gpu, ...], ...]:
+        """Of each tensor-parallel rank of each replica."""
+        return tuple(map(parse_gpus, self.rollout))
+
+
 class PlacementSection(Section):
     """How models and replicas share devices. See docs/placement.md."""
 
-    # standalone: each model has its own GPUs; split: models share GPUs, replicas have their own; colocated:
-    # models and replicas take turns on the same ones
-    mode: Literal["auto", "standalone", "split", "colocated"] = "auto"
+    mode: PlacementMode = (
+        "auto"  # split: models share GPUs; colocated: replicas, too; auto: the first that fits
+    )
+    gpus: GpusConfig = GpusConfig()
 
 
 class ServerConfig(Section):
@@ -745,6 +802,18 @@ class RunConfig(Section):
         if algorithm.constraint and algorithm.constraint.cost is None:
             roles["cost_model"] = self.cost_model
         return {role: section for role, section in roles.items() if section is not None}
+
+    @property
+    def started_roles(self) -> tuple[Role, ...]:
+        """Roles with processes of their own."""
+        if self.run.mode == "rollout_only":
+            return ()
+        is_the_actors = self.reference.placement == "colocated"
+        return tuple(role for role in self.roles if not (role == "reference" and is_the_actors))
+
+    @property
+    def num_replicas(self) -> int:
+        return self.rollout.replicas if self.run.mode in ("train", "rollout_only") else 0
 
     def model_folder(self, role: Role) -> Path:
         """The folder that a role's model is loaded from."""

@@ -1,6 +1,7 @@
 """The rollout servicer: the Rollout methods of package atoll.v1."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -32,6 +33,8 @@ from atoll.wire.types import LoraSpec, PauseMode, ReceiverSetup, Version
 from atoll.wire.v1 import rollout_pb2 as pb
 from atoll.wire.v1 import rollout_pb2_grpc, types_pb2
 
+_log = logging.getLogger(__name__)
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MODEL = "actor"  # the one model that a replica serves
@@ -49,6 +52,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     @classmethod
     async def build(cls, context: ServiceContext) -> Self:
         start = {"local": _start_local, "sglang": _start_sglang}[context.config.rollout.engine]
+        rollout = context.config.rollout
+        _log.info("computes on %s in %s", rollout.device, rollout.dtype)
         engine = await start(context.config)
         linger = linger_for(context.config.rollout.replicas)
         return cls(engine, context.name, context.incarnation, linger)
@@ -173,6 +178,7 @@ async def _start_sglang(config: RunConfig) -> Engine:
 
     return await SGLangEngine.start(
         config.model.path,
+        device=config.rollout.device,
         dtype=config.rollout.dtype,
         threads=config.rollout.threads,
         config=config.rollout.sglang,

@@ -1,5 +1,6 @@
 """The models of one trainer service, built by role."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -7,6 +8,7 @@ from datetime import timedelta
 import torch
 
 from atoll.config.functions import load
+from atoll.config.load import visible_devices
 from atoll.config.schema import (
     CriticSection,
     Role,
@@ -33,6 +35,8 @@ from atoll.trainer.objective import (
 from atoll.trainer.publish import DTYPES
 from atoll.trainer.step import Learner
 from atoll.wire.types import Batch, PolicyBatch, SupervisedBatch, ValueBatch
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,9 +68,16 @@ def longest_silence(config: RunConfig) -> timedelta:
 
 def join_ranks(config: RunConfig, role: Role) -> None:
     """Joins the ranks of `role`. Every rank of the service calls it once, before it builds anything."""
-    section = section_of(config, role)
+    section, table = section_of(config, role), section_name(role)
+    if section.device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f'{table}.device = "cuda", but PyTorch {torch.__version__} cannot use a GPU '
+            f"(CUDA_VISIBLE_DEVICES = {visible_devices()}): `atoll doctor` says what is missing; to compute "
+            f'on the CPU, set {table}.device = "cpu"'
+        )
+    _log.info("computes on %s in %s", section.device, section.dtype)
     torch.set_num_threads(section.threads)
-    initialize_parallel(section.parallel, section_name(role), longest_silence(config))
+    initialize_parallel(section.parallel, table, longest_silence(config))
 
 
 def build_roles(config: RunConfig, role: Role) -> Roles:

@@ -15,9 +15,10 @@ def started_with(tp_size: int) -> Callable[[Path], Awaitable[Engine]]:
     """Starts an engine of so many ranks."""
 
     async def start(folder: Path) -> Engine:
-        settings = {"device": "cpu", "tp_size": tp_size, "log_level": "error"}
+        settings = {"tp_size": tp_size, "log_level": "error"}
         return await SGLangEngine.start(
             folder,
+            device="cpu",
             dtype="float32",
             threads=1,
             config=SGLangConfig.model_validate(settings),

@@ -349,7 +349,7 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             "critic.lora: a critic is trained in full",
         ),
         (
-            ["trainer.attention=flash"],
+            ["trainer.attention=flash", "trainer.dtype=float32"],
             'trainer.attention = "flash" does not support float32: set trainer.dtype = "bfloat16"',
         ),
         (
@@ -378,7 +378,10 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             ["algorithm.kl={}", "reference={placement='colocated', parallel={tensor=2}}"],
             "uses the actor's ranks and layout: remove reference.parallel",
         ),
-        (["weights.delta=true"], 'with weights.transport = "shm" replicas read the trainer\'s'),
+        (
+            ["weights.delta=true", "weights.transport=shm"],
+            'with weights.transport = "shm" replicas read the trainer\'s',
+        ),
         (["weights.transport=nccl"], "requires replicas on GPUs"),
         (
             ["weights.transport=cuda_ipc", "rollout={engine='sglang', sglang={device='cpu'}}"],

@@ -107,11 +107,11 @@ def test_what_is_refused(
 def test_a_resume_says_which_settings_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path)
     tree = json.loads((folder / "config.json").read_text())
-    show_changes(folder, validate(tree, "same"))
+    show_changes(folder, validate(tree, "same", is_resolved=True))
     assert capsys.readouterr().out == ""
     tree["run"] |= {"name": "fork", "steps": 20}
     tree["model"]["path"] = "other"
-    show_changes(folder, validate(tree, "changed"))
+    show_changes(folder, validate(tree, "changed", is_resolved=True))
     assert capsys.readouterr().out.splitlines() == [
         "settings that differ from the last start:",
         '  model.path: "model" -> "other" (weights come from the checkpoint)',

@@ -77,11 +77,13 @@ def test_a_training_run_has_every_rank_and_replica() -> None:
             "OMP_NUM_THREADS": "3",
             "MALLOC_MMAP_THRESHOLD_": "33554432",
             "MALLOC_TRIM_THRESHOLD_": "268435456",
+            "CUDA_VISIBLE_DEVICES": "",
         }
     assert by_name["rollout-1"].environment == {
         "OMP_NUM_THREADS": "5",
         "MALLOC_MMAP_THRESHOLD_": "33554432",
         "MALLOC_TRIM_THRESHOLD_": "268435456",
+        "CUDA_VISIBLE_DEVICES": "",
     }
     assert [group.max_restarts for group in groups] == [3, 2, 7, 7]
 

@@ -17,6 +17,7 @@ from atoll.cli.launch.launcher import service_groups
 from atoll.cli.main import main
 from atoll.config import functions
 from atoll.config.load import load, validate
+from atoll.config.resolve import resolve
 from atoll.config.schema import RunConfig
 from atoll.coordinator.algorithm.algorithm import Algorithm
 from atoll.coordinator.algorithm.filters import DynamicSampling
@@ -24,6 +25,7 @@ from atoll.reward.score import GRADERS, combine, judge
 from atoll.runtime.telemetry import StepTimer
 from atoll.trainer.losses.loss import LOSSES, PolicyTokens
 from atoll.wire.types import FinishReason, Group, PolicyBatch, ScoreItem, TurnReward, ValueBatch
+from tests import nvidia_smi
 from tests.builders import group, node, sample, sample_id
 from tests.fakes import FakeTrainer
 
@@ -104,11 +106,13 @@ def each_recipe(test: object) -> object:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 def test_a_dry_run_prints_the_config(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    nvidia_smi.install(monkeypatch, tmp_path, 8)
     monkeypatch.setattr(preflight, "require", lambda *_, **__: None)  # models and data are not built here
     assert main(["run", str(path), "--dry-run"]) == 0
-    assert validate(json.loads(capsys.readouterr().out), "stdout") == load(path)
+    printed = validate(json.loads(capsys.readouterr().out), "stdout", is_resolved=True)
+    assert printed == resolve(load(path), range(8))
 
 
 @each_recipe

@@ -40,7 +40,7 @@ def test_nothing_is_printed_twice() -> None:
     assert defaults == ['"none"', "1e-06", "16", "0.05", "0.001"]
     assert "## [critic.parallel]" not in lines
     critic = lines[lines.index("## [cost_critic]") :]
-    assert critic[4].startswith("As in [[trainer]](#trainer): `parallel`, `dtype`, ")
+    assert critic[4].startswith("As in [[trainer]](#trainer): `parallel`, `device`, `dtype`, ")
     assert critic[5:7] == ["", "As in [[critic]](#critic): `path`, `clip`, `warmup_steps`."]
     assert lines.count("| setting | default | values | meaning |") == len(
         [line for line in lines if line.startswith("|---")]

@@ -4,19 +4,22 @@ import asyncio
 import logging
 import os
 import resource
+import shlex
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from atoll.cli.launch import tokens
 from atoll.cli.launch.interrupts import handle_interrupts, stop_run
 from atoll.cli.launch.processes import Fleet, ScrapeTargets, ServiceCommand, ServiceGroup
-from atoll.cli.launch.tokens import Tokens
+from atoll.cli.launch.tokens import TOKEN_FILE, Tokens
 from atoll.cli.launch.trackers import tracker_groups
 from atoll.config.load import write_private, write_resolved
+from atoll.config.placement import NO_GPU, other_hosts, replica_environment, trainer_environment
 from atoll.config.schema import Role, RunConfig
 from atoll.coordinator.journal.checkpoints import Checkpoints
 from atoll.coordinator.summary import SUMMARY_FILE, Outcome, complete_summary
@@ -30,6 +33,7 @@ from atoll.runtime.telemetry import METRICS_FILE
 _log = logging.getLogger(__name__)
 
 ADDRESS_FILE = "coordinator.address"  # in the run's folder while it is running
+TORCHRUN_PORT = 29500  # where the ranks of several hosts meet
 MIN_OPEN_FILES = 256  # a trainer rank of a tiny model on a CPU has 106
 
 Follow = Callable[[CoordinatorClient], Coroutine[None, None, None]]
@@ -95,14 +99,18 @@ async def supervise(
     stop = asyncio.Event()
     with handle_interrupts(stop), ScrapeTargets(folder / "prometheus.json", folder.name) as targets:
         async with Fleet(
-            folder / "logs", given.environment, start_timeout_s=start_timeout_s, targets=targets
+            folder / "logs", {**given.environment, **NO_GPU}, start_timeout_s=start_timeout_s, targets=targets
         ) as fleet:
             address = await fleet.start(coordinator)
             with publish_address(folder, address, given):
                 client = CoordinatorClient(address, Caller(token=given.run))
+                groups = services(address)
+                for group in groups:
+                    if group.elsewhere:
+                        _log.warning("start %s by hand:\n%s", group.names[0], group.elsewhere)
                 try:
                     await first_of(
-                        *(fleet.keep(group) for group in services(address)),
+                        *(fleet.keep(group) for group in groups if not group.elsewhere),
                         fleet.wait_for_exit(*coordinator.names),
                         stop_run(stop, client),
                         follow(client),
@@ -124,25 +132,11 @@ def service_groups(
     keep sessions in `store`.
     """
     registered = ("--coordinator", coordinator)
-    models = [
-        trainer_group(config, role, *registered)
-        for role in config.roles
-        if not (role == "reference" and config.reference.placement == "colocated")
-    ]
-    replicas = [
-        ServiceCommand(
-            f"rollout-{index}",
-            _command(
-                "rollout",
-                config,
-                *("--name", f"rollout-{index}", *registered),
-                python=config.rollout.python,
-            ),
-            compute_environment(config.rollout.threads),
-        )
-        for index in range(config.rollout.replicas)
-    ]
-    rollout = [ServiceGroup((replica,), config.rollout.max_restarts) for replica in replicas]
+    models = [trainer_group(config, role, *registered) for role in config.started_roles]
+    # a replica measures the free memory of its GPUs when it starts: by then, trainers have theirs off-loaded
+    first = [group.names[0] for group in models if not group.elsewhere]
+    after = tuple(first) if config.placement.mode == "colocated" else ()
+    rollout = [replica_group(config, index, after, *registered) for index in range(config.num_replicas)]
     graders = [
         ServiceCommand(
             f"reward-{index}",
@@ -154,13 +148,9 @@ def service_groups(
     reward = [ServiceGroup((grader,), config.reward.max_restarts) for grader in graders]
     sessions = [*gateway_groups(config, store, listeners, *registered), *agent_groups(config, *registered)]
     trackers = tracker_groups(config, coordinator)
-    match config.run.mode:
-        case "train":
-            return [*reward, *models, *rollout, *sessions, *trackers]
-        case "rollout_only":
-            return [*reward, *rollout, *sessions, *trackers]
-        case "train_only" | "supervised":
-            return [*models, *trackers]
+    if config.run.mode in ("train_only", "supervised"):
+        return [*models, *trackers]
+    return [*reward, *models, *rollout, *sessions, *trackers]
 
 
 def service_names(config: RunConfig) -> list[str]:
@@ -253,16 +243,39 @@ def trainer_group(config: RunConfig, role: Role, *arguments: str) -> ServiceGrou
     """One process per rank; only the first one serves and announces an address."""
     section = config.roles[role]
     world_size = section.parallel.world_size
+    gpus = config.placement.gpus.roles.get(role, ())
     environment = {"WORLD_SIZE": str(world_size), **compute_environment(section.threads)}
     ranks = tuple(
         ServiceCommand(
             f"{role}-{rank}",
-            _command("trainer", config, "--role", role, "--name", f"{role}-{rank}", *arguments),
-            {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            _command(
+                "trainer",
+                config,
+                *("--role", role, "--name", f"{role}-{rank}", *arguments, *_reachable(config)),
+            ),
+            {
+                **environment,
+                **trainer_environment(config, role, rank),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            },
         )
         for rank in range(world_size)
     )
-    return ServiceGroup(ranks, section.max_restarts)
+    elsewhere = _torchrun_commands(config, role, *arguments) if any(gpu.host for gpu in gpus) else ""
+    return ServiceGroup(ranks, section.max_restarts, elsewhere=elsewhere)
+
+
+def replica_group(config: RunConfig, index: int, after: tuple[str, ...], *arguments: str) -> ServiceGroup:
+    name, rollout = f"rollout-{index}", config.rollout
+    host = config.placement.gpus.replicas[index][0].host if rollout.device == "cuda" else ""
+    arguments = ("--name", name, *arguments, *_reachable(config, host))
+    command = _command("rollout", config, *arguments, python=rollout.python)
+    environment = {**compute_environment(rollout.threads), **replica_environment(config, name)}
+    elsewhere = f"  on {host}: {_by_hand(config, *command)}" if host else ""
+    return ServiceGroup(
+        (ServiceCommand(name, command, environment),), rollout.max_restarts, after=after, elsewhere=elsewhere
+    )
 
 
 def check_interpreter(setting: str, python: Path | None) -> None:
@@ -351,6 +364,30 @@ async def first_of(*coroutines: Coroutine[None, None, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _torchrun_commands(config: RunConfig, role: Role, *arguments: str) -> str:
+    """One line per host of the role, for its user: the ranks of several hosts meet by torchrun."""
+    gpus = config.placement.gpus.roles[role]
+    hosts = {host: len(list(ranks)) for host, ranks in groupby(gpus, key=lambda gpu: gpu.host)}
+    meeting = (next(iter(hosts)) or config.coordinator.host, str(TORCHRUN_PORT))
+    lines = []
+    for number, (host, count) in enumerate(hosts.items()):
+        ranks = ("--nnodes", str(len(hosts)), "--node-rank", str(number), "--nproc-per-node", str(count))
+        _, *module = _command("trainer", config, "--role", role, *arguments, *_reachable(config, host))
+        command = ("torchrun", *ranks, "--master-addr", meeting[0], "--master-port", meeting[1], *module)
+        lines.append(f"  on {host or 'this machine'}: {_by_hand(config, *command)}")
+    return "\n".join(lines)
+
+
+def _reachable(config: RunConfig, host: str = "") -> tuple[str, ...]:
+    """Where a service on `host` listens; by default on loopback."""
+    return ("--host", host or config.coordinator.host) if other_hosts(config) else ()
+
+
+def _by_hand(config: RunConfig, *command: str) -> str:
+    """A shell command for a host that shares this folder."""
+    return f"ATOLL_TOKEN=$(cat {config.folder / TOKEN_FILE}) {shlex.join(command)}"
 
 
 def _command(role: str, config: RunConfig, *arguments: str, python: Path | None = None) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ Does not load torch. Users' functions are imported in a process of their own, ex
 """
 
 import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -15,6 +16,7 @@ from atoll.cli.launch.findings import Finding, FindingState, loopback
 from atoll.cli.launch.launcher import check_folder, check_interpreter, gateway_listeners, listen
 from atoll.config.errors import ConfigError
 from atoll.config.load import secret
+from atoll.config.placement import describe_placement, other_hosts
 from atoll.config.schema import AgentConfig, LoraConfig, Role, RunConfig, TrackerName, section_name
 from atoll.coordinator.run_data import data_checks
 from atoll.runtime.errors import AtollError, UserError
@@ -59,9 +61,11 @@ def require(config: RunConfig, *, resume: bool) -> None:
 
 
 def examine(config: RunConfig, *, resume: bool) -> Iterator[Finding]:
-    """One finding per check, in the order in which a start would meet them."""
+    """One finding per check, in the order in which a start would meet them. `config` is resolved."""
     yield loopback()
     yield _finding("run folder", partial(_run_folder, config, resume=resume))
+    if describe_placement(config):
+        yield _finding("placement", partial(_placement, config))
     for what, check in (*_environment_checks(config), *_model_checks(config)):
         yield _finding(what, check)
     renderer = None
@@ -95,6 +99,19 @@ def _finding(what: str, check: Callable[[], str]) -> Finding:
 def _run_folder(config: RunConfig, *, resume: bool) -> str:
     check_folder(config.folder, resume=resume)
     return str(config.folder)
+
+
+def _placement(config: RunConfig) -> str:
+    """Raises UserError if the name of another host is unknown."""
+    for host in sorted(other_hosts(config)):
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            raise UserError(
+                f"placement.gpus names the host {host}, which is not {socket.gethostname()}, this machine, "
+                f"and has no address: {error.strerror}"
+            ) from None
+    return describe_placement(config)
 
 
 def _count(read: Callable[[], Sized]) -> str:

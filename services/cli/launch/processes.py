@@ -62,6 +62,8 @@ class ServiceGroup:
     services: tuple[ServiceCommand, ...]
     max_restarts: int = 0  # in an hour
     if_lost: str = ""  # of one that the run can do without: what its user is told once it is lost for good
+    after: tuple[str, ...] = ()  # services that must have served once before these start
+    elsewhere: str = ""  # of one whose GPUs are on other hosts: how its user starts it there
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,6 +119,7 @@ class Fleet:
         self._start_timeout_s = start_timeout_s
         self._targets = targets
         self._clock = clock
+        self._served: dict[str, asyncio.Event] = {}  # whether a service has served once
         self._processes: dict[str, Process] = {}
         self._log_starts: dict[
             str, int
@@ -155,18 +158,21 @@ class Fleet:
                     task.cancel()
         answers = [json.loads(line.result()) for line in lines]
         for name, answer in zip(group.names, answers, strict=True):
+            self._first_serving(name).set()
             if self._targets and (metrics := answer.get("metrics")):
                 self._targets.put(name, metrics)
         return str(answers[0]["address"])
 
     async def keep(self, group: ServiceGroup) -> None:
-        """Runs the group, and restarts it after each death within its limit; one death ends all its
-        processes.
+        """Runs the group once those that it comes `after` have served, and restarts it after each death
+        within its limit; one death ends all its processes.
 
         Raises ServiceDiedError in the end, or waits until it is cancelled if the run can do without the
         group. A group that has never served is not restarted, since it would fail again; nor is a process
         that has given up.
         """
+        for name in group.after:
+            await self._first_serving(name).wait()
         failures, has_served = FailureWindow(self._clock), False
         while True:
             serves = False
@@ -196,6 +202,9 @@ class Fleet:
         """Returns when a started service exits by itself. Raises ServiceDiedError if it failed."""
         if code := await self._processes[name].wait():
             raise self._death(name, "failed", code)
+
+    def _first_serving(self, name: str) -> asyncio.Event:
+        return self._served.setdefault(name, asyncio.Event())
 
     async def _first_death(self, group: ServiceGroup) -> tuple[str, int]:
         """Waits for a process of the group to end; returns the name and exit code of the one that caused it.

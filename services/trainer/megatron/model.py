@@ -127,6 +127,8 @@ def initialize_parallel(
     Raises UserError if they do not match the parallelism in `section` of the config.
     """
     on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(0)  # the only one that this process sees (config/placement.py)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=silence)
     if dist.get_world_size() != parallel.world_size:
         raise UserError(
@@ -134,8 +136,6 @@ def initialize_parallel(
             f"{parallel.pipeline} x {parallel.context} x {parallel.data} ranks, got WORLD_SIZE = "
             f"{dist.get_world_size()}: start as many ranks as the product"
         )
-    if on_gpu:
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,

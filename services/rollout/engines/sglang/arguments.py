@@ -13,7 +13,9 @@ COMMUNICATOR_MIB: Final = 300
 # Arguments set by the engine, and why.
 RESERVED: Final = {
     "model_path": "it is model.path",
+    "device": "it is rollout.device",
     "dtype": "it is rollout.dtype",
+    "base_gpu_id": "its GPUs are those of [placement]",
     "host": "the server listens only on loopback",
     "port": "the service chooses a free port",
     "weight_version": "versions come from the trainer",
@@ -35,7 +37,7 @@ def arguments_of(
     *,
     takes_turns: bool = False,
 ) -> list[str]:
-    """SGLang's command line. `user` is what [rollout.sglang] has beside device and tp_size, `ours` what the
+    """SGLang's command line. `user` is what [rollout.sglang] has beside tp_size, `ours` what the
     engine adds: underscores become dashes, true is the bare flag, false leaves it out. `takes_turns`: with
     the trainer, on the same GPUs. Raises UserError for a key that is the engine's."""
     if taken := sorted(user.keys() & RESERVED.keys()):

@@ -107,6 +107,7 @@ class SGLangEngine:
         cls,
         folder: Path,
         *,
+        device: str,
         dtype: str,
         threads: int,
         config: SGLangConfig,
@@ -118,8 +119,8 @@ class SGLangEngine:
         argument that SGLang refuses, EngineDiedError if it does not come up."""
         spec = read_spec(folder)
         ours = {"model_path": folder, "dtype": dtype, "weight_version": messages.version_text(version)}
-        arguments = arguments_of(config.model_extra or {}, ours, config.device, config.tp_size)
-        environment = environment_of(config.device, config.tp_size, threads)
+        arguments = arguments_of(config.model_extra or {}, ours, device, config.tp_size)
+        environment = environment_of(device, config.tp_size, threads)
         shard_bytes = num_elements(spec, config.tp_size) * BYTES[dtype]
         async with AsyncExitStack() as undo:
             workers = Workers(config.tp_size, version, setup)
@@ -128,7 +129,7 @@ class SGLangEngine:
                 arguments + workers.arguments,
                 environment | workers.environment,
                 reserved_mib=reserved_mib(shard_bytes, setup.transport, staging="device", takes_turns=False)
-                if config.device == "cuda"
+                if device == "cuda"
                 else 0,
                 start_timeout_s=start_timeout_s,
                 control_timeout_s=CONTROL_DEADLINES * setup.deadline_s,

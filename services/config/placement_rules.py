@@ -1,0 +1,59 @@
+"""Rules between [placement], devices and the weight transport. See rules.py."""
+
+from collections.abc import Callable
+
+from atoll.config.placement import other_hosts
+from atoll.config.schema import RunConfig
+
+UNREACHABLE = ("127.0.0.1", "localhost", "::1", "0.0.0.0")  # by this address, from another host
+
+
+def _the_local_engine_has_no_gpus(config: RunConfig) -> str | None:
+    if config.rollout.engine == "local" and config.rollout.device == "cuda":
+        return (
+            'rollout.engine = "local" computes on the CPU, but rollout.device = "cuda": remove device, or '
+            'set engine = "sglang"'
+        )
+    return None
+
+
+def _nccl_has_gpus_of_its_own_at_both_ends(config: RunConfig) -> str | None:
+    gpus = config.placement.gpus
+    shared = set(gpus.roles.get("actor", ())) & {gpu for replica in gpus.replicas for gpu in replica}
+    if config.weights.transport == "nccl" and (shared or config.placement.mode == "colocated"):
+        return (
+            'weights.transport = "nccl" needs different GPUs for the trainer and the replicas, but placement '
+            'lets them share: set the transport to "cuda_ipc", or placement.mode to "split"'
+        )
+    return None
+
+
+def _memory_is_shared_within_a_host(config: RunConfig) -> str | None:
+    gpus, transport = config.placement.gpus, config.weights.transport
+    hosts = {gpu.host for each in (gpus.roles.get("actor", ()), *gpus.replicas) for gpu in each}
+    if config.rollout.device == "cpu" or config.trainer.device == "cpu":
+        hosts.add("")
+    if transport in ("shm", "cuda_ipc") and config.run.mode == "train" and len(hosts) > 1:
+        return (
+            f'weights.transport = "{transport}" needs the trainer and all replicas on one host, but '
+            f'[placement.gpus] has {len(hosts)}: set the transport to "nccl" or "tcp"'
+        )
+    return None
+
+
+def _other_hosts_reach_the_coordinator(config: RunConfig) -> str | None:
+    others = other_hosts(config) if config.placement.mode != "auto" else set()
+    if others and config.coordinator.host in UNREACHABLE:
+        return (
+            f"placement.gpus has GPUs on {', '.join(sorted(others))}, which cannot reach coordinator.host = "
+            f"{config.coordinator.host}: set it to an address of this machine"
+        )
+    return None
+
+
+RULES: tuple[Callable[[RunConfig], str | None], ...] = (
+    _the_local_engine_has_no_gpus,
+    _nccl_has_gpus_of_its_own_at_both_ends,
+    _memory_is_shared_within_a_host,
+    _other_hosts_reach_the_coordinator,
+)
