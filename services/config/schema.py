@@ -250,13 +250,16 @@ class RolloutSection(Section):
         sglang = value.get("sglang") if isinstance(value, dict) else None
         if not isinstance(sglang, dict) or "device" not in sglang:
             return value
-        device = sglang["device"]
+        sglang = {**sglang}
+        device = sglang.pop("device")
+        if value.get("engine") != "sglang":  # resolved configs named it beside every engine
+            return value | {"sglang": sglang}
         if value.get("device", device) != device:
             raise ValueError(
                 f"rollout.device = {value['device']!r}, but rollout.sglang.device = {device!r}: remove the "
                 "latter"
             )
-        return value | {"device": device, "sglang": {k: v for k, v in sglang.items() if k != "device"}}
+        return value | {"device": device, "sglang": sglang}
 
     @property
     def tp_size(self) -> int:

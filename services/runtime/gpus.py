@@ -1,13 +1,14 @@
-"""The GPUs of this machine, as nvidia-smi lists them. No torch: asking it would start CUDA."""
+"""The GPUs of this machine, by nvidia-smi, and those of this process. No torch: asking it starts CUDA."""
 
 import shutil
 import socket
 import subprocess
 from dataclasses import dataclass
 
-from atoll.config.load import visible_devices
+from atoll.config.load import set_environment, torchrun_place, visible_devices
+from atoll.config.placement import check_torchrun, trainer_environment
 from atoll.config.resolve import may_use_gpus, resolve
-from atoll.config.schema import RunConfig
+from atoll.config.schema import Role, RunConfig
 from atoll.runtime.errors import UserError
 
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
@@ -45,6 +46,15 @@ def installed_gpus() -> list[InstalledGpu]:
             f"CUDA_VISIBLE_DEVICES has {unknown[0]}, which nvidia-smi does not list: use its indices or UUIDs"
         )
     return [names[name] for name in chosen]
+
+
+def take_gpu(config: RunConfig, role: Role, rank: int) -> None:
+    """Leaves this process the GPU that the config names for this rank, before torch looks for GPUs. Raises
+    ConfigError if torchrun's layout is another one."""
+    gpus = config.placement.gpus.roles.get(role)
+    if gpus and (place := torchrun_place()):
+        check_torchrun(gpus, rank, *place)
+    set_environment(trainer_environment(config, role, rank))
 
 
 def resolve_here(config: RunConfig) -> RunConfig:

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 from atoll.config.errors import ConfigError
-from atoll.config.load import read_resolved, set_environment, torchrun_place, trainer_rank
-from atoll.config.placement import check_torchrun, trainer_environment
+from atoll.config.load import read_resolved, trainer_rank
 from atoll.config.schema import Role
 from atoll.runtime.errors import MemoryExhaustedError, UserError
+from atoll.runtime.gpus import take_gpu
 from atoll.runtime.process import (
     EXIT_RANK_LOST,
     EXIT_RESTARTS_EXHAUSTED,
@@ -21,23 +21,11 @@ from atoll.runtime.process import (
 from atoll.runtime.prometheus import ProcessMetrics
 from atoll.runtime.telemetry import configure_logging
 
-
-def take_gpu() -> None:
-    """Makes the GPU that the config names for this rank the only one that CUDA finds. The launcher has done
-    so for the processes that it starts. Raises ConfigError if torchrun's layout is another one."""
-    rank, arguments = trainer_rank(), parse_arguments("trainer")
-    if arguments.ready_fd is not None:
-        return
-    config = read_resolved(arguments.config)
-    gpus = config.placement.gpus.roles.get(arguments.role)
-    if gpus and (place := torchrun_place()):
-        check_torchrun(gpus, rank, *place)
-    set_environment(trainer_environment(config, arguments.role, rank))
-
-
 if __name__ == "__main__":  # before torch, which the next imports load, looks for GPUs
     try:
-        take_gpu()
+        rank, arguments = trainer_rank(), parse_arguments("trainer")
+        if arguments.ready_fd is None:  # the launcher has chosen the GPUs of those that it starts
+            take_gpu(read_resolved(arguments.config), arguments.role, rank)
     except ConfigError as error:
         sys.exit(f"trainer: {error}")
 
@@ -75,7 +63,7 @@ def run_follower() -> None:
 if __name__ == "__main__":
     try:
         with translate_rank_loss():
-            if trainer_rank() == LEADER:
+            if rank == LEADER:
                 run_service("trainer", build_leader)
             else:
                 run_follower()

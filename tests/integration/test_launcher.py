@@ -144,6 +144,24 @@ async def test_deaths_of_more_than_an_hour_ago_do_not_count(tmp_path: Path) -> N
     assert len(set(pids(tmp_path, "rollout-0"))) == 5
 
 
+async def test_a_group_starts_after_those_that_it_comes_after_serve(tmp_path: Path) -> None:
+    """Also if one of those needs a second start. The replica is told what the trainer has written by then."""
+    told = tmp_path / "told"
+    trainer = (
+        "/bin/sh",
+        "-c",
+        f'echo loaded > {told}; echo \'{{"address": ""}}\' > /proc/self/fd/$2; {SERVES}',
+    )
+    last = ServiceGroup((shell("rollout-0", f"cat {told}; kill -KILL $$"),), after=("actor-0",))
+    async with Fleet(tmp_path) as fleet:
+        kept = asyncio.gather(
+            fleet.keep(last), fleet.keep(ServiceGroup((ServiceCommand("actor-0", (*trainer, "actor-0")),)))
+        )
+        with pytest.raises(ServiceDiedError, match=r"rollout-0 died (?s:.*)loaded"):
+            await kept
+        kept.cancel()
+
+
 async def test_a_restart_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "RESTART_PAUSE_S", 0.01)
     count = f"echo $$ >> {tmp_path}/lives; lives=$(wc -l < {tmp_path}/lives); [ $lives = 2 ] && exit 1; "

@@ -149,7 +149,10 @@ SETTINGS: dict[str, tuple[Tree, str, str]] = {
     "hub": (
         {"model": {"path": "Qwen/Qwen2.5-0.5B"}},
         "actor model",
-        "  hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B",
+        "  hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B\n"
+        "or, from ModelScope,\n"
+        "  modelscope download --model Qwen/Qwen2.5-0.5B --local_dir models/Qwen2.5-0.5B\n"
+        'and set path = "models/Qwen2.5-0.5B"',
     ),
     "reference": (
         {"algorithm": {"kl": {}}, "reference": {"path": "no/where"}},
