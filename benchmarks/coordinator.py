@@ -21,6 +21,7 @@ from atoll.cli.launch.processes import ServiceCommand, ServiceGroup
 from atoll.cli.tasks.arithmetic import SHAPE, SPECIAL, build_arithmetic
 from atoll.cli.tasks.assets import prompt_row, write_model, write_rows
 from atoll.config.load import validate, write_resolved
+from atoll.config.resolve import resolve
 from atoll.config.schema import RunConfig
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
@@ -107,21 +108,24 @@ def prepared_run(load: Load, folder: Path) -> RunConfig:
     text = "what is the sum of the two? " * PROMPT_TOKENS
     rows = [prompt_row(f"{i}: {text}"[:PROMPT_TOKENS], str(i), "bench", {"index": i}) for i in range(PROMPTS)]
     write_rows(folder / "train.parquet", rows)
-    config = validate(
-        {
-            "run": {"name": "bench", "dir": folder, "steps": 1_000_000},
-            "model": {"path": folder / "model"},
-            "data": {"train": [{"path": folder / "train.parquet"}]},
-            "coordinator": {
-                "prompts_per_step": load.prompts_per_step,
-                "samples_per_prompt": load.group_size,
-                "max_staleness": load.steps_in_flight - 1,
+    config = resolve(
+        validate(
+            {
+                "run": {"name": "bench", "dir": folder, "steps": 1_000_000},
+                "model": {"path": folder / "model"},
+                "data": {"train": [{"path": folder / "train.parquet"}]},
+                "coordinator": {
+                    "prompts_per_step": load.prompts_per_step,
+                    "samples_per_prompt": load.group_size,
+                    "max_staleness": load.steps_in_flight - 1,
+                },
+                "rollout": {"replicas": load.replicas, "sampling": {"max_new_tokens": load.tokens}},
+                "checkpoint": {"every": CHECKPOINT_EVERY},
+                "weights": {"canary_every": 0},
             },
-            "rollout": {"replicas": load.replicas, "sampling": {"max_new_tokens": load.tokens}},
-            "checkpoint": {"every": CHECKPOINT_EVERY},
-            "weights": {"canary_every": 0},
-        },
-        "bench",
+            "bench",
+        ),
+        (),
     )
     config.folder.mkdir()
     write_resolved(config, config.folder / "config.json")

@@ -14,6 +14,7 @@ from atoll.cli.launch.launcher import launch
 from atoll.cli.tasks.arithmetic import build_arithmetic
 from atoll.config.load import load
 from atoll.config.schema import RunConfig
+from atoll.runtime.gpus import resolve_here
 from atoll.wire.info import RunStatus
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.toml"
@@ -69,7 +70,7 @@ def benchmark_config(assets: Path, folder: Path, steps: int, overrides: Sequence
         "checkpoint.every": 0,
         "checkpoint.at_end": "false",
     }
-    return load(EXAMPLE, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
+    return resolve_here(load(EXAMPLE, [*(f"{key}={value}" for key, value in settings.items()), *overrides]))
 
 
 def measure(config: RunConfig, steps: int, warmup_steps: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import psutil
 from atoll.cli.launch.processes import Fleet as Processes
 from atoll.cli.launch.processes import ServiceCommand, ServiceGroup
 from atoll.config.load import validate, write_resolved
+from atoll.config.resolve import resolve
 from atoll.coordinator.fleet.gateways import GatewayLink, Want
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.gateway import GatewayClient
@@ -42,6 +43,7 @@ from atoll.wire.types import (
     Version,
     VersionSpan,
 )
+from tests.builders import NO_GPUS
 
 
 @dataclass(slots=True)
@@ -64,14 +66,17 @@ async def running_gateways(
     """Gateways of the model in `folder`/model. `want` is called with the turns that they ask for.
 
     Call it within `run_embedded_server`, which belongs to the main thread."""
-    config = validate(
-        {
-            "run": {"name": "gateways", "dir": folder, "steps": 1},
-            "model": {"path": folder / "model"},
-            "data": {"train": [{"path": folder / "rows.jsonl"}]},
-            "rollout": {"local": {"max_length": max_length}},
-        },
-        "gateways",
+    config = resolve(
+        validate(
+            {
+                "run": {"name": "gateways", "dir": folder, "steps": 1},
+                "model": {"path": folder / "model"},
+                "data": {"train": [{"path": folder / "rows.jsonl"}]},
+                "rollout": {"local": {"max_length": max_length}},
+            },
+            "gateways",
+        ),
+        NO_GPUS,
     )
     config.folder.mkdir(exist_ok=True)
     write_resolved(config, path := config.folder / "config.json")

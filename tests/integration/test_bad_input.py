@@ -16,6 +16,7 @@ import torch
 
 from atoll.cli.launch.launcher import launch
 from atoll.config.load import load
+from atoll.config.resolve import resolve
 from atoll.rollout.engines.local import LocalEngine
 from atoll.rollout.service import AS_IN_FOLDER, RolloutService
 from atoll.runtime.clients.coordinator import CoordinatorClient
@@ -24,7 +25,7 @@ from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.server import Server
 from atoll.weights.transport import shm
 from atoll.wire.types import Sampling, Trajectory, TurnRequest
-from tests.builders import group_id, turn_request
+from tests.builders import NO_GPUS, group_id, turn_request
 from tests.tokens import CALLER, TOKEN
 
 CONFIG = """
@@ -121,7 +122,8 @@ async def test_a_token_id_outside_the_vocabulary_costs_the_replica_nothing(asset
 
 @pytest.mark.long
 def test_a_full_disk_at_checkpoint_time_costs_that_checkpoint_alone(config: Path) -> None:
-    run = load(config, ["run.mode=train", "run.steps=12", "checkpoint.every=2", "checkpoint.keep=7"])
+    settings = ["run.mode=train", "run.steps=12", "checkpoint.every=2", "checkpoint.keep=7"]
+    run = resolve(load(config, settings), NO_GPUS)
 
     async def fill_disk(client: CoordinatorClient) -> None:
         await step_reached(client, 2)

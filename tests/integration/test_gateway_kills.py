@@ -21,12 +21,14 @@ import pytest
 
 from atoll.cli.launch.launcher import launch
 from atoll.config.load import validate
+from atoll.config.resolve import resolve
 from atoll.config.schema import RunConfig
 from atoll.gateway.session_store import SessionStore
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.dump import dumps, read_dump
 from atoll.runtime.store import Store
 from atoll.wire.types import SessionId, Trajectory, TurnRecord
+from tests.builders import NO_GPUS
 from tests.gateway import agent_runs, told
 
 pytestmark = pytest.mark.long
@@ -200,7 +202,7 @@ def make(folder: Path) -> RunConfig:
     tree["rollout"] |= {"replicas": 2, "max_restarts": 1000}
     tree["agents"][0]["function"] = f"{told.__file__}:{told.witnessed_chat.__name__}"
     del tree["trainer"]
-    return validate(tree, "test")
+    return resolve(validate(tree, "test"), NO_GPUS)
 
 
 def test_no_finished_turn_is_lost_or_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

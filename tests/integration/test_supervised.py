@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedul
 
 from atoll.cli.launch.launcher import launch
 from atoll.config.load import validate
+from atoll.config.resolve import resolve
 from atoll.config.schema import RunConfig
 from atoll.runtime.clients.coordinator import CoordinatorClient
+from tests.builders import NO_GPUS
 
 pytestmark = [pytest.mark.long, pytest.mark.rerun_once]
 
@@ -27,32 +29,35 @@ NAMES = ("step", "actor/nll_loss", "actor/grad_norm", "actor/lr", "data/epoch")
 
 
 def config(assets: Path, folder: Path, name: str) -> RunConfig:
-    return validate(
-        {
-            "run": {"name": name, "dir": folder, "steps": STEPS, "mode": "supervised"},
-            "model": {"path": assets / "model"},
-            "data": {"train": [{"path": assets / "warmup.parquet"}], "shuffle": False},
-            "coordinator": {"prompts_per_step": ROWS_PER_STEP},
-            "trainer": {
-                "max_tokens_per_microbatch": 20,  # rows of 6 or 7 tokens: two or three of them
-                "optimizer": {
-                    "learning_rate": RATE,
-                    "weight_decay": WEIGHT_DECAY,
-                    "max_grad_norm": MAX_NORM,
-                    "schedule": "cosine",
-                    "warmup_steps": WARMUP_STEPS,
+    return resolve(
+        validate(
+            {
+                "run": {"name": name, "dir": folder, "steps": STEPS, "mode": "supervised"},
+                "model": {"path": assets / "model"},
+                "data": {"train": [{"path": assets / "warmup.parquet"}], "shuffle": False},
+                "coordinator": {"prompts_per_step": ROWS_PER_STEP},
+                "trainer": {
+                    "max_tokens_per_microbatch": 20,  # rows of 6 or 7 tokens: two or three of them
+                    "optimizer": {
+                        "learning_rate": RATE,
+                        "weight_decay": WEIGHT_DECAY,
+                        "max_grad_norm": MAX_NORM,
+                        "schedule": "cosine",
+                        "warmup_steps": WARMUP_STEPS,
+                    },
                 },
+                "validation": {
+                    "every": 10,
+                    "sets": [
+                        {"name": "sums", "path": assets / "validation.parquet", "max_prompts": NUM_HELD_OUT}
+                    ],
+                    "best": "sums/nll",
+                },
+                "checkpoint": {"every": 5},
             },
-            "validation": {
-                "every": 10,
-                "sets": [
-                    {"name": "sums", "path": assets / "validation.parquet", "max_prompts": NUM_HELD_OUT}
-                ],
-                "best": "sums/nll",
-            },
-            "checkpoint": {"every": 5},
-        },
-        "supervised",
+            "supervised",
+        ),
+        NO_GPUS,
     )
 
 

@@ -19,6 +19,7 @@ import redis
 
 from atoll.cli.audit import AuditReport, audit
 from atoll.config.load import validate
+from atoll.config.resolve import resolve
 from atoll.config.schema import RunConfig
 from atoll.coordinator.assembly import Assembly
 from atoll.coordinator.background import first_cause
@@ -35,6 +36,7 @@ from atoll.runtime.clients.base import Caller
 from atoll.runtime.store import Store
 from atoll.runtime.tokenizer import tokenizer_digest
 from atoll.wire.types import ServiceEntry, Version
+from tests.builders import NO_GPUS
 from tests.conftest import write_tokenizer
 from tests.simulation.process import SCRIPTS, Killed, Line, NumberedTimeout, Process
 from tests.simulation.services import MAX_QUEUED, FakeGrader, FakeReplica, FakeTrainer, Fate, History
@@ -98,7 +100,8 @@ def scene(seed: int, folder: Path) -> Scene:
         flat=dice.choice((0.0, 0.15)),
         refused=dice.choice((0.0, 0.0, 0.02)),
     )
-    return Scene(seed, validate(tree, "scene"), fate, faults, dice.choice((0, 1, 2, 3, 3, 4, 4, 5, 5)))
+    config = resolve(validate(tree, "scene"), NO_GPUS)
+    return Scene(seed, config, fate, faults, dice.choice((0, 1, 2, 3, 3, 4, 4, 5, 5)))
 
 
 def row(source: int, number: int) -> dict[str, object]:
