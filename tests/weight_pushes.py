@@ -158,7 +158,7 @@ async def connected(
     sync = WeightSync(
         replicas,
         Canary(model, every=1, tolerance=TOLERANCE[dtype]),
-        WeightsSection.model_validate(weights),
+        WeightsSection.model_validate({"transport": "shm"} | weights),
         str(dtype).removeprefix("torch."),
         finish_running=finish_running,
         first_epoch=time.time_ns(),  # above those of a run that the services have seen

@@ -30,7 +30,20 @@ from atoll.runtime.model_spec import ModelSpec, read_spec, with_value_head
 
 GIB = 1 << 30
 EXIT_DOES_NOT_FIT = 1
-COLUMNS = ("role", "stage", "ranks", "weights", "grads", "optim", "activ", "work", "frame", "total", "host")
+COLUMNS = (
+    "role",
+    "stage",
+    "ranks",
+    "weights",
+    "grads",
+    "optim",
+    "activ",
+    "work",
+    "frame",
+    "frag",
+    "total",
+    "host",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +132,7 @@ def plan(config: RunConfig) -> Iterator[StageMemory]:
         for stage in range(parallel.pipeline):
             forward, update = (rank_memory(spec, section, stage, phase) for phase in ("forward", "update"))
             if not isinstance(section, TrainerSection):
-                update = replace(update, activations=0, working=0)  # idle
+                update = replace(update, activations=0, working=0, fragmentation=0)  # idle
             if is_colocated:
                 forward, update = replace(forward, framework=0), replace(update, framework=0)
             pushed = BYTES[config.rollout.dtype] if role == "actor" else 0
@@ -180,7 +193,9 @@ def _advice(config: RunConfig, row: StageMemory) -> str:
     """The setting that reduces the largest part most."""
     section, table = config.roles[row.role], section_name(row.role)
     memory = row.peak
-    sizes = {name: size for name, size in asdict(memory).items() if name != "framework"}
+    sizes = {
+        name: size for name, size in asdict(memory).items() if name not in ("framework", "fragmentation")
+    }
     largest = max(sizes, key=lambda name: sizes[name])
     more_ranks = f"raise {table}.parallel.tensor or pipeline"
     if largest == "optimizer" and isinstance(section, TrainerSection) and not section.optimizer.distributed:

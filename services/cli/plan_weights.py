@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from atoll.config.schema import ParallelConfig, RunConfig, WeightsSection
+from atoll.config.transports import TRANSPORTS
 from atoll.rollout.engines.sglang.parameters import parameters
 from atoll.runtime.memory import BYTES
 from atoll.runtime.model_spec import Experts, ModelSpec, check_layout, read_spec
@@ -94,17 +95,30 @@ CASES = (  # planned if no config is given; each fits GPUs with 80 GB
 )
 
 
+def links_of(config: RunConfig) -> tuple[str, ...]:
+    """Names of the links that a run's pushes may take by its placement."""
+    actor, replicas = config.placement.gpus.roles.get("actor", ()), config.placement.gpus.replicas
+    hosts = {gpu.host for each in (actor, *replicas) for gpu in each}
+    if len(hosts) > 1:
+        return "100G", "400G"
+    return ("PCIe5", "NVLink") if TRANSPORTS[config.weights.transport].on_gpus else ("shm",)
+
+
 def show(config: RunConfig | None, as_json: bool) -> None:
-    """Prints the estimate for this run, or for common models."""
+    """Prints the estimate for this run, with its links marked, or for common models."""
     from rich.console import Console
     from rich.table import Table
 
     rows = [estimate_push(case) for case in ([case_of(config)] if config else CASES)]
+    own = links_of(config) if config else ()
     if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        print(json.dumps([{**asdict(row), "links": own} for row in rows], indent=2))
         return
-    titles = ("model", "ranks", "layout", "to", "sent", "got", "rounds", *LINKS)
+    links = (f"{link}*" if link in own else link for link in LINKS)
+    titles = ("model", "ranks", "layout", "to", "sent", "got", "rounds", *links)
     title = "GB sent and received by the busiest rank; seconds per push by link"
+    if config:
+        title += f" (*: of this run, {config.weights.transport}, {config.placement.mode})"
     table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in titles:  # on a narrow terminal words are broken, and no number is cut
         table.add_column(name, overflow="fold", no_wrap=name not in ("model", "layout"))

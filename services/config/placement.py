@@ -78,8 +78,8 @@ def trainer_environment(config: RunConfig, role: Role, rank: int) -> Mapping[str
 
 
 def replica_environment(config: RunConfig, name: str) -> Mapping[str, str]:
-    """As `trainer_environment`. SGLang's ranks take the first GPUs. A colocated replica also sees the
-    actor's others on its host: the handle of memory is opened on the GPU that has it. A replica that the
+    """As `trainer_environment`. SGLang's ranks take the first GPUs. With `cuda_ipc` a replica also sees the
+    actor's others, since it opens memory on the GPU that has it. A replica that the
     config does not count, which a user has added, keeps the GPUs that its environment has."""
     if config.rollout.device != "cuda":
         return NO_GPU
@@ -87,9 +87,9 @@ def replica_environment(config: RunConfig, name: str) -> Mapping[str, str]:
     own = {f"rollout-{index}": replica for index, replica in enumerate(gpus.replicas)}.get(name)
     if own is None:
         return {}
-    if config.placement.mode != "colocated":
+    if config.weights.transport != "cuda_ipc":
         return _visible(own)
-    others = (gpu for gpu in gpus.roles.get("actor", ()) if gpu.host == own[0].host and gpu not in own)
+    others = (gpu for gpu in gpus.roles.get("actor", ()) if gpu not in own)  # on one host, as a rule demands
     return _visible((*own, *others))
 
 

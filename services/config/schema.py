@@ -252,7 +252,7 @@ class RolloutSection(Section):
             return value
         sglang = {**sglang}
         device = sglang.pop("device")
-        if value.get("engine") != "sglang":  # resolved configs named it beside every engine
+        if device == "cuda" and value.get("engine") != "sglang":  # the default that every config.json had
             return value | {"sglang": sglang}
         if value.get("device", device) != device:
             raise ValueError(

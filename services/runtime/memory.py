@@ -19,8 +19,10 @@ FP32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
 CHUNK_LOGITS = 1 << 24  # of services/trainer/losses/logprobs.py
 LOGITS_AT_ONCE = 3  # float32 copies of a chunk: logits, their exponentials, a product of both
-FRAMEWORK = 1 << 30  # a process's CUDA context and library workspaces: usual figures, not computed
-NCCL = 1 << 30  # buffers of its communicators, where it has peers
+# Usual figures, not computed
+FRAMEWORK = 1 << 30  # a process's CUDA context and library workspaces
+COMMUNICATOR = 512 << 20  # NCCL's buffers for one group of ranks
+FRAGMENTATION = 0.1  # of memory that comes and goes: micro-batches differ in shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,12 @@ class RankMemory:
     optimizer: int  # moments, and float32 copies of bfloat16 weights
     activations: int  # kept from forward passes for their backward passes
     working: int  # what one operation needs beside: a chunk of logits, or a layer's backward pass
-    framework: int
+    framework: int  # CUDA and NCCL
+    fragmentation: int = 0
 
     @property
     def total(self) -> int:
-        return self.resident + self.activations + self.working
+        return self.resident + self.activations + self.working + self.fragmentation
 
     @property
     def resident(self) -> int:
@@ -86,13 +89,16 @@ def rank_memory(spec: ModelSpec, section: RoleSection, stage: int, phase: Phase)
         each = 2 * FP32 + (FP32 if size < FP32 else 0)
         optimizer = _share(trained, parallel, section.optimizer.distributed) * each
     is_update = phase == "update" and trained.total > 0
+    activations = _activations(spec, section, stage) if is_update else 0
+    working = _working(spec, section, stage, is_update)
     return RankMemory(
         parameters=held.total * size,
         gradients=trained.total * FP32 + trained.largest * size,
         optimizer=optimizer,
-        activations=_activations(spec, section, stage) if is_update else 0,
-        working=_working(spec, section, stage, is_update),
-        framework=FRAMEWORK + (NCCL if parallel.world_size > 1 else 0),
+        activations=activations,
+        working=working,
+        framework=FRAMEWORK + COMMUNICATOR * _num_communicators(parallel),
+        fragmentation=int(FRAGMENTATION * (activations + working)),
     )
 
 
@@ -167,6 +173,16 @@ def host_memory(spec: ModelSpec, section: RoleSection, stage: int, push_bytes: i
     pushed = 2 * push_bytes * parameters(spec, section.parallel, stage).total
     memory = rank_memory(spec, section, stage, "forward")
     return pushed + (memory.parameters + memory.optimizer if section.offload else 0)
+
+
+def _num_communicators(parallel: ParallelConfig) -> int:
+    """Groups of more than one rank that a rank belongs to, as Megatron forms them."""
+    tensor, copies, expert = parallel.tensor, parallel.context * parallel.data, parallel.expert
+    model = tensor * parallel.pipeline
+    stage = tensor * copies  # whose ranks share its experts
+    copies_of_experts = stage // expert if expert > 1 else 1
+    groups = (parallel.world_size, model, tensor, parallel.pipeline, parallel.context, copies, expert)
+    return sum(size > 1 for size in (*groups, copies_of_experts))
 
 
 def _share(count: ParameterCount, parallel: ParallelConfig, distributed: bool) -> int:

@@ -161,5 +161,5 @@ def test_a_shard_that_ranks_keep_alike_travels_once() -> None:
 
 
 def test_every_transport_has_traits() -> None:
-    assert TRANSPORTS.keys() == set(get_args(WeightsSection.model_fields["transport"].annotation))
+    assert {"auto", *TRANSPORTS} == set(get_args(WeightsSection.model_fields["transport"].annotation))
     assert {name for name, traits in TRANSPORTS.items() if traits.stays_readable} == {"shm", "cuda_ipc"}

@@ -388,7 +388,7 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             "requires replicas on GPUs",
         ),
         (
-            ["rollout={engine='sglang', dtype='float32'}"],
+            ["rollout={engine='sglang', device='cuda', dtype='float32'}"],
             'rollout.dtype = "float32", but SGLang\'s attention on GPUs computes in 16 bits',
         ),
         (["guards={min_entropy=2, max_entropy=1}"], "every entropy is below min_entropy = 2 or above"),
@@ -435,7 +435,7 @@ def test_a_combination_that_makes_no_sense_is_refused(toy: Path, overrides: list
         ["algorithm.kl={}", "reference.placement=colocated", "trainer.parallel.pipeline=2"],
         ["weights={transport='tcp', delta=true}"],
         ["weights={transport='nccl', delta=true}", "rollout.engine=sglang"],
-        ["rollout={engine='sglang', dtype='float32', sglang={attention_backend='triton'}}"],
+        ["rollout={engine='sglang', device='cuda', dtype='float32', sglang={attention_backend='triton'}}"],
         ["rollout={engine='sglang', dtype='float32', sglang={device='cpu'}}"],
     ],
 )

@@ -199,7 +199,10 @@ def test_what_does_not_fit_is_refused(sections: Mapping[str, Any], count: int, m
         ({"placement": {"gpus": {"actor": "0,0-1"}}}, '"0,0-1" names a GPU twice'),
         ({"placement": {"gpus": {"actor": "gpu0"}}}, 'got "gpu0", expected GPUs such as "0-3"'),
         ({"rollout": {"engine": "local", "device": "cuda"}}, '"local" computes on the CPU, but'),
-        ({"rollout": {"device": "cuda", "sglang": {"device": "cpu"}}}, "remove the latter"),
+        (
+            {"rollout": {"engine": "sglang", "device": "cuda", "sglang": {"device": "cpu"}}},
+            "remove the latter",
+        ),
     ],
 )
 def test_what_a_file_cannot_mean_is_refused(sections: Mapping[str, Any], message: str) -> None:
@@ -224,8 +227,10 @@ def test_gpus_are_written_as_they_are_read(text: str) -> None:
 
 
 def test_the_key_of_earlier_versions_is_read() -> None:
-    rollout = RolloutSection.model_validate({"sglang": {"device": "cpu", "tp_size": 2}})
-    assert (rollout.device, rollout.sglang.tp_size, rollout.sglang.model_extra) == ("cpu", 2, {})
+    rollout = RolloutSection.model_validate({"engine": "sglang", "sglang": {"device": "cuda", "tp_size": 2}})
+    assert (rollout.device, rollout.sglang.tp_size, rollout.sglang.model_extra) == ("cuda", 2, {})
+    every_config = RolloutSection.model_validate({"sglang": {"device": "cuda"}})  # also of the local engine
+    assert every_config == RolloutSection()
 
 
 def seen(group: ServiceGroup) -> list[str]:

@@ -26,6 +26,7 @@ CONFIG = {
 # qkv 128 x 64 and its bias, projection 64 x 64, three of 64 x 128, two norms
 LAYER = 128 * 64 + 128 + 64 * 64 + 3 * 64 * 128 + 2 * 64
 GIB = 1 << 30
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -124,3 +125,54 @@ def test_a_folder_without_config_is_said(run_file: Path, capsys: pytest.CaptureF
     (run_file.parent / "config.json").unlink()
     assert main(["plan", "--memory", str(run_file)]) == 2
     assert "is not a model folder" in capsys.readouterr().err
+
+
+QWEN = {"1": (896, 4864, 24, 14, 2, True), "8": (3584, 18944, 28, 28, 4, False)}
+QWEN["2_hosts"] = (5120, 27648, 64, 40, 8, False)
+
+
+@pytest.mark.parametrize(("example", "gib"), [("1", 24), ("8", 80), ("2_hosts", 80)])
+def test_gpu_examples_fit(example: str, gib: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Models of 0.5B, 7B and 32B by their config.json; replicas have room for 100 sequences and more."""
+    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    shape = dict(zip(f"{names} tie_word_embeddings".split(), QWEN[example], strict=True))
+    config = CONFIG | shape | {"vocab_size": 152064, "max_position_embeddings": 32768}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = EXAMPLES / f"gpu_{example}.toml"
+    code, plan = planned(capsys, file, f"model.path={tmp_path}", "--gpu-memory", gib)
+    assert (code, plan["warnings"]) == (0, [])
+    head = shape["hidden_size"] // shape["num_attention_heads"]
+    tp_size = 4 if example == "2_hosts" else 1
+    of_a_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] // tp_size * head * 2
+    assert plan["replica"]["keys_and_values"] > 100 * 1024 * of_a_token
+
+
+def test_a_replica_by_hand(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is left of a GPU for keys and values, and that colocated models take their context from it."""
+    sglang = (
+        "rollout={engine='sglang'}",
+        "rollout.sglang.mem_fraction_static=0.75",
+        "trainer.max_tokens_per_microbatch=64",
+    )
+    code, plan = planned(capsys, run_file, *sglang, "--gpu-memory", 16)
+    assert (code, plan["placement"]["mode"]) == (0, "split")
+    weights = 2 * (4 * LAYER + 2 * 1000 * 64 + 64)
+    kept = {"weights": weights, "staging": weights, "reserve": 4 * GIB}
+    assert plan["replica"] == kept | {"keys_and_values": 12 * GIB - 2 * weights}
+    code, plan = planned(capsys, run_file, *sglang, "--gpu-memory", 2.6, "--gpus", 1)
+    assert code == 1
+    assert plan["placement"]["gpus"]["rollout"] == ["0"]
+    (warning,) = (line for line in plan["warnings"] if line.startswith("rollout beside actor (stage 0)"))
+    assert "GiB are left for keys and values, too little for one sequence of 1280 tokens" in warning
+
+
+def test_communicators_and_fragmentation(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    spec = read_spec(tmp_path)
+    alone = rank_memory(spec, TrainerSection(dtype="bfloat16"), 0, "update")
+    assert alone.framework == GIB
+    assert alone.fragmentation == int(0.1 * (alone.activations + alone.working))
+    # of all ranks, of the tensor-parallel ones, of the model's (the same ones), of the copies
+    layout = ParallelConfig(tensor=2, data=4)
+    ranks = rank_memory(spec, TrainerSection(dtype="bfloat16", parallel=layout), 0, "update")
+    assert ranks.framework == GIB + 4 * GIB // 2

@@ -8,7 +8,16 @@ import pytest
 from megatron.core.parallel_state import RankGenerator
 
 from atoll.cli.main import main
-from atoll.cli.plan_weights import CASES, LINKS, estimate_push, replica_shard_layouts, trainer_shard_layouts
+from atoll.cli.plan_weights import (
+    CASES,
+    LINKS,
+    estimate_push,
+    links_of,
+    replica_shard_layouts,
+    trainer_shard_layouts,
+)
+from atoll.config.load import validate
+from atoll.config.resolve import resolve
 from atoll.config.schema import ParallelConfig, TrainerSection, WeightsSection
 from atoll.runtime.memory import rank_memory
 from atoll.runtime.model_spec import Experts
@@ -130,6 +139,22 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert found["received"] == 4 * (256 * 16 + 16 + 2 * layer)
     assert found["trainer"] == "DP2"
     assert found["tp_size"] == 1
+    assert found["links"] == ["shm"]  # the local engine's
+
+
+@pytest.mark.parametrize(
+    ("replica", "links"), [("2", ("PCIe5", "NVLink")), ("node1:0", ("100G", "400G"))], ids=["host", "hosts"]
+)
+def test_the_links_of_a_placement(replica: str, links: tuple[str, ...]) -> None:
+    tree = {
+        "run": {"name": "toy", "steps": 1},
+        "model": {"path": "m"},
+        "data": {"train": [{"path": "x.jsonl"}]},
+        "coordinator": {"host": "10.0.0.1"},
+        "rollout": {"engine": "sglang"},
+        "placement": {"gpus": {"actor": "0", "rollout": [replica]}},
+    }
+    assert links_of(resolve(validate(tree, "toy"), range(3))) == links
 
 
 def test_memory_is_planned_for_a_named_run_only(capsys: pytest.CaptureFixture[str]) -> None:
