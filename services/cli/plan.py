@@ -14,17 +14,16 @@ from atoll.config.gpus import Gpu
 from atoll.config.load import load
 from atoll.config.placement import describe_placement
 from atoll.config.resolve import resolve_for_gpus
-from atoll.config.schema import Role, RoleSection, RunConfig, TrainerSection, section_name
+from atoll.config.schema import Role, RoleSection, RolloutSection, RunConfig, TrainerSection, section_name
+from atoll.rollout.engines.sglang.arguments import reserved_mib
+from atoll.rollout.engines.sglang.parameters import num_elements
 from atoll.runtime.errors import UserError
 from atoll.runtime.memory import (
     BYTES,
     FRAMEWORK,
     RankMemory,
-    ReplicaMemory,
     host_memory,
     rank_memory,
-    replica_memory,
-    sequence_bytes,
 )
 from atoll.runtime.model_spec import ModelSpec, read_spec, with_value_head
 
@@ -65,6 +64,20 @@ class StageMemory:
     def resting(self) -> int:
         """Bytes on the device while other models are updated."""
         return self.update.framework if self.offload else self.update.resident
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMemory:
+    """Bytes on the GPU of one tensor-parallel rank of an SGLang replica."""
+
+    weights: int
+    pushes: int  # the staging buffer and communicators
+    reserve: int  # what SGLang leaves free for activations and CUDA graphs
+    keys_and_values: int  # the rest of the GPU
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.pushes + self.reserve + max(self.keys_and_values, 0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +158,25 @@ def plan_replica(config: RunConfig, capacity: int) -> ReplicaMemory | None:
     """Each rank of each replica; None: they are not on GPUs."""
     if not config.placement.gpus.replicas:
         return None
-    return replica_memory(_spec(config, "actor"), config.rollout, capacity)
+    spec, rollout = _spec(config, "actor"), config.rollout
+    weights = num_elements(spec, rollout.tp_size) * BYTES[rollout.dtype]
+    takes_turns = config.placement.mode == "colocated"
+    pushes = reserved_mib(weights, config.weights.transport, staging="device", takes_turns=takes_turns) << 20
+    share = (rollout.sglang.model_extra or {}).get("mem_fraction_static")
+    reserve = int((1 - share) * capacity) if share else sglang_reserve(rollout.tp_size)
+    return ReplicaMemory(weights, pushes, reserve, capacity - weights - pushes - reserve)
+
+
+def sglang_reserve(tp_size: int) -> int:
+    """As SGLang 0.5.23 reckons on an 80 GB H100 (handle_gpu_memory_settings): 1.5 MiB for each token of a
+    prefill chunk, communication by rank, and its graphs."""
+    return int(512 + 8192 * 1.5 + tp_size * 128 + 852) << 20
+
+
+def sequence_bytes(spec: ModelSpec, rollout: RolloutSection, num_tokens: int) -> int:
+    """Keys and values of a sequence on one rank of a replica."""
+    heads = max(spec.num_kv_heads // rollout.tp_size, 1)
+    return 2 * num_tokens * spec.num_layers * heads * spec.head_dim * BYTES[rollout.dtype]
 
 
 def misfits(

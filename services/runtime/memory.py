@@ -10,7 +10,7 @@ short segments are padded, experts get unequal shares, a tree above the budget i
 from dataclasses import dataclass
 from typing import Literal
 
-from atoll.config.schema import LoraConfig, ParallelConfig, RoleSection, RolloutSection, TrainerSection
+from atoll.config.schema import LoraConfig, ParallelConfig, RoleSection, TrainerSection
 from atoll.runtime.model_spec import ModelSpec
 
 Phase = Literal["forward", "update"]
@@ -21,7 +21,7 @@ CHUNK_LOGITS = 1 << 24  # of services/trainer/losses/logprobs.py
 LOGITS_AT_ONCE = 3  # float32 copies of a chunk: logits, their exponentials, a product of both
 # Usual figures, not computed
 FRAMEWORK = 1 << 30  # a process's CUDA context and library workspaces
-COMMUNICATOR = 512 << 20  # NCCL's buffers for one group of ranks
+COMMUNICATOR = 512 << 20  # NCCL's buffers for one of Megatron's groups of ranks
 FRAGMENTATION = 0.1  # of memory that comes and goes: micro-batches differ in shape
 
 
@@ -45,20 +45,6 @@ class RankMemory:
     def resident(self) -> int:
         """Bytes that are resident all the time, unless offloaded."""
         return self.parameters + self.gradients + self.optimizer + self.framework
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaMemory:
-    """Bytes on the GPU of one tensor-parallel rank of an SGLang replica."""
-
-    weights: int
-    staging: int  # the next version, until its commit
-    reserve: int  # what SGLang leaves free for activations and CUDA graphs
-    keys_and_values: int  # the rest of the GPU
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.staging + self.reserve + max(self.keys_and_values, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,27 +86,6 @@ def rank_memory(spec: ModelSpec, section: RoleSection, stage: int, phase: Phase)
         framework=FRAMEWORK + COMMUNICATOR * _num_communicators(parallel),
         fragmentation=int(FRAGMENTATION * (activations + working)),
     )
-
-
-def replica_memory(spec: ModelSpec, rollout: RolloutSection, capacity: int) -> ReplicaMemory:
-    """On GPUs of `capacity` bytes. Staging comes out of SGLang's share for keys and values."""
-    parallel = ParallelConfig(tensor=rollout.tp_size, expert=rollout.tp_size if spec.experts else 1)
-    weights = parameters(spec, parallel, 0).total * BYTES[rollout.dtype]
-    share = (rollout.sglang.model_extra or {}).get("mem_fraction_static")
-    reserve = int((1 - share) * capacity) if share else _sglang_reserve(rollout.tp_size)
-    return ReplicaMemory(weights, weights, reserve, capacity - reserve - 2 * weights)
-
-
-def sequence_bytes(spec: ModelSpec, rollout: RolloutSection, num_tokens: int) -> int:
-    """Keys and values of a sequence on one rank; a replica of more ranks than heads copies them."""
-    heads = max(spec.num_kv_heads // rollout.tp_size, 1)
-    return 2 * num_tokens * spec.num_layers * heads * spec.head_dim * BYTES[rollout.dtype]
-
-
-def _sglang_reserve(tp_size: int) -> int:
-    """As SGLang 0.5.23 reckons on an 80 GB H100 (handle_gpu_memory_settings): 1.5 MiB for each token of a
-    prefill chunk, communication by rank, and its graphs."""
-    return int(512 + 8192 * 1.5 + tp_size * 128 + 852) << 20
 
 
 def parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> ParameterCount:

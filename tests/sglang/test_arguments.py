@@ -133,6 +133,7 @@ async def test_the_engine_starts_its_server_with_room_for_pushes(
     with pytest.raises(EngineDiedError, match="enough"):
         await SGLangEngine.start(
             tmp_path,
+            device="cuda",
             dtype="bfloat16",
             threads=1,
             config=SGLangConfig(),
