@@ -360,6 +360,24 @@ async def test_a_run_has_a_token_of_its_own_which_only_its_folder_and_processes_
     assert not any(tokens.run in text or tokens.operators in text for text in seen)
 
 
+async def test_what_belongs_to_another_host_is_left_to_its_user(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def follow(client: CoordinatorClient) -> None:
+        await client.status()
+        await client.stop_run()
+        await asyncio.Event().wait()
+
+    def services(address: str) -> list[ServiceGroup]:
+        there = replace(fake("rollout-0", "serves", address), elsewhere="  on node1: atoll serve rollout")
+        return [fake("actor-0", "serves", address), there]
+
+    coordinator = fake("coordinator", "coordinates", "--expected", "1")
+    await supervise(tmp_path, Tokens.of_this_run(), coordinator, services, follow)
+    assert {path.stem for path in (tmp_path / "logs").iterdir()} == {"coordinator", "actor-0"}
+    assert "start rollout-0 by hand:\n  on node1: atoll serve rollout" in caplog.messages
+
+
 async def test_services_that_the_run_can_do_without_neither_end_nor_delay_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
