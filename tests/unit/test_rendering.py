@@ -199,6 +199,8 @@ def test_an_id_of_the_hub_is_answered_with_the_command(read: Callable[[Path], ob
         read(Path("Qwen/Qwen2.5-0.5B-Instruct"))
     assert str(raised.value).splitlines()[1:] == [
         "  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct",
+        "or, from ModelScope,",
+        "  modelscope download --model Qwen/Qwen2.5-0.5B-Instruct --local_dir models/Qwen2.5-0.5B-Instruct",
         'and set path = "models/Qwen2.5-0.5B-Instruct"',
     ]
 
