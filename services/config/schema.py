@@ -595,6 +595,7 @@ class WeightsSection(Section):
 
     transport: Literal["shm", "cuda_ipc", "nccl", "tcp"] = "shm"
     bucket_mb: PositiveInt = 64  # MiB per rank and round of a push
+    staging: Literal["device", "host"] = "device"  # memory in which a replica on a GPU stages a version
     deadline_s: Annotated[float, Field(gt=0)] = 60.0  # timeout for a part to arrive
     delta: bool = False  # push only the difference to the last version
     canary_every: NonNegativeInt = 1  # pushes between comparisons of trainer and replica; 0: never
