@@ -126,7 +126,7 @@ class _ClassSender:
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}  # by part and address of its room
         self._checksums = [0] * len(self._parts)  # of what was packed
         # Where the transport does not keep a version, the host does: for members of a later epoch.
-        pinned = torch.cuda.is_available()
+        pinned = any(buffer.is_cuda for buffer in buffers) and torch.cuda.is_available()
         self._kept = [
             torch.zeros(0 if self._stays_readable else size, dtype=torch.uint8, pin_memory=pinned)
             for size in self._part_bytes
