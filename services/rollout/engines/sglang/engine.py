@@ -127,7 +127,9 @@ class SGLangEngine:
             server = await SGLangServer.start(
                 arguments + workers.arguments,
                 environment | workers.environment,
-                reserved_mib=reserved_mib(shard_bytes, setup.transport, staging=setup.staging, takes_turns=False)
+                reserved_mib=reserved_mib(
+                    shard_bytes, setup.transport, staging=setup.staging, takes_turns=False
+                )
                 if config.device == "cuda"
                 else 0,
                 start_timeout_s=start_timeout_s,
