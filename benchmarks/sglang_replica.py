@@ -25,7 +25,7 @@ async def main(folder: Path) -> None:
         config=SGLangConfig.model_validate({"log_level": "warning"}),
         start_timeout_s=600.0,
         version=Version("", 0),
-        setup=ReceiverSetup("shm", deadline_s=60.0),
+        setup=ReceiverSetup("shm", deadline_s=60.0, staging="device"),
     )
     service = RolloutService(engine, "rollout-0", "bench")
     server = await Server.start(

@@ -80,7 +80,7 @@ class Reader:
         weights = torch.zeros(num_elements, device=device, dtype=DTYPES[dtype])
         self._staging = torch.zeros_like(weights)
         self._receiver = open_receiver(transport, DEADLINE_S)
-        self._refit = Refit([weights], Version("", 0), self._receiver)
+        self._refit = Refit([weights], Version("", 0), self._receiver, in_place=True)
 
     def receive(
         self, version: Version, streams: Sequence[StreamManifest], plan: Plan, membership: Membership

@@ -293,6 +293,9 @@ class _Replica:
     async def commit_weights(self, version: Version, *, finish_running: bool) -> float:
         return cast(float, await self._worker("commit", version))
 
+    async def progress(self) -> int:
+        return 0
+
 
 def even_shard_layout(num_bytes: int) -> ShardLayout:
     """Matrices of TENSOR_BYTES, one behind the other."""

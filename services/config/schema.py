@@ -630,6 +630,7 @@ class WeightsSection(Section):
         "auto"  # nccl between GPUs, cuda_ipc if trainer and replicas share them on one host, else shm
     )
     bucket_mb: PositiveInt = 64  # MiB per rank and round of a push
+    staging: Literal["device", "host"] = "device"  # memory in which a replica on a GPU stages a version
     deadline_s: Annotated[float, Field(gt=0)] = 60.0  # timeout for a part to arrive
     delta: bool = False  # push only the difference to the last version
     canary_every: NonNegativeInt = 1  # pushes between comparisons of trainer and replica; 0: never

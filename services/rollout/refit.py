@@ -9,19 +9,21 @@ import torch
 from numpy.typing import NDArray
 
 from atoll.runtime.errors import WeightPushError
-from atoll.weights.boxes import copy_boxes, side_views, stream_views
+from atoll.weights.boxes import Launch, copy_boxes, copy_part, launches, side_views, stream_views
 from atoll.weights.delta import decode
 from atoll.weights.transport.base import Receiver
 from atoll.wire.types import TRANSFER, Membership, Plan, PushPart, StreamManifest, Version
 
+Part = tuple[int, int]  # trainer rank and round
+
 
 @dataclass(slots=True)
 class _BufferSet:
-    """One of the two sets of buffers. Both dicts go by the transfer's number in the plan."""
+    """One of the two sets of buffers. Both dicts go by the part that brings it."""
 
     buffers: list[torch.Tensor]
-    boxes: dict[int, torch.Tensor] = field(default_factory=dict)  # where this rank's transfers end
-    checksums: dict[int, int] = field(default_factory=dict)  # of what is there, where that is known
+    boxes: dict[Part, list[torch.Tensor]] = field(default_factory=dict)  # where its transfers end
+    checksums: dict[Part, int] = field(default_factory=dict)  # of what is there, where that is known
 
 
 class Refit:
@@ -40,30 +42,35 @@ class Refit:
         rank: int = 0,
         *,
         in_place: bool = False,
+        staging: str = "device",
     ) -> None:
         """`buffers` are those that the shard layout indexes; `rank` is the tensor-parallel rank. `in_place`:
-        they stay the live ones, and a commit copies what changed.
+        they stay the live ones. Parts are then staged whole, one behind the other, and a commit unpacks what
+        changed. `staging = "host"` stages them in host memory even if the buffers are on a device.
         """
         self.version = version
+        self._holds_version = True  # the live side
         self._receiver = receiver
         self._rank = rank
         self._in_place = in_place
         self._dtype = buffers[0].dtype
         self._live = _BufferSet(list(buffers))
-        self._staging = _BufferSet([buffer.clone() for buffer in buffers])  # allocates the pages
+        self._staging = _BufferSet([_reserve(buffers, staging)] if in_place else [b.clone() for b in buffers])
+        self._unpack: dict[Part, list[Launch]] = {}  # from the staging side to the live one, if in place
         self._plan = Plan("", (), np.empty(0, TRANSFER))
+        self._runs: dict[Part, NDArray[np.void]] = {}  # the plan's transfers to this rank
         self._epoch = 0
         self._incoming: Version | None = None
-        self._arrived: dict[int, int] = {}  # checksums of the incoming version, by transfer
+        self._arrived: dict[Part, int] = {}  # checksums of the incoming version
         self._lock = Lock()
 
     def receive(self, part: PushPart) -> int:
         """Copies what the part holds for this rank and checks it; returns bytes copied.
 
         A version comes in one call or in several; the plan comes with the first stream that needs it.
-        Boxes that already hold the expected bytes are not copied. Raises WeightPushError if a slice
-        is wrong: nothing of the version counts as arrived then. A call of an epoch that is over, which may
-        come late, is refused and changes nothing.
+        Parts whose bytes this rank already holds are not copied. Raises WeightPushError if one is wrong:
+        nothing of the version counts as arrived then. A call of an epoch that is over, which may come late,
+        is refused and changes nothing.
         """
         version, membership = part.version, part.membership
         with self._lock:
@@ -74,7 +81,7 @@ class Refit:
             self._epoch = membership.epoch
             if part.plan is not None and part.plan.id != self._plan.id:
                 self._use(part.plan)
-            if version == self.version:
+            if self._is_live(version):
                 for stream in part.streams:  # others of its epoch may wait for this rank all the same
                     self._take(stream, membership)
                 return 0
@@ -84,7 +91,7 @@ class Refit:
                 self._forget()
                 self._incoming = version
             try:
-                num_bytes = sum(self._receive_stream(stream, membership) for stream in part.streams)
+                num_bytes = sum(self._stage(stream, membership) for stream in part.streams)
                 if not self._in_place:
                     self._fill_from_live()
                 return num_bytes
@@ -95,23 +102,24 @@ class Refit:
     def check(self, version: Version) -> None:
         """Raises WeightPushError if a commit of the version would."""
         with self._lock:
-            if version != self.version:
+            if not self._is_live(version):
                 self._check_staged(version)
 
     def commit(self, version: Version) -> list[torch.Tensor]:
         """Makes the staged version live; returns the buffers that hold it, for the engine to bind to.
 
         Unless `in_place`, those that were live become the staging side: the next `receive` overwrites them.
+        Otherwise, on a device, the copies may still run when it returns, on the current stream.
         Repeating the call changes nothing. Raises WeightPushError if the version is not staged whole.
         """
         with self._lock:
-            if version != self.version:
+            if not self._is_live(version):
                 self._check_staged(version)
                 if self._in_place:
                     self._copy_over()
                 elif self._arrived != self._live.checksums:
                     self._live, self._staging = self._staging, self._live
-                self.version = version
+                self.version, self._holds_version = version, True
                 self._forget()
             return self._live.buffers
 
@@ -121,103 +129,125 @@ class Refit:
             if version == self._incoming:
                 self._forget()
 
+    def invalidate(self) -> None:
+        """Call it after the buffers' content was lost: neither side holds anything any more, so the next push
+        has to bring every part, also if it is of the version that was live."""
+        with self._lock:
+            self._holds_version = False
+            for side in (self._live, self._staging):
+                side.checksums = {}
+            self._forget()
+
+    def _is_live(self, version: Version) -> bool:
+        return self._holds_version and version == self.version
+
     def _use(self, plan: Plan) -> None:
         self._plan = plan
-        mine = np.flatnonzero(plan.transfers["target"] == self._rank)
-        for side in (self._live, self._staging):
-            views = side_views(side.buffers, plan.transfers[mine], "target")
-            side.boxes = dict(zip(mine.tolist(), views, strict=True))
-            side.checksums = {}
+        mine = plan.transfers[plan.transfers["target"] == self._rank]
+        keys = mine[["source", "round"]]
+        borders = np.flatnonzero(keys[1:] != keys[:-1]) + 1
+        self._runs = {run[0][["source", "round"]].item(): run for run in np.split(mine, borders) if len(run)}
+        self._live.boxes = self._views_of(self._live)
+        if self._in_place:
+            sizes = [self._dtype.itemsize * _num_elements(run) for run in self._runs.values()]
+            staged = self._staging.buffers[0][: sum(sizes)].split_with_sizes(sizes)
+            slots = dict(zip(self._runs, staged, strict=True))
+            self._staging.boxes = {part: [slot] for part, slot in slots.items()}
+            self._unpack = {
+                part: launches(self._live.boxes[part], stream_views(slot, self._runs[part], self._dtype))
+                for part, slot in slots.items()
+            }
+        else:
+            self._staging.boxes = self._views_of(self._staging)
+        self._live.checksums, self._staging.checksums = {}, {}
         self._forget()
+
+    def _views_of(self, side: _BufferSet) -> dict[Part, list[torch.Tensor]]:
+        return {part: side_views(side.buffers, run, "target") for part, run in self._runs.items()}
 
     def _forget(self) -> None:
         self._incoming = None
         self._arrived = {}
 
-    def _take(
-        self, stream: StreamManifest, membership: Membership
-    ) -> tuple[int, NDArray[np.void], torch.Tensor] | None:
-        """What arrives: the first of its transfers, all of them, and their bytes. None for another rank."""
+    def _take(self, stream: StreamManifest, membership: Membership) -> torch.Tensor | None:
+        """uint8 [bytes] that arrive; None for another rank."""
         if stream.plan_id != self._plan.id:
             raise WeightPushError(f"a stream of plan {stream.plan_id}, which was never sent: send the plan")
-        transfers = self._plan.transfers
-        first = int(np.searchsorted(transfers["source"], stream.source)) + stream.first
-        run = transfers[first : first + len(stream.checksums)]
-        assert run["source"].tolist() == [stream.source] * len(stream.checksums), "not a run of the plan"
-        if run["target"][0] != self._rank:
+        if (stream.source, stream.part) not in self._runs:
             return None
-        return first, run, self._receiver.take(stream, membership)
+        return self._receiver.take(stream, membership)
 
-    def _receive_stream(self, stream: StreamManifest, membership: Membership) -> int:
-        taken = self._take(stream, membership)
-        if taken is None:
+    def _stage(self, stream: StreamManifest, membership: Membership) -> int:
+        """Copies and checks a part unless this rank holds it already; returns the bytes copied."""
+        data, part = self._take(stream, membership), (stream.source, stream.part)
+        if data is None:
             return 0
-        first, run, part = taken
+        staged = self._staging.checksums
+        self._arrived[part] = stream.checksum
+        if stream.checksum in (staged.get(part), self._live.checksums.get(part)):
+            return 0
         if stream.delta:
-            part = self._apply_delta(part, first, run)
-        expected = dict(zip(range(first, first + len(run)), stream.checksums.tolist(), strict=True))
-        pieces = dict(zip(expected, stream_views(part, run, self._dtype), strict=True))
-        return self._stage(expected, pieces)
+            data = self._apply_delta(data, part)
+        staged.pop(part, None)  # unknown until the copy is checked
+        pieces = [data] if self._in_place else stream_views(data, self._runs[part], self._dtype)
+        checksum = copy_part(data, self._staging.boxes[part], pieces)
+        if checksum != stream.checksum:
+            raise WeightPushError(
+                f"{self._describe(part)}: got checksum {checksum:#018x}, expected {stream.checksum:#018x}; "
+                "nothing was committed"
+            )
+        staged[part] = checksum
+        return data.nbytes
 
-    def _apply_delta(self, delta: torch.Tensor, first: int, run: NDArray[np.void]) -> torch.Tensor:
+    def _apply_delta(self, delta: torch.Tensor, part: Part) -> torch.Tensor:
         """uint8 [bytes] the part that the delta makes of the live one. Whether it was encoded from that one,
-        checksums tell."""
-        num_elements = int((run["rows"] * run["columns"]).sum())
-        part = torch.empty(num_elements, dtype=self._dtype, device=delta.device)
-        for number, piece in enumerate(stream_views(part.view(torch.uint8), run, self._dtype), first):
-            piece.copy_(self._live.boxes[number])
+        the checksum tells."""
+        run = self._runs[part]
+        data = delta.new_empty(self._dtype.itemsize * _num_elements(run))
+        copy_boxes(launches(stream_views(data, run, self._dtype), self._live.boxes[part]))
         try:
-            decode(delta, part)
+            decode(delta, data.view(self._dtype))
         except ValueError as error:
-            raise WeightPushError(f"{self._describe(first)}: {error}; nothing was committed") from error
-        return part.view(torch.uint8)
-
-    def _stage(self, expected: dict[int, int], pieces: dict[int, torch.Tensor]) -> int:
-        """Copies and checks what this rank does not hold already; returns the bytes copied."""
-        self._arrived |= expected
-        staged, live = self._staging.checksums, self._live.checksums
-        new = [
-            number
-            for number, checksum in expected.items()
-            if checksum not in (staged.get(number), live.get(number))
-        ]
-        for number in new:
-            staged.pop(number, None)  # unknown until the copy is checked
-        got = copy_boxes([self._staging.boxes[number] for number in new], [pieces[number] for number in new])
-        for number, checksum in zip(new, got.tolist(), strict=True):
-            if checksum != expected[number]:
-                raise WeightPushError(
-                    f"{self._describe(number)}: got checksum {checksum:#018x}, expected "
-                    f"{expected[number]:#018x}; nothing was committed"
-                )
-            staged[number] = checksum
-        return sum(pieces[number].nbytes for number in new)
+            raise WeightPushError(f"{self._describe(part)}: {error}; nothing was committed") from error
+        return data
 
     def _fill_from_live(self) -> None:
         """Once all is there: what the trainer did not change may be on the live side alone."""
-        if self._arrived.keys() == self._live.boxes.keys() and self._arrived != self._live.checksums:
-            for number, expected in self._arrived.items():
-                if self._staging.checksums.get(number) != expected:
-                    self._staging.boxes[number].copy_(self._live.boxes[number])
-                    self._staging.checksums[number] = expected
+        if self._arrived.keys() == self._runs.keys() and self._arrived != self._live.checksums:
+            for part, expected in self._arrived.items():
+                if self._staging.checksums.get(part) != expected:
+                    copy_boxes(launches(self._staging.boxes[part], self._live.boxes[part]))
+                    self._staging.checksums[part] = expected
 
     def _copy_over(self) -> None:
-        for number, expected in self._arrived.items():
-            if self._live.checksums.get(number) != expected:
-                self._live.checksums.pop(number, None)  # unknown should the copy fail half-way
-                self._live.boxes[number].copy_(self._staging.boxes[number])
-                self._live.checksums[number] = expected
+        for part, expected in self._arrived.items():
+            if self._live.checksums.get(part) != expected:
+                self._live.checksums.pop(part, None)  # unknown should the copy fail half-way
+                copy_boxes(self._unpack[part], wait=False)
+                self._live.checksums[part] = expected
 
     def _check_staged(self, version: Version) -> None:
         if version != self._incoming:
             raise WeightPushError(f"commit of {version}, but {self._incoming or 'nothing'} is staged")
-        if missing := sorted(self._live.boxes.keys() - self._arrived.keys()):
+        if missing := sorted(self._runs.keys() - self._arrived.keys()):
             raise WeightPushError(
-                f"commit of {version}, but {len(missing)} of {len(self._live.boxes)} slices have not "
-                f"arrived; the first is {self._describe(missing[0])}"
+                f"commit of {version}, but {len(missing)} of {len(self._runs)} parts have not arrived; the "
+                f"first is {self._describe(missing[0])}"
             )
 
-    def _describe(self, number: int) -> str:
-        t = self._plan.transfers[number]
-        name = self._plan.tensors[t["tensor"]]
-        return f"{name!r}, {t['rows']} rows from row {t['row']}, from trainer rank {t['source']}"
+    def _describe(self, part: Part) -> str:
+        source, number = part
+        first, last = (self._plan.tensors[t] for t in self._runs[part]["tensor"][[0, -1]])
+        return f"part {number} of trainer rank {source}, from {first!r} to {last!r}"
+
+
+def _num_elements(run: NDArray[np.void]) -> int:
+    return int((run["rows"] * run["columns"]).sum())
+
+
+def _reserve(buffers: Sequence[torch.Tensor], staging: str) -> torch.Tensor:
+    """uint8 as large as all buffers. Touches the pages."""
+    on_host = staging == "host"
+    like = torch.empty(0) if on_host else buffers[0]
+    num_bytes = sum(buffer.nbytes for buffer in buffers)
+    return like.new_zeros(num_bytes, dtype=torch.uint8, pin_memory=on_host and torch.cuda.is_available())

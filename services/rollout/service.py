@@ -191,4 +191,4 @@ async def _start_sglang(config: RunConfig) -> Engine:
 def _receiver_setup(config: RunConfig) -> ReceiverSetup:
     weights, lora = config.weights, config.trainer.lora
     pushed = LoraSpec(lora.rank, lora.alpha, lora.targets) if lora and lora.push == "adapter" else None
-    return ReceiverSetup(weights.transport, weights.deadline_s, pushed)
+    return ReceiverSetup(weights.transport, weights.deadline_s, weights.staging, pushed)

@@ -1,4 +1,4 @@
-"""A trainer rank's side of a weight push: casts, packs and checksums, round by round."""
+"""A trainer rank's side of a weight push: casts, packs and checksums, part by part."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from atoll.runtime.errors import WeightPushError
-from atoll.weights.boxes import checksum, copy_boxes, side_views, stream_views
+from atoll.weights.boxes import copy_part, side_views, stream_views
 from atoll.weights.delta import encode
 from atoll.weights.transport.base import Sender
 from atoll.wire.types import Membership, Plan, PublishedPart, PublishRequest, StreamManifest, Version
@@ -123,11 +123,12 @@ class _ClassSender:
         self._rank, self._plan_id, self._dtype, self._delta = rank, plan.id, dtype, delta
         self._sources = side_views(buffers, self._transfers, "source")
         self._sender, self._stays_readable = open_sender(self._part_bytes), stays_readable
-        self._checksums = np.zeros(len(self._transfers), np.uint64)  # of what was packed
+        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}  # by part and address of its room
+        self._checksums = [0] * len(self._parts)  # of what was packed
         # Where the transport does not keep a version, the host does: for members of a later epoch.
-        on_device = any(buffer.is_cuda for buffer in buffers)
+        pinned = any(buffer.is_cuda for buffer in buffers) and torch.cuda.is_available()
         self._kept = [
-            torch.zeros(0 if self._stays_readable else size, dtype=torch.uint8, pin_memory=on_device)
+            torch.zeros(0 if self._stays_readable else size, dtype=torch.uint8, pin_memory=pinned)
             for size in self._part_bytes
         ]
         self._version: Version | None = None
@@ -172,9 +173,19 @@ class _ClassSender:
     def _unchanged(self) -> bool:
         """After a training step the first tensor differs, and the others are not looked at."""
         return all(
-            checksum(source, self._dtype) == expected
-            for source, expected in zip(self._sources, self._checksums.tolist(), strict=True)
+            torch.equal(packed.view(torch.uint8), source.to(packed).view(torch.uint8))
+            for part, run in enumerate(self._parts)
+            for packed, source in zip(
+                self._views_of(part, self._sender.room(part)), self._sources[run], strict=True
+            )
         )
+
+    def _views_of(self, part: int, room: torch.Tensor) -> list[torch.Tensor]:
+        """Of the part's transfers. They are made once, since two rooms take turns."""
+        place = part, room.data_ptr()
+        if place not in self._views:
+            self._views[place] = stream_views(room, self._transfers[self._parts[part]], self._dtype)
+        return self._views[place]
 
     def _send(self, part: int, is_live: bool) -> PublishedPart:
         last, run, num_bytes = part + 1 == self._num_rounds, self._parts[part], self._part_bytes[part]
@@ -202,8 +213,8 @@ class _ClassSender:
             offset=offset,
             num_bytes=num_bytes,
             plan_id=self._plan_id,
-            first=run.start,
-            checksums=self._checksums[run].copy(),
+            part=part,
+            checksum=self._checksums[part],
             delta=delta is not None,
         )
         return PublishedPart((manifest,), num_bytes, last)
@@ -211,9 +222,7 @@ class _ClassSender:
     def _pack(self, part: int, room: torch.Tensor) -> torch.Tensor | None:
         """Fills the room from the live weights; returns what differs from the last version if that is to
         travel instead."""
-        run = self._parts[part]
-        views = stream_views(room, self._transfers[run], self._dtype)
-        self._checksums[run] = copy_boxes(views, self._sources[run])
+        self._checksums[part] = copy_part(room, self._views_of(part, room), self._sources[self._parts[part]])
         self._packed = part + 1
         if self._stays_readable:
             return None

@@ -1,12 +1,13 @@
-"""Boxes in flat buffers: views, copies with checksums of the result, checksums of whole tensors.
+"""Boxes in flat buffers: views, copies into and out of a part in transit with its checksum, checksums of
+whole tensors.
 
-A box that never leaves devices is checksummed there (`device_checksum`), any other box on the host (xxh3-64).
-The memory that holds a part in transit decides which, so both ends of a transport agree.
+A part is one dense run of bytes. On a device it is checksummed there (`device_checksum`), on the host by
+xxh3-64. The memory that holds it in transit decides, so both ends agree wherever they keep their boxes.
 
 Letters in shapes: R rows, C columns of a box; N boxes; W words of 32 bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -14,10 +15,13 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from atoll.wire.types import ShardLayout, UInt64
+from atoll.wire.types import ShardLayout
 
 CHUNK_BYTES = 1 << 20  # copied and hashed together, while in a core's L2 cache
 NUM_FACTORS = 1 << 20  # words that a device sums together: their factors, 8 MiB, stay in its L2 cache
+SUMMED_BLOCKS = 4  # blocks of words at once: the products take 32 MiB, whatever the size of the part
+
+Launch = tuple[list[torch.Tensor], list[torch.Tensor]]  # boxes that are copied together: into, and from
 
 
 def box_view(
@@ -25,7 +29,9 @@ def box_view(
 ) -> torch.Tensor:
     """[R, C] view of a flat buffer; offset and stride in elements, dense without stride."""
     begin = buffer.storage_offset() + offset  # as_strided counts from the beginning of the storage
-    return buffer.as_strided((rows, columns), (columns if stride is None else stride, 1), begin)
+    if stride is None or rows == 1:  # a fused copy needs equal strides, also of boxes of one row
+        stride = columns
+    return buffer.as_strided((rows, columns), (stride, 1), begin)
 
 
 def side_views(buffers: Sequence[torch.Tensor], transfers: NDArray[np.void], side: str) -> list[torch.Tensor]:
@@ -42,35 +48,60 @@ def stream_views(part: torch.Tensor, transfers: NDArray[np.void], dtype: torch.d
     return [box_view(elements, *place) for place in places.tolist()]
 
 
-def checksum(box_RC: torch.Tensor, dtype: torch.dtype) -> int:
-    """xxh3-64 of the box's bytes in `dtype`, row-major; `device_checksum` of them if it is on a device."""
-    if box_RC.is_cuda:
-        return _unsigned(device_checksum(box_RC.to(dtype)))
-    hasher = xxhash.xxh3_64()
-    for rows in _chunks(box_RC, dtype):
-        # a copy even without a cast: memory exposed to numpy cannot be freed in place
-        hasher.update(_bytes(box_RC[rows].to(dtype, copy=True)))
+def copy_part(part: torch.Tensor, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
+    """Copies boxes, with a cast, into the part [bytes] or out of it; returns the checksum of its bytes.
+
+    `into` or `sources` are all of the part, in its order. The checksum is taken after the copy, so a part
+    that its sender overwrites while it is read does not pass.
+    """
+    if part.is_cuda:
+        copy_boxes(launches(into, sources))
+        return int(device_checksum(part)) % 2**64
+    hasher, memory, begin = xxhash.xxh3_64(), part.numpy().data, 0
+    for chunk in _chunks(into, sources):
+        copy_boxes([chunk])
+        end = begin + sum(box.nbytes for box in chunk[0])
+        hasher.update(memory[begin:end])
+        begin = end
     return hasher.intdigest()
 
 
-def copy_boxes(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> UInt64:
-    """Copies with a cast; returns each target box's checksum [N] after the copy, row-major."""
-    if not into or not (into[0].is_cuda and sources[0].is_cuda):
-        return np.array([_copy(*pair) for pair in zip(into, sources, strict=True)], np.uint64)
-    sums = [device_checksum(box.copy_(source)) for box, source in zip(into, sources, strict=True)]
-    return torch.stack(sums).cpu().numpy().view(np.uint64)  # waits for the device once
+def copy_boxes(launches: Iterable[Launch], *, wait: bool = True) -> None:
+    """Without `wait`, copies from pinned memory into a device may still run: they follow its stream."""
+    for into, sources in launches:
+        torch._foreach_copy_(into, sources, non_blocking=not wait)
 
 
-def _copy(into_RC: torch.Tensor, from_RC: torch.Tensor) -> int:
-    if into_RC.is_cuda:
-        into_RC.copy_(from_RC)
-        return checksum(from_RC, into_RC.dtype)  # of the box on the host, as it travels
-    if into_RC.nbytes <= CHUNK_BYTES:  # most tensors of a small model: no need for views of chunks
-        return xxhash.xxh3_64_intdigest(_bytes(into_RC.copy_(from_RC)))
-    hasher = xxhash.xxh3_64()
-    for rows in _chunks(into_RC, into_RC.dtype):
-        hasher.update(_bytes(into_RC[rows].copy_(from_RC[rows])))
-    return hasher.intdigest()
+def launches(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Launch]:
+    """Groups the copies that a device can fuse. All others are a group of their own, since a single one of
+    them would have it copy one by one."""
+    groups: dict[object, Launch] = {}
+    for box, source in zip(into, sources, strict=True):
+        dense = all(side.is_cuda and side.is_contiguous() for side in (box, source))
+        group = groups.setdefault((source.device, source.dtype) if dense else None, ([], []))
+        group[0].append(box)
+        group[1].append(source)
+    return list(groups.values())
+
+
+def _chunks(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Iterator[Launch]:
+    """Boxes of about CHUNK_BYTES together, in order; larger ones are cut between rows."""
+    chunk: Launch = [], []
+    num_bytes = 0
+    for box, source in zip(into, sources, strict=True):
+        rows = max(1, CHUNK_BYTES * len(box) // box.nbytes)
+        pairs = [(box, source)]
+        if rows < len(box):
+            pairs = list(zip(torch.split(box, rows), torch.split(source, rows), strict=True))
+        for pair in pairs:
+            for side, piece in zip(chunk, pair, strict=True):
+                side.append(piece)
+            num_bytes += pair[0].nbytes
+            if num_bytes >= CHUNK_BYTES:
+                yield chunk
+                chunk, num_bytes = ([], []), 0
+    if num_bytes:
+        yield chunk
 
 
 def device_checksum(box_RC: torch.Tensor) -> torch.Tensor:
@@ -89,9 +120,10 @@ def device_checksum(box_RC: torch.Tensor) -> torch.Tensor:
     words_W = flat.view(torch.int32)
     factors = _factors(box_RC.device)
     whole = len(words_W) // NUM_FACTORS * NUM_FACTORS
-    blocks = (words_W[:whole].view(-1, NUM_FACTORS) * factors).sum(1)
+    blocks = torch.split(words_W[:whole].view(-1, NUM_FACTORS), SUMMED_BLOCKS)
+    sums = [(some * factors).sum(1) for some in blocks]
     rest = (words_W[whole:] * factors[: len(words_W) - whole]).sum()
-    return device_checksum(torch.cat([blocks, rest[None]])) if whole else rest
+    return device_checksum(torch.cat([*sums, rest[None]])) if whole else rest
 
 
 @cache
@@ -101,10 +133,6 @@ def _factors(device: torch.device) -> torch.Tensor:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
     return torch.from_numpy((z ^ (z >> np.uint64(31))).view(np.int64)).to(device)
-
-
-def _unsigned(sum_: torch.Tensor) -> int:
-    return int(sum_) % 2**64
 
 
 def tensor_checksums(
@@ -124,14 +152,5 @@ def tensor_checksums(
             _, row, rows, column, columns, buffer, offset, stride = box
             view = box_view(buffers[buffer], rows, columns, offset, stride)
             whole[row : row + rows, column : column + columns] = view  # in host memory
-        checksums[name] = checksum(whole, dtype)
+        checksums[name] = xxhash.xxh3_64_intdigest(whole.view(torch.uint8).numpy().data)
     return checksums
-
-
-def _bytes(box_RC: torch.Tensor) -> memoryview:
-    return box_RC.contiguous().view(torch.uint8).numpy().data
-
-
-def _chunks(box_RC: torch.Tensor, dtype: torch.dtype) -> list[slice]:
-    at_once = max(1, CHUNK_BYTES // (box_RC.shape[1] * dtype.itemsize))
-    return [slice(row, row + at_once) for row in range(0, box_RC.shape[0], at_once)]

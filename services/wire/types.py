@@ -714,7 +714,7 @@ class Membership:
     member: int = 0  # which of them this replica is
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class StreamManifest:
     """What one trainer rank sends to one target rank of all replicas of a class in one round: a part of its
     stream."""
@@ -724,8 +724,8 @@ class StreamManifest:
     offset: int  # byte at that location where the part begins
     num_bytes: int  # of the part as it travels
     plan_id: str
-    first: int  # number, among the rank's transfers, of the first one in the part
-    checksums: UInt64  # [N] of each transfer's bytes in the serving dtype, in plan order
+    part: int  # round of the plan
+    checksum: int  # of the part's bytes in the serving dtype, see weights/boxes.py
     delta: bool = False  # only what differs from the version before travels
 
 
@@ -774,6 +774,7 @@ class ReceiverSetup:
 
     transport: str  # as in [weights]
     deadline_s: float  # time for a part to arrive
+    staging: str  # as in [weights]
     lora: LoraSpec | None = None  # adapters, where they alone are pushed
 
 

@@ -13,7 +13,7 @@ from atoll.config.transports import TRANSPORTS
 from atoll.rollout.refit import Refit
 from atoll.runtime.errors import WeightPushError
 from atoll.trainer.publish import DTYPES, Publisher
-from atoll.weights.boxes import checksum, copy_boxes, device_checksum
+from atoll.weights.boxes import copy_part, device_checksum
 from atoll.weights.delta import decode, encode
 from atoll.weights.plan import plan
 from atoll.weights.transport.base import open_receiver, open_sender
@@ -28,13 +28,14 @@ needs_cupy = pytest.mark.skipif(find_spec("cupy") is None, reason="CuPy is not i
 
 
 def test_checksums_equal_those_of_the_same_bytes_on_a_cpu():
-    boxes = [torch.randn(rows, 2047) for rows in (1, 7, 1500)]  # the last has three blocks of words
-    into = [box.cuda().bfloat16() for box in boxes]
-    got = copy_boxes(into, [box.cuda() for box in boxes])
-    assert all(box.is_cuda for box in into)
-    expected = [int(device_checksum(box.bfloat16())) % 2**64 for box in boxes]
-    assert got.tolist() == expected
-    assert [checksum(box.cuda(), torch.bfloat16) for box in boxes] == expected
+    sources = [torch.randn(rows, 2047) for rows in (1, 7, 15_000)]  # the part has 15 blocks of words
+    data = torch.cat([source.bfloat16().view(-1) for source in sources]).view(torch.uint8)
+    part = torch.zeros_like(data, device="cuda")
+    pieces = part.view(torch.bfloat16).split([source.numel() for source in sources])
+    packed = [piece.view(source.shape) for piece, source in zip(pieces, sources, strict=True)]
+    expected = int(device_checksum(data)) % 2**64
+    assert copy_part(part, packed, [source.cuda() for source in sources]) == expected
+    assert torch.equal(part.cpu(), data)
 
 
 def test_deltas_are_those_of_a_cpu():
@@ -71,7 +72,8 @@ def check_pushes(transport: str, dtype: str, delta: bool, on_host: bool = False)
             stays_readable=TRANSPORTS[transport].stays_readable,
         )
     else:
-        refit = Refit(mine, V0, open_receiver(transport, DEADLINE_S))
+        staging = "host" if rank == 2 else "device"
+        refit = Refit(mine, V0, open_receiver(transport, DEADLINE_S), in_place=True, staging=staging)
     model = random_model(1)
     for version in (V1, V2):
         for tensor in model.values():
@@ -92,7 +94,7 @@ def check_pushes(transport: str, dtype: str, delta: bool, on_host: bool = False)
             if refit is not None:
                 membership = Membership(1, num_members, rank - 1)
                 if transport == "cuda_ipc" and part == 1:
-                    wrong = [replace(s, checksums=s.checksums ^ 1) for s in published[0].streams]
+                    wrong = [replace(s, checksum=s.checksum ^ 1) for s in published[0].streams]
                     with pytest.raises(WeightPushError, match="nothing was committed"):
                         refit.receive(PushPart(version, wrong, weight_plan, membership))
                 refit.receive(PushPart(version, published[0].streams, weight_plan, membership))

@@ -24,7 +24,7 @@ def started_with(tp_size: int) -> Callable[[Path], Awaitable[Engine]]:
             config=SGLangConfig.model_validate(settings),
             start_timeout_s=600.0,
             version=V0,
-            setup=ReceiverSetup("shm", deadline_s=30.0),
+            setup=ReceiverSetup("shm", deadline_s=30.0, staging="device"),
         )
 
     return start

@@ -119,8 +119,12 @@ def test_a_shard_is_staged_beside_what_sglang_needs(tmp_path: Path, model: str, 
     assert left * H100_MIB > 2 * shard_mib  # weights, and as much for keys and values
 
 
+@pytest.mark.parametrize(
+    ("staging", "staged_bytes"),
+    [("device", 7_615_616_512 * 2), ("host", 0)],  # the model card's parameters
+)
 async def test_the_engine_starts_its_server_with_room_for_pushes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: str, staged_bytes: int
 ) -> None:
     started: dict[str, Any] = {}
 
@@ -139,11 +143,9 @@ async def test_the_engine_starts_its_server_with_room_for_pushes(
             config=SGLangConfig(),
             start_timeout_s=9.0,
             version=Version("a3f0", 0),
-            setup=ReceiverSetup("nccl", deadline_s=60.0),
+            setup=ReceiverSetup("nccl", deadline_s=60.0, staging=staging),
         )
-    assert (
-        started["reserved_mib"] == -(-7_615_616_512 * 2 // (1 << 20)) + 2 * 300
-    )  # the model card's parameters
+    assert started["reserved_mib"] == -(-staged_bytes // (1 << 20)) + 2 * 300
     # a broadcast that waits for a slow peer ends before the server would be killed for its silence
     assert started["control_timeout_s"] == 180
 

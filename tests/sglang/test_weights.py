@@ -203,15 +203,13 @@ async def give_up_in_its_midst(
 
 
 def corrupted(parts: Sequence[PublishedPart]) -> list[PublishedPart]:
-    """One byte of the last slice does not match its checksum."""
+    """The last part does not match its checksum."""
     *others, stream = parts[-1].streams
-    sums = stream.checksums.copy()
-    sums[-1] ^= np.uint64(1)
-    return [*parts[:-1], replace(parts[-1], streams=(*others, replace(stream, checksums=sums)))]
+    return [*parts[:-1], replace(parts[-1], streams=(*others, replace(stream, checksum=stream.checksum ^ 1)))]
 
 
 def orphaned(parts: Sequence[PublishedPart]) -> list[PublishedPart]:
-    """The sender of the last slice was killed."""
+    """The sender of the last part was killed."""
     sender = subprocess.Popen(
         [
             sys.executable,

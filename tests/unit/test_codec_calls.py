@@ -38,7 +38,7 @@ V3 = Version("a3f0", 3)
 CATALOG = ShardLayout(("q", "k"), np.array([(0, 0, 4, 0, 2, 1, 6, 2), (1, 4, 1, 0, 9, 0, 0, 9)], BOX))
 OTHER = ShardLayout(("q",), np.array([(0, 4, 4, 0, 2, 0, 0, 2)], BOX))
 PLAN = Plan("f00d", ("q", "k"), np.array([tuple(range(15))], TRANSFER))
-STREAM = StreamManifest(3, "/proc/7/fd/9", 4096, 64, "f00d", 5, np.array([2**64 - 1], np.uint64), True)
+STREAM = StreamManifest(3, "/proc/7/fd/9", 4096, 64, "f00d", 5, 2**64 - 1, True)
 TRAINER = TrainerInfo("qwen", 4, 2, 1, 1, 1, 2, 600, 64, "d1", (CATALOG, OTHER, CATALOG, OTHER), ("actor",))
 SERVER = ExternalServer(
     "reward", "judge", "http://judge:80", "http", {"batch": "4"}, "env:T", 3, 7.0, "10.0.0.9"
@@ -121,7 +121,7 @@ def test_round_trip(encode: Callable[[Any], Any], decode: Callable[[Any], Any], 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(4, 8.5, ("q_proj", "v_proj"))])
 def test_receiver_setups_round_trip(lora: LoraSpec | None) -> None:
-    setup = ReceiverSetup("shm", 60.0, lora)
+    setup = ReceiverSetup("shm", 60.0, "host", lora)
     assert weights.decode_attach(weights.encode_attach(V3, setup)) == (V3, setup)
 
 

@@ -1,12 +1,11 @@
-"""Checksums of boxes: the host's against xxhash, the devices' against Python's integers."""
+"""Copies and checksums of parts: the host's against xxhash, the devices' against Python's integers."""
 
-import numpy as np
 import pytest
 import torch
 import xxhash
 
 from atoll.weights import boxes
-from atoll.weights.boxes import box_view, checksum, copy_boxes, device_checksum
+from atoll.weights.boxes import box_view, copy_part, device_checksum
 
 
 def splitmix64(number: int) -> int:
@@ -68,12 +67,17 @@ def test_device_checksum_sees_what_simple_sums_do_not():
     assert device_checksum(box_view(wide, 8, 6, 2, 9)) == expected
 
 
-def test_copies_cast_and_are_checked_as_the_bytes_that_they_hold():
-    sources = [torch.randn(300, 1000), torch.randn(2, 3)]  # of more and of less than a chunk
-    into = [torch.zeros(300, 1010, dtype=torch.bfloat16)[:, 5:1005], torch.zeros(2, 3, dtype=torch.bfloat16)]
-    got = copy_boxes(into, sources)
-    expected = [xxhash.xxh3_64_intdigest(s.bfloat16().view(torch.int16).numpy().tobytes()) for s in sources]
-    np.testing.assert_array_equal(got, np.array(expected, np.uint64))
+@pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])  # boxes are cut between rows, or copied together
+def test_boxes_are_packed_and_unpacked_with_the_checksum_of_the_part(monkeypatch, chunk_bytes):
+    monkeypatch.setattr(boxes, "CHUNK_BYTES", chunk_bytes)
+    sources = [torch.randn(30, 10), torch.randn(2, 3), torch.randn(9, 5)[:, 1:4]]
+    part = torch.zeros(2 * (300 + 6 + 27), dtype=torch.uint8)
+    pieces = part.view(torch.bfloat16).split([300, 6, 27])
+    packed = [piece.view(source.shape) for piece, source in zip(pieces, sources, strict=True)]
+    data = b"".join(source.bfloat16().contiguous().view(torch.int16).numpy().tobytes() for source in sources)
+    assert copy_part(part, packed, sources) == xxhash.xxh3_64_intdigest(data)
+    assert part.numpy().tobytes() == data
+    into = [torch.zeros(30, 15, dtype=torch.bfloat16)[:, 5:], torch.zeros(2, 3), torch.zeros(9, 3)]
+    assert copy_part(part, into, packed) == xxhash.xxh3_64_intdigest(data)
     for box, source in zip(into, sources, strict=True):
-        torch.testing.assert_close(box, source.bfloat16(), rtol=0, atol=0)
-        assert checksum(source, torch.bfloat16) == checksum(box, torch.bfloat16)
+        torch.testing.assert_close(box.float(), source.bfloat16().float(), rtol=0, atol=0)

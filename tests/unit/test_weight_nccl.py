@@ -11,7 +11,6 @@ from functools import partial
 from queue import SimpleQueue
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -55,7 +54,7 @@ def ends(
 
 def send(sender: BroadcastSender, part: int) -> StreamManifest:
     sender.room(part).fill_(part + 1)
-    return StreamManifest(0, *sender.send(part, 0, 8), 8, "plan", 0, np.zeros(0, np.uint64))
+    return StreamManifest(0, *sender.send(part, 0, 8), 8, "plan", part=part, checksum=0)
 
 
 def test_parts_reach_all_members(nccl, gpus):

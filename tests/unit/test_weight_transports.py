@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,7 +21,7 @@ PAIR = Membership(epoch=1, num_members=2)
 
 
 def manifest(sent: tuple[str, int], num_bytes: int) -> StreamManifest:
-    return StreamManifest(5, *sent, num_bytes, "plan", 0, np.zeros(0, np.uint64))
+    return StreamManifest(5, *sent, num_bytes, "plan", part=0, checksum=0)
 
 
 def payload(seed: int, num_bytes: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.wire.codec.values import decode_tensor, decode_version, encode_tensor, encode_version
+from atoll.wire.codec.values import decode_version, encode_version
 from atoll.wire.types import (
     BOX,
     TRANSFER,
@@ -85,8 +85,8 @@ def encode_stream(stream: StreamManifest) -> types_pb2.StreamManifest:
         offset=stream.offset,
         plan_id=stream.plan_id,
         num_bytes=stream.num_bytes,
-        first=stream.first,
-        checksums=encode_tensor(stream.checksums),
+        part=stream.part,
+        checksum=stream.checksum,
         delta=stream.delta,
     )
 
@@ -98,8 +98,8 @@ def decode_stream(message: types_pb2.StreamManifest) -> StreamManifest:
         offset=message.offset,
         plan_id=message.plan_id,
         num_bytes=message.num_bytes,
-        first=message.first,
-        checksums=decode_tensor(message.checksums).astype(np.uint64, copy=False),
+        part=message.part,
+        checksum=message.checksum,
         delta=message.delta,
     )
 
@@ -175,6 +175,7 @@ def encode_attach(version: Version, setup: ReceiverSetup) -> worker_pb2.AttachRe
         version=encode_version(version),
         transport=setup.transport,
         deadline_s=setup.deadline_s,
+        staging=setup.staging,
         lora=None
         if lora is None
         else worker_pb2.Lora(rank=lora.rank, alpha=lora.alpha, targets=lora.targets),
@@ -186,5 +187,6 @@ def decode_attach(message: worker_pb2.AttachRequest) -> tuple[Version, ReceiverS
     return decode_version(message.version), ReceiverSetup(
         transport=message.transport,
         deadline_s=message.deadline_s,
+        staging=message.staging,
         lora=None if lora is None else LoraSpec(lora.rank, lora.alpha, tuple(lora.targets)),
     )

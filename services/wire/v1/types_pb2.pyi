@@ -744,8 +744,8 @@ class StreamManifest(_message.Message):
     LOCATION_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     PLAN_ID_FIELD_NUMBER: _builtins.int
-    FIRST_FIELD_NUMBER: _builtins.int
-    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     source: _builtins.int
@@ -755,16 +755,14 @@ class StreamManifest(_message.Message):
     offset: _builtins.int
     """byte at that location where the part begins"""
     plan_id: _builtins.str
-    first: _builtins.int
-    """number, among the rank's transfers, of the first one in the part"""
+    part: _builtins.int
+    """round of the plan"""
+    checksum: _builtins.int
+    """of the part's bytes in the serving dtype"""
     num_bytes: _builtins.int
     """of the part as it travels"""
     delta: _builtins.bool
     """only what differs from the version before travels"""
-    @_builtins.property
-    def checksums(self) -> Global___Tensor:
-        """uint64 [N], of each transfer's bytes in the serving dtype"""
-
     def __init__(
         self,
         *,
@@ -772,14 +770,14 @@ class StreamManifest(_message.Message):
         location: _builtins.str = ...,
         offset: _builtins.int = ...,
         plan_id: _builtins.str = ...,
-        first: _builtins.int = ...,
-        checksums: Global___Tensor | None = ...,
+        part: _builtins.int = ...,
+        checksum: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         delta: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "delta", b"delta", "first", b"first", "location", b"location", "num_bytes", b"num_bytes", "offset", b"offset", "plan_id", b"plan_id", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "delta", b"delta", "location", b"location", "num_bytes", b"num_bytes", "offset", b"offset", "part", b"part", "plan_id", b"plan_id", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

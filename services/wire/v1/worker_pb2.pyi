@@ -26,11 +26,14 @@ class AttachRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """as in [weights]"""
     deadline_s: _builtins.float
     """of the transport"""
+    staging: _builtins.str
+    """as in [weights]"""
     @_builtins.property
     def version(self) -> _types_pb2.Version:
         """of the weights that the server has loaded"""
@@ -45,11 +48,12 @@ class AttachRequest(_message.Message):
         version: _types_pb2.Version | None = ...,
         transport: _builtins.str = ...,
         deadline_s: _builtins.float = ...,
+        staging: _builtins.str = ...,
         lora: Global___Lora | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "lora", b"lora", "transport", b"transport", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "lora", b"lora", "staging", b"staging", "transport", b"transport", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

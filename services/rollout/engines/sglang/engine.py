@@ -128,7 +128,9 @@ class SGLangEngine:
             server = await SGLangServer.start(
                 arguments + workers.arguments,
                 environment | workers.environment,
-                reserved_mib=reserved_mib(shard_bytes, setup.transport, staging="device", takes_turns=False)
+                reserved_mib=reserved_mib(
+                    shard_bytes, setup.transport, staging=setup.staging, takes_turns=False
+                )
                 if device == "cuda"
                 else 0,
                 start_timeout_s=start_timeout_s,

@@ -164,6 +164,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                     open_receiver(setup.transport, setup.deadline_s),
                     self._rank,
                     in_place=self._in_place,
+                    staging=setup.staging,
                 )
 
         self._refit = await asyncio.to_thread(stage)
