@@ -18,6 +18,8 @@ from atoll.cli.tasks.arithmetic import build_arithmetic
 from benchmarks import balance, chunked_logprobs
 from benchmarks.memory import measured_apart
 from benchmarks.updates import (
+    EXPERTS_MODEL,
+    LONG_TAILED_MODEL,
     PLAIN,
     SIDES,
     Update,
@@ -26,7 +28,7 @@ from benchmarks.updates import (
     join_alone,
     long_tailed_work,
     short_work,
-    write_long_tailed_model,
+    write_model,
 )
 
 FIRST_ROUNDS = 2  # fill caches and are not counted
@@ -37,12 +39,14 @@ def run() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_arithmetic(folder, seed=0)
-        write_long_tailed_model(folder / "long")
+        write_model(folder / "long", LONG_TAILED_MODEL)
+        write_model(folder / "experts", EXPERTS_MODEL)
         join_alone()
-        short, long = build_sides(folder / "model"), build_sides(folder / "long")
+        short, long, experts = (build_sides(folder / name) for name in ("model", "long", "experts"))
         shared = partial(long_tailed_work, num_prompts=4, num_samples=4)
         return {
             "short_answers": measure(short, short_work, rounds=30),
+            "short_answers_64_experts": measure(experts, short_work, rounds=10),
             "long_tailed": measure(long, long_tailed_work, rounds=5),
             "long_tailed_4_samples_a_prompt": measure(long, shared, rounds=5),
             "long_tailed_peak_mib_above_the_weights": {

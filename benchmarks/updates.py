@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from atoll.config.schema import OptimizerConfig, ParallelConfig
 from atoll.runtime.model_spec import read_spec
@@ -38,10 +38,24 @@ BUDGET = Budget(training=8192, forward=8192)
 PLAIN_SETTINGS = ModelSettings()
 PLAIN = "transformers_padded"
 SIDES = (PLAIN, "shared_prefix", "segments")  # the trainer's attention backends that need no GPU
-LONG_TAILED_MODEL = Qwen2Config(
+LONG_TAILED_MODEL = Qwen2Config(  # large enough that work per token counts most
     vocab_size=2048,
     hidden_size=256,
     intermediate_size=1024,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=2048,
+    tie_word_embeddings=False,
+)
+EXPERTS_MODEL = Qwen3MoeConfig(  # few tokens for each expert, so that launches count most
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=256,
+    moe_intermediate_size=32,
+    num_experts=64,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
@@ -109,10 +123,9 @@ def draw_work(rng: np.random.Generator, vocab_size: int, prompt_P: Int, response
     )
 
 
-def write_long_tailed_model(folder: Path) -> None:
-    """Large enough that work per token counts most."""
+def write_model(folder: Path, config: PreTrainedConfig) -> None:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LONG_TAILED_MODEL).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
 
 
 def join_alone() -> None:

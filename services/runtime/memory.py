@@ -103,7 +103,7 @@ def parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> Paramet
     else:  # each is whole on its rank
         dense += spec.experts.num * hidden  # router
         experts = spec.experts.num // parallel.expert * 3 * hidden * spec.experts.intermediate_size
-        largest = max(largest, 2 * hidden * spec.experts.intermediate_size)
+        largest = max(largest, 2 * experts // 3)  # gate and up of all
     is_first, is_last = stage == 0, stage == parallel.pipeline - 1
     vocabulary = spec.vocab_size * hidden // tp
     ends = vocabulary if is_first else 0
@@ -202,9 +202,10 @@ def _activations_by_layer(spec: ModelSpec, section: RoleSection, recompute: str)
         float32 += heads  # the softmax's normalisation
     if spec.experts is None:  # gate and up; unless it is computed again, silu(gate) and its product with up
         elements += (2 if recompute == "selective" else 4) * spec.intermediate_size / tp
-    else:  # of each token's experts: input, output, and all of the MLP; what the router reads and says
-        routed = spec.experts.per_token / sp
-        elements += routed * (2 * spec.hidden_size + 4 * spec.experts.intermediate_size)
+    else:  # of each token's experts: input, gate and up; unless they are computed again, silu(gate), its
+        # product with up, and that scaled; what the router reads and says
+        routed, kept = spec.experts.per_token / sp, 2 if recompute == "selective" else 5
+        elements += routed * (spec.hidden_size + kept * spec.experts.intermediate_size)
         float32 += (spec.hidden_size + 2 * spec.experts.num) / sp
     return int(elements * size + float32 * FP32)
 

@@ -20,9 +20,9 @@ from atoll.runtime.errors import UserError
 from atoll.runtime.tokenizer import tokenizer_digest
 from atoll.trainer import command_channel
 from atoll.trainer.checkpoint import Checkpointer
+from atoll.trainer.megatron.adapters.lora import PushedWeights, weights_to_push
 from atoll.trainer.megatron.forward import Forward
 from atoll.trainer.megatron.hf import export_hf, load_weights
-from atoll.trainer.megatron.lora import PushedWeights, weights_to_push
 from atoll.trainer.megatron.names import shapes
 from atoll.trainer.megatron.shards import shard_layout
 from atoll.trainer.offload import MemoryKind, ModelOffloader

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from atoll.trainer.megatron.lora import adapter_state
+from atoll.trainer.megatron.adapters.lora import adapter_state
 from atoll.trainer.step import Learner
 
 Place = tuple[int, ...]

@@ -19,8 +19,8 @@ from atoll.config.schema import LoraConfig, ParallelConfig
 from atoll.rollout.engines.base import Completion
 from atoll.rollout.engines.local import LocalEngine
 from atoll.trainer.checkpoint import Checkpointer
+from atoll.trainer.megatron.adapters.lora import weights_to_push
 from atoll.trainer.megatron.hf import export_hf
-from atoll.trainer.megatron.lora import weights_to_push
 from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
 from atoll.trainer.publish import Publisher, merge_published
 from atoll.trainer.step import Learner

@@ -138,7 +138,7 @@ def sections(parallel: ParallelConfig, dtypes: tuple[str, ...]) -> list[TrainerS
     ("family", "parallel", "dtypes"),
     [
         ("qwen2", ParallelConfig(), ("float32", "bfloat16")),
-        ("qwen3_moe", ParallelConfig(), ("float32",)),
+        ("qwen3_moe", ParallelConfig(), ("float32", "bfloat16")),
         ("qwen3", ParallelConfig(tensor=2, sequence=True), ("bfloat16",)),
         ("qwen3", ParallelConfig(data=2), ("bfloat16",)),
     ],

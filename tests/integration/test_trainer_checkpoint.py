@@ -249,6 +249,36 @@ def check_alone(model: Path, other_model: Path, folder: Path, then: dict[str, li
             checkpointer.load(learner, two)
 
 
+def check_experts(model: Path, folder: Path, ports: list[int]) -> None:
+    """Two ranks with half of the experts each, then two with all, then the first two again."""
+    split, copied = ParallelConfig(expert=2, data=2), ParallelConfig(tensor=2, sequence=True)
+    then: dict[str, list[list[float]]] = {}
+    for step, (parallel, port) in enumerate(zip((split, copied, split), ports, strict=True)):
+        settings = ModelSettings(sequence_parallel=parallel.sequence)
+        with layout(parallel, port) as checkpointer:
+            learner = new_learner(model, DISTRIBUTED, settings)
+            if step:
+                check_load(checkpointer, learner, folder, str(step - 1), then)
+                checkpointer.load(learner, folder / str(step - 1) / "two")
+            else:
+                update(learner, 1)
+            checkpointer.save(learner, folder / str(step) / "two").result()
+            then[str(step)] = [update(learner, number) for number in (2, 3)]
+
+
+def test_experts_go_to_any_number_of_ranks(tmp_path: Path) -> None:
+    """Under the names, and in the shapes [layer, expert, ...], of Megatron's own experts."""
+    model = write_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=True)
+    with ExitStack() as stack:
+        ports = [stack.enter_context(reserve_port()) for _ in range(3)]
+        run_ranks(check_experts, 2, model, tmp_path, ports)
+    tensors = tensors_of(tmp_path / "0" / "two")
+    experts = "decoder.layers.mlp.experts.experts"
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        assert tensors[f"{kind}.{experts}.linear_fc1.weight"].shape == (2, 4, 2 * 32, 64)
+        assert tensors[f"{kind}.{experts}.linear_fc2.weight"].shape == (2, 4, 64, 32)
+
+
 def test_every_layout_resumes_exactly_and_loads_every_other(tmp_path: Path, tiny_qwen3: Path) -> None:
     model = write_model(tmp_path / "model", "qwen2", num_hidden_layers=4, tie_word_embeddings=True)
     with ExitStack() as stack:

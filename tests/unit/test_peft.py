@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from atoll.config.schema import LoraConfig
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import Experts, ModelSpec, read_spec
-from atoll.trainer.megatron.lora import check_targets
+from atoll.trainer.megatron.adapters.lora import check_targets
+from atoll.trainer.megatron.adapters.peft import load_adapter, save_tensors
 from atoll.trainer.megatron.model import MegatronModel
-from atoll.trainer.megatron.peft import load_adapter, save_tensors
 
 LORA = LoraConfig(rank=4, alpha=8, targets=("q_proj", "v_proj"))
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}

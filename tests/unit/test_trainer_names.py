@@ -95,22 +95,22 @@ def test_each_rank_joins_its_gate_and_up_rows() -> None:
 
 
 def test_an_expert_rank_holds_its_experts_whole() -> None:
-    """The second of two ranks has experts 2 and 3, named 0 and 1."""
+    """The second of two ranks has experts 2 and 3, in this order in both of its matrices."""
     held = tensor_slices(MOE, replace(whole_model(MOE), experts=range(2, 4)))
     mlp = "model.layers.1.mlp"
-    ours = "decoder.layers.1.mlp.experts.local_experts"
-    assert {name: parts for name, parts in held.items() if "decoder.layers.1.mlp" in name} == {
-        "decoder.layers.1.mlp.router.weight": [TensorSlice(f"{mlp}.gate.weight", 0, 4, 0, 6)],
-        f"{ours}.0.linear_fc1.weight": [
+    ours = "decoder.layers.1.mlp"
+    assert {name: parts for name, parts in held.items() if ours in name} == {
+        f"{ours}.router.weight": [TensorSlice(f"{mlp}.gate.weight", 0, 4, 0, 6)],
+        f"{ours}.experts.gate_up": [
             TensorSlice(f"{mlp}.experts.2.gate_proj.weight", 0, 5, 0, 6),
             TensorSlice(f"{mlp}.experts.2.up_proj.weight", 0, 5, 0, 6),
-        ],
-        f"{ours}.0.linear_fc2.weight": [TensorSlice(f"{mlp}.experts.2.down_proj.weight", 0, 6, 0, 5)],
-        f"{ours}.1.linear_fc1.weight": [
             TensorSlice(f"{mlp}.experts.3.gate_proj.weight", 0, 5, 0, 6),
             TensorSlice(f"{mlp}.experts.3.up_proj.weight", 0, 5, 0, 6),
         ],
-        f"{ours}.1.linear_fc2.weight": [TensorSlice(f"{mlp}.experts.3.down_proj.weight", 0, 6, 0, 5)],
+        f"{ours}.experts.down": [
+            TensorSlice(f"{mlp}.experts.2.down_proj.weight", 0, 6, 0, 5),
+            TensorSlice(f"{mlp}.experts.3.down_proj.weight", 0, 6, 0, 5),
+        ],
     }
 
 

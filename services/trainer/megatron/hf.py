@@ -16,10 +16,10 @@ from torch import Tensor
 from atoll.runtime.errors import CheckpointError, UserError
 from atoll.runtime.model_spec import ARCHITECTURES, ModelSpec, read_spec, with_value_head
 from atoll.trainer import progress
-from atoll.trainer.megatron.lora import adapters, attach_adapters, check_targets, merge_adapter
+from atoll.trainer.megatron.adapters.lora import adapters, attach_adapters, check_targets, merge_adapter
+from atoll.trainer.megatron.adapters.peft import load_adapter, save_tensors, write_adapter
 from atoll.trainer.megatron.model import MegatronModel, ModelSettings, build
 from atoll.trainer.megatron.names import shapes
-from atoll.trainer.megatron.peft import load_adapter, save_tensors, write_adapter
 from atoll.trainer.megatron.shards import boxes_of
 from atoll.trainer.megatron.tensor_files import INDEX, open_tensors
 

@@ -28,7 +28,6 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -41,6 +40,7 @@ from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import ModelSpec
 from atoll.trainer.megatron import cpu_compat
 from atoll.trainer.megatron.attention import AttentionInputs, AttentionPlan, TreeAttention
+from atoll.trainer.megatron.experts import GroupedExperts, skip_sorting
 from atoll.trainer.megatron.layers import ExpertRouter, GatedMLP, RMSNorm, ValueHead
 from atoll.trainer.megatron.rope import compute_rotation
 
@@ -204,29 +204,24 @@ def _network(spec: ModelSpec, config: TransformerConfig, linears: Linears, vp_st
     network.register_buffer("frequencies", spec.rotary_frequencies(even), persistent=False)
     if is_last and spec.head == "value":
         network.output_layer = ValueHead(spec.hidden_size, config.params_dtype)
+    for module in network.modules():
+        if isinstance(module, MoELayer):
+            skip_sorting(module)
     _tag_shards(network)
     return network
 
 
 def _tag_shards(network: Network) -> None:
-    """Tags split weights. Megatron does so when it initializes them, which we skip; TransformerEngine tags
-    its own.
+    """Tags split weights. Megatron does so when it initializes them, which we skip; TransformerEngine and
+    GroupedExperts tag their own.
 
-    Without the tag, only one rank's part of them would count in the gradient norm. Without expert
-    parallelism, experts are copied to all tensor-parallel ranks, each of which has its own tokens: Megatron
-    sums their gradients over these ranks if they are tagged like norms.
+    Without the tag, only one rank's part of them would count in the gradient norm.
     """
     for module in network.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and _is_copied_expert(module):
-            module.weight.sequence_parallel = network.config.sequence_parallel
-        elif isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) and module.weight is not None:
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=0, stride=1)
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=1, stride=1)
-
-
-def _is_copied_expert(module: ColumnParallelLinear | RowParallelLinear) -> bool:
-    return bool(module.is_expert and module.config.expert_model_parallel_size == 1)
 
 
 def output_weight(model: MegatronModel) -> Tensor:
@@ -339,10 +334,4 @@ def _dense(linears: Linears) -> ModuleSpec:
 
 
 def _experts() -> ModuleSpec:
-    each = MLPSubmodules(linear_fc1=LOCAL.column, linear_fc2=LOCAL.row)
-    return ModuleSpec(
-        module=MoELayer,
-        submodules=MoESubmodules(
-            router=ExpertRouter, experts=ModuleSpec(module=SequentialMLP, submodules=each)
-        ),
-    )
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(router=ExpertRouter, experts=GroupedExperts))

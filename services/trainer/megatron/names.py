@@ -100,15 +100,18 @@ def _experts(
     experts: Experts, held: range, ours: str, theirs: str, hidden: int
 ) -> dict[str, list[TensorSlice]]:
     """The router and these experts of one layer, not split."""
-    ffn = experts.intermediate_size
-    found = {f"{ours}.router.weight": [TensorSlice(f"{theirs}.gate.weight", 0, experts.num, 0, hidden)]}
-    for i, number in enumerate(held):
-        local, expert = f"{ours}.experts.local_experts.{i}", f"{theirs}.experts.{number}"
-        found[f"{local}.linear_fc1.weight"] = [
-            TensorSlice(f"{expert}.{name}.weight", 0, ffn, 0, hidden) for name in ("gate_proj", "up_proj")
-        ]
-        found[f"{local}.linear_fc2.weight"] = [TensorSlice(f"{expert}.down_proj.weight", 0, hidden, 0, ffn)]
-    return found
+    ffn, numbered = experts.intermediate_size, [f"{theirs}.experts.{number}" for number in held]
+    return {
+        f"{ours}.router.weight": [TensorSlice(f"{theirs}.gate.weight", 0, experts.num, 0, hidden)],
+        f"{ours}.experts.gate_up": [
+            TensorSlice(f"{expert}.{name}.weight", 0, ffn, 0, hidden)
+            for expert in numbered
+            for name in ("gate_proj", "up_proj")
+        ],
+        f"{ours}.experts.down": [
+            TensorSlice(f"{expert}.down_proj.weight", 0, hidden, 0, ffn) for expert in numbered
+        ],
+    }
 
 
 def _interleaved_qkv(

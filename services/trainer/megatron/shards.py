@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atoll.runtime.errors import UserError
-from atoll.trainer.megatron.adapter import is_adapter_parameter
+from atoll.trainer.megatron.adapters.adapter import is_adapter_parameter
 from atoll.trainer.megatron.model import MegatronModel, Network
 from atoll.trainer.megatron.names import Chunk, Flavour, tensor_slices
 from atoll.weights.boxes import box_view

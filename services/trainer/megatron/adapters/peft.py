@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.runtime.errors import UserError
-from atoll.trainer.megatron.lora import adapters
+from atoll.trainer.megatron.adapters.lora import adapters
 from atoll.trainer.megatron.model import MegatronModel
 from atoll.trainer.megatron.names import shapes
 from atoll.trainer.megatron.tensor_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter

@@ -18,7 +18,7 @@ from torch import Tensor
 from atoll.config.schema import LoraConfig
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import ModelSpec
-from atoll.trainer.megatron.adapter import Adapter, LayerAdapters, add_adapters
+from atoll.trainer.megatron.adapters.adapter import Adapter, LayerAdapters, add_adapters
 from atoll.trainer.megatron.model import MegatronModel, Network
 from atoll.trainer.megatron.names import shapes, tensor_slices
 from atoll.trainer.megatron.shards import boxes_of, chunk_of, shard_layout
