@@ -17,8 +17,8 @@ Phase = Literal["forward", "update"]
 
 FP32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
-CHUNK_LOGITS = 1 << 24  # of services/trainer/losses/logprobs.py
-LOGITS_AT_ONCE = 3  # float32 copies of a chunk: logits, their exponentials, a product of both
+CHUNK_LOGITS = 1 << 28  # of services/trainer/losses/logprobs.py, on GPUs
+LOGITS_AT_ONCE = 2  # float32 copies of a chunk: logits, and their exponentials or a factor of their gradient
 FRAMEWORK = 1 << 30  # a process's CUDA context and library workspaces: usual figures, not computed
 NCCL = 1 << 30  # buffers of its communicators, where it has peers
 
@@ -217,7 +217,7 @@ def _working(spec: ModelSpec, section: RoleSection, stage: int, is_update: bool)
     output = 0
     if spec.head == "language":
         output = LOGITS_AT_ONCE * min(CHUNK_LOGITS, tokens * spec.vocab_size // tp) * FP32
-        if is_update:  # the output weight's gradient: a sum in float32, and one chunk's part of it
-            output += spec.vocab_size * spec.hidden_size // tp * (FP32 + size)
+        if is_update:  # the sum over chunks of the hidden states' gradient
+            output += tokens * spec.hidden_size * FP32
     output += tokens * spec.hidden_size * size  # rows that have a target, or their gradient
     return max(int(tokens * layer), output)
