@@ -370,7 +370,9 @@ class RoleSection(Section):
     )
     offload: bool = False  # move the model to host memory while it is idle
     max_restarts: NonNegativeInt = 3  # per hour, for all ranks together
-    attention: Literal["shared_prefix", "segments", "flash"] = "shared_prefix"  # flash: flash-attn, GPUs only
+    attention: Literal["auto", "varlen", "shared_prefix", "segments", "flash"] = (
+        "auto"  # varlen on a GPU in bfloat16, otherwise shared_prefix; flash: the flash-attn package
+    )
     threads: PositiveInt = 1  # CPU threads per rank
 
 

@@ -181,7 +181,8 @@ def _activations_by_layer(spec: ModelSpec, section: RoleSection, recompute: str)
         elements += query + key if spec.qk_norm else 0  # after their norm
     else:  # rotated and gathered queries, keys and values of all context ranks; the output
         elements += query + 2 * key * parallel.context + query
-        elements += 0 if section.attention == "flash" else query  # once more, in the tokens' order
+        pads = section.attention in ("shared_prefix", "segments") or section.dtype == "float32"
+        elements += query if pads else 0  # once more, in the tokens' order
         elements += mixed + in_order if spec.qk_norm else 0  # before their norm
         float32 += heads  # the softmax's normalisation
     if spec.experts is None:  # gate and up; unless it is computed again, silu(gate) and its product with up

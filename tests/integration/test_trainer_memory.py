@@ -5,6 +5,7 @@ Letters in shapes: T tokens.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,13 +197,13 @@ def kept_and_peak(learner: Learner) -> tuple[int, int]:
     """Bytes that a forward pass keeps, and the peak until its backward pass has ended."""
     objective, kept = learner._objectives[SupervisedBatch], []
 
-    def last(part: SupervisedBatch, hidden_tH: torch.Tensor) -> torch.Tensor:
+    def last(inputs: Any, hidden_tH: torch.Tensor) -> torch.Tensor:
         kept.append(allocations.live)
-        terms = objective.terms(part, hidden_tH)
+        terms = objective.terms(inputs, hidden_tH)
         return (terms.weights_N * terms.loss_N).sum()
 
     with Allocations() as allocations:
-        learner.forward.run(learner.forward.microbatches(batch(0)), last, backward=True)
+        learner.forward.run(learner.forward.microbatches(batch(0)), objective.inputs, last, backward=True)
     return kept[0], allocations.peak
 
 

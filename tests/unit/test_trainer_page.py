@@ -84,7 +84,6 @@ def rows(folder: Path) -> Iterator[str]:
             dtype="bfloat16",
             recompute=recompute,
             max_tokens_per_microbatch=tokens,
-            attention="flash",
             optimizer=OptimizerConfig(distributed=layout.get("data", 1) > 1),
             lora=lora,
         )
