@@ -365,8 +365,8 @@ class RoleSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"  # of weights; the optimizer also keeps a float32 copy
     max_tokens_per_microbatch: PositiveInt = 8192  # in training
     max_tokens_per_forward: PositiveInt = 32768  # in a forward pass without backward
-    recompute: Literal["none", "selective", "full"] = (
-        "none"  # activations to recompute; selective: those that are large but cheap
+    recompute: Literal["none", "selective", "full", "offload"] = (
+        "none"  # activations to recompute; selective: large but cheap ones; offload: keep all on the host
     )
     offload: bool = False  # move the model to host memory while it is idle
     max_restarts: NonNegativeInt = 3  # per hour, for all ranks together

@@ -128,10 +128,14 @@ def adapters(spec: ModelSpec, lora: LoraConfig, parallel: ParallelConfig) -> Par
 
 def host_memory(spec: ModelSpec, section: RoleSection, stage: int, push_bytes: int) -> int:
     """Bytes of host memory per rank: both halves of the segment that weights are pushed through, in
-    `push_bytes` per element (0: it pushes none), and what is off-loaded."""
+    `push_bytes` per element (0: it pushes none), and what is off-loaded, activations among it."""
     pushed = 2 * push_bytes * parameters(spec, section.parallel, stage).total
     memory = rank_memory(spec, section, stage, "forward")
-    return pushed + (memory.parameters + memory.optimizer if section.offload else 0)
+    activations = 0
+    if section.recompute == "offload":
+        on_device = section.model_copy(update={"recompute": "none"})
+        activations = _activations(spec, on_device, stage) - _activations(spec, section, stage)
+    return pushed + activations + (memory.parameters + memory.optimizer if section.offload else 0)
 
 
 def _share(count: ParameterCount, parallel: ParallelConfig, distributed: bool) -> int:
@@ -166,6 +170,8 @@ def _activations_by_layer(spec: ModelSpec, section: RoleSection, recompute: str)
     parallel, size = section.parallel, BYTES[section.dtype]
     tp, sp = parallel.tensor, parallel.tensor if parallel.sequence else 1
     hidden = spec.hidden_size / sp
+    if recompute == "offload":
+        return 0
     if recompute == "full":
         return int(hidden * size)  # the layer's input
     heads, kv_heads = spec.num_heads / tp, spec.num_kv_heads / tp
@@ -211,7 +217,7 @@ def _working(spec: ModelSpec, section: RoleSection, stage: int, is_update: bool)
         layer = (3 * width + 2 * hidden) * size
         if section.recompute == "selective":  # silu(gate) and the product again
             layer += 2 * width * size
-        elif section.recompute == "full":  # all that a layer keeps
+        elif section.recompute in ("full", "offload"):  # all that a layer keeps
             layer += _activations_by_layer(spec, section, "none")
     if stage < parallel.pipeline - 1:
         return int(tokens * layer)

@@ -117,8 +117,8 @@ class Bucket:
     keys_NK: Tensor  # index of each key among all tokens; without a mask, K is Q
     before_N: Tensor  # how many of the B keys before its own a row has; the rest is padding
     # A row's segments are numbered depth first, so that a segment and what is below it are consecutive.
-    nodes_NQ: Tensor  # number of each token's segment
-    ends_NQ: Tensor  # the number after those below it
+    nodes_NQ: Tensor  # int16: number of each token's segment
+    ends_NQ: Tensor  # int16: the number after those below it
     is_causal: bool  # no row needs a mask
 
     @cached_property
@@ -269,15 +269,17 @@ def _pad(
 ) -> Bucket:
     num_queries = _padded([row.num_tokens for row in bucket], device)
     num_before = _padded([len(row.before) for row in bucket], device)
-    queries_NQ, nodes_NQ = np.zeros((2, len(bucket), num_queries), np.int64)
-    ends_NQ = np.ones((len(bucket), num_queries), np.int64)  # padding attends to itself: none would give NaN
+    queries_NQ = np.zeros((len(bucket), num_queries), np.int64)
+    # of rows with one segment, and of padding: it attends to itself, as a query without keys would give NaN
+    nodes_NQ, ends_NQ = np.zeros_like(queries_NQ, np.int16), np.ones_like(queries_NQ, np.int16)
     keys_NK = np.zeros((len(bucket), num_before + num_queries), np.int64)
     for n, row in enumerate(bucket):
         length = row.num_tokens
         queries_NQ[n, :length] = np.arange(row.start, row.end)
         keys_NK[n, : len(row.before)] = row.before
         keys_NK[n, num_before : num_before + length] = queries_NQ[n, :length]
-        nodes_NQ[n, :length], ends_NQ[n, :length] = row.nodes()
+        if len(row.lengths) > 1:
+            nodes_NQ[n, :length], ends_NQ[n, :length] = row.nodes()
     return Bucket(
         queries_NQ=torch.from_numpy(query_places_T[queries_NQ]),
         keys_NK=torch.from_numpy(key_places_T[keys_NK]),
