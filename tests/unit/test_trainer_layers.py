@@ -42,7 +42,7 @@ def test_norm_equals_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_norm_is_torchs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, PyTorch's norm is one kernel; its device without memory, which stands for one, splits it up."""
+    """Where it is one kernel; PyTorch's device without memory, which stands for a GPU here, splits it up."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
     config = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False)
     norm = RMSNorm(config, hidden_size=6, eps=1e-3)  # type: ignore[arg-type]
