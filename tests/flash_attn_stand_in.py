@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -28,15 +29,26 @@ def varlen(
     assert query_bounds.dtype == key_bounds.dtype == torch.int32
     assert max_queries == query_bounds.diff().max()
     assert max_keys == key_bounds.diff().max()
-    outputs, repeats = [], q.shape[1] // k.shape[1]
-    for (a, b), (c, d) in zip(
-        query_bounds.unfold(0, 2, 1).tolist(), key_bounds.unfold(0, 2, 1).tolist(), strict=True
-    ):
-        keys, values = k[c:d].repeat_interleave(repeats, 1), v[c:d].repeat_interleave(repeats, 1)
-        scores = torch.einsum("qhd,khd->hqk", q[a:b], keys) / math.sqrt(q.shape[-1])
-        # "aligned to the bottom right corner": query i sees keys up to i + (keys - queries)
-        visible = torch.arange(d - c) <= torch.arange(b - a)[:, None] + (d - c) - (b - a)
-        outputs.append(
-            torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -math.inf).softmax(-1), values)
-        )
-    return torch.cat(outputs)
+    return torch.cat(
+        [
+            torch.einsum(
+                "hqk,khd->qhd", weights(q[a], k[b]), v[b].repeat_interleave(q.shape[1] // v.shape[1], 1)
+            )
+            for a, b in sequences(query_bounds, key_bounds)
+        ]
+    )
+
+
+def sequences(query_bounds: torch.Tensor, key_bounds: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """The queries and the keys of each sequence."""
+    for a, b in zip(query_bounds.unfold(0, 2, 1).tolist(), key_bounds.unfold(0, 2, 1).tolist(), strict=True):
+        yield slice(*a), slice(*b)
+
+
+def weights(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """[heads, queries, keys] of one sequence."""
+    keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) / math.sqrt(q.shape[-1])
+    # "aligned to the bottom right corner": query i sees keys up to i + (keys - queries)
+    visible = torch.arange(len(k)) <= torch.arange(len(q))[:, None] + len(k) - len(q)
+    return scores.masked_fill(~visible, -math.inf).softmax(-1)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from atoll.trainer.megatron.attention import BACKENDS
 from atoll.trainer.megatron.context import ContextSplit
+from atoll.trainer.megatron.upload import upload
 from atoll.wire.types import Segments
 
 
@@ -94,7 +95,7 @@ def all_ranks(name: str, num_ranks: int, segments: Segments, q: Tensor, k: Tenso
     held = [torch.from_numpy(split.local_tokens(len(q))).to(q.device) for split in splits]
     order = torch.cat(held)  # of the gathered tokens
     outputs = [
-        BACKENDS[name].plan(segments, q.device, split).attend(q[own], k[order], v[order])
+        upload(BACKENDS[name].plan(segments, q.device, split), q.device).attend(q[own], k[order], v[order])
         for split, own in zip(splits, held, strict=True)
     ]
     return torch.cat(outputs)[order.argsort()]

@@ -232,13 +232,13 @@ def _entropy_guard_leaves_room(config: RunConfig) -> str | None:
     return None
 
 
-def _flash_has_half_precision(config: RunConfig) -> str | None:
+def _kernels_have_half_precision(config: RunConfig) -> str | None:
     for role, section in config.roles.items():
-        if section.attention == "flash" and section.dtype == "float32":
+        if section.attention in ("varlen", "flash") and section.dtype == "float32":
             table = "trainer" if role == "actor" else role
             return (
-                f'{table}.attention = "flash" does not support float32: set {table}.dtype = "bfloat16", or '
-                "remove attention"
+                f'{table}.attention = "{section.attention}" does not support float32: set '
+                f'{table}.dtype = "bfloat16", or remove attention'
             )
     return None
 
@@ -281,7 +281,7 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _filter_sees_the_whole_score,
     *algorithm_rules.RULES,
     _entropy_guard_leaves_room,
-    _flash_has_half_precision,
+    _kernels_have_half_precision,
     _warmup_has_rows,
     _warmup_target_is_measured,
     *agent_rules.RULES,

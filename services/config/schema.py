@@ -398,12 +398,14 @@ class RoleSection(Section):
     )
     max_tokens_per_microbatch: PositiveInt = 8192  # in training
     max_tokens_per_forward: PositiveInt = 32768  # in a forward pass without backward
-    recompute: Literal["none", "selective", "full"] = (
-        "none"  # activations to recompute; selective: those that are large but cheap
+    recompute: Literal["none", "selective", "full", "offload"] = (
+        "none"  # activations to recompute; selective: large but cheap ones; offload: keep all on the host
     )
     offload: bool = False  # move the model to host memory while it is idle
     max_restarts: NonNegativeInt = 3  # per hour, for all ranks together
-    attention: Literal["shared_prefix", "segments", "flash"] = "shared_prefix"  # flash: flash-attn, GPUs only
+    attention: Literal["auto", "varlen", "shared_prefix", "segments", "flash"] = (
+        "auto"  # varlen on a GPU in bfloat16, otherwise shared_prefix; flash: the flash-attn package
+    )
     threads: PositiveInt = 1  # CPU threads per rank
 
 

@@ -17,8 +17,8 @@ Phase = Literal["forward", "update"]
 
 FP32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
-CHUNK_LOGITS = 1 << 24  # of services/trainer/losses/logprobs.py
-LOGITS_AT_ONCE = 3  # float32 copies of a chunk: logits, their exponentials, a product of both
+CHUNK_LOGITS = 1 << 28  # of services/trainer/losses/logprobs.py, on GPUs
+LOGITS_AT_ONCE = 2  # float32 copies of a chunk: logits, and their exponentials or a factor of their gradient
 # Usual figures, not computed
 FRAMEWORK = 1 << 30  # a process's CUDA context and library workspaces
 COMMUNICATOR = 512 << 20  # NCCL's buffers for one of Megatron's groups of ranks
@@ -134,10 +134,14 @@ def adapters(spec: ModelSpec, lora: LoraConfig, parallel: ParallelConfig) -> Par
 
 def host_memory(spec: ModelSpec, section: RoleSection, stage: int, push_bytes: int) -> int:
     """Bytes of host memory per rank: both halves of the segment that weights are pushed through, in
-    `push_bytes` per element (0: it pushes none), and what is off-loaded."""
+    `push_bytes` per element (0: it pushes none), and what is off-loaded, activations among it."""
     pushed = 2 * push_bytes * parameters(spec, section.parallel, stage).total
     memory = rank_memory(spec, section, stage, "forward")
-    return pushed + (memory.parameters + memory.optimizer if section.offload else 0)
+    activations = 0
+    if section.recompute == "offload":
+        on_device = section.model_copy(update={"recompute": "none"})
+        activations = _activations(spec, on_device, stage) - _activations(spec, section, stage)
+    return pushed + activations + (memory.parameters + memory.optimizer if section.offload else 0)
 
 
 def _num_communicators(parallel: ParallelConfig) -> int:
@@ -182,6 +186,8 @@ def _activations_by_layer(spec: ModelSpec, section: RoleSection, recompute: str)
     parallel, size = section.parallel, BYTES[section.dtype]
     tp, sp = parallel.tensor, parallel.tensor if parallel.sequence else 1
     hidden = spec.hidden_size / sp
+    if recompute == "offload":
+        return 0
     if recompute == "full":
         return int(hidden * size)  # the layer's input
     heads, kv_heads = spec.num_heads / tp, spec.num_kv_heads / tp
@@ -197,7 +203,8 @@ def _activations_by_layer(spec: ModelSpec, section: RoleSection, recompute: str)
         elements += query + key if spec.qk_norm else 0  # after their norm
     else:  # rotated and gathered queries, keys and values of all context ranks; the output
         elements += query + 2 * key * parallel.context + query
-        elements += 0 if section.attention == "flash" else query  # once more, in the tokens' order
+        pads = section.attention in ("shared_prefix", "segments") or section.dtype == "float32"
+        elements += query if pads else 0  # once more, in the tokens' order
         elements += mixed + in_order if spec.qk_norm else 0  # before their norm
         float32 += heads  # the softmax's normalisation
     if spec.experts is None:  # gate and up; unless it is computed again, silu(gate) and its product with up
@@ -227,14 +234,14 @@ def _working(spec: ModelSpec, section: RoleSection, stage: int, is_update: bool)
         layer = (3 * width + 2 * hidden) * size
         if section.recompute == "selective":  # silu(gate) and the product again
             layer += 2 * width * size
-        elif section.recompute == "full":  # all that a layer keeps
+        elif section.recompute in ("full", "offload"):  # all that a layer keeps
             layer += _activations_by_layer(spec, section, "none")
     if stage < parallel.pipeline - 1:
         return int(tokens * layer)
     output = 0
     if spec.head == "language":
         output = LOGITS_AT_ONCE * min(CHUNK_LOGITS, tokens * spec.vocab_size // tp) * FP32
-        if is_update:  # the output weight's gradient: a sum in float32, and one chunk's part of it
-            output += spec.vocab_size * spec.hidden_size // tp * (FP32 + size)
+        if is_update:  # the sum over chunks of the hidden states' gradient
+            output += tokens * spec.hidden_size * FP32
     output += tokens * spec.hidden_size * size  # rows that have a target, or their gradient
     return max(int(tokens * layer), output)

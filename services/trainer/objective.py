@@ -20,9 +20,10 @@ from atoll.config.schema import KLConfig
 from atoll.runtime.errors import UserError
 from atoll.trainer.losses.kl import full_kl, kl_penalty
 from atoll.trainer.losses.loss import MAX_LOG_RATIO, PolicyTokens, value_loss
-from atoll.trainer.megatron.forward import Forward
+from atoll.trainer.megatron import pipeline
+from atoll.trainer.megatron.forward import Forward, Rows, Targets
 from atoll.trainer.megatron.model import output_weight
-from atoll.wire.types import Batch, Bool, Int64, PolicyBatch, StepKey, SupervisedBatch, ValueBatch
+from atoll.wire.types import Batch, Bool, Float32, PolicyBatch, StepKey, SupervisedBatch, ValueBatch
 
 TokenLoss = Callable[[PolicyTokens], tuple[Tensor, dict[str, Tensor]]]
 # (logprobs_N, old_logprobs_N, advantages_N, seed) -> chosen_N, N being the tokens of the whole minibatch
@@ -46,8 +47,12 @@ class Objective(Protocol):
         """The batch as `terms` needs it, before it is cut. Raises UserError if it lacks something."""
         ...
 
-    def terms(self, part: Any, hidden_tH: Tensor) -> LossTerms:
-        """Of one micro-batch."""
+    def inputs(self, part: Any) -> Any:
+        """What `terms` needs of one micro-batch, on the host."""
+        ...
+
+    def terms(self, inputs: Any, hidden_tH: Tensor) -> LossTerms:
+        """Of one micro-batch; `inputs` are on the device."""
         ...
 
     def nothing(self) -> LossTerms:
@@ -64,10 +69,13 @@ class SupervisedObjective:
     def prepare(self, key: StepKey, batch: SupervisedBatch) -> SupervisedBatch:
         return batch
 
-    def terms(self, part: SupervisedBatch, hidden_tH: Tensor) -> LossTerms:
+    def inputs(self, part: SupervisedBatch) -> tuple[Targets, Tensor]:
         trained = np.flatnonzero(part.loss_weights)
-        logprobs_N, entropy_N = self._policy.logprobs(hidden_tH, part.segments, trained, temperature=1.0)
-        return self._of(logprobs_N, entropy_N, self._policy.tensor(part.loss_weights[trained]))
+        return self._policy.targets(part.segments, trained), torch.from_numpy(part.loss_weights[trained])
+
+    def terms(self, inputs: tuple[Targets, Tensor], hidden_tH: Tensor) -> LossTerms:
+        targets, weights_N = inputs
+        return self._of(*self._policy.logprobs(hidden_tH, targets, temperature=1.0), weights_N)
 
     def nothing(self) -> LossTerms:
         return self._of(*_empty(self._policy, 3))
@@ -87,11 +95,16 @@ class ValueObjective:
     def prepare(self, key: StepKey, batch: ValueBatch) -> ValueBatch:
         return batch
 
-    def terms(self, part: ValueBatch, hidden_tH: Tensor) -> LossTerms:
+    def inputs(self, part: ValueBatch) -> tuple[Rows, Tensor, Tensor, Tensor]:
         trained = np.flatnonzero(part.loss_weights)
-        values_N = self._critic.values(hidden_tH, part.segments.predecessors[trained])
-        rest = (part.values, part.returns, part.loss_weights)
-        return self._of(values_N, *(self._critic.tensor(array[trained]) for array in rest))
+        values_N, returns_N, weights_N = (
+            torch.from_numpy(array[trained]) for array in (part.values, part.returns, part.loss_weights)
+        )
+        return self._critic.rows(part.segments.predecessors[trained]), values_N, returns_N, weights_N
+
+    def terms(self, inputs: tuple[Rows, Tensor, Tensor, Tensor], hidden_tH: Tensor) -> LossTerms:
+        rows, *rest = inputs
+        return self._of(self._critic.values(hidden_tH, rows), *rest)
 
     def nothing(self) -> LossTerms:
         return self._of(*_empty(self._critic, 4))
@@ -117,15 +130,19 @@ class _Minibatch(PolicyBatch):
     chosen: Bool  # [T] the tokens that the loss acts on
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _TrainedTokens:
+@dataclass(frozen=True, eq=False)
+class _PolicyInputs:
     """What the policy's objective reads of a micro-batch's N trained tokens."""
 
-    tokens: PolicyTokens
-    entropy_N: Tensor
-    kl_N: Tensor  # 0 where the loss has no KL
+    targets: Targets
+    old_logprobs_N: Tensor | None  # none: those of this forward pass
+    ref_logprobs_N: Tensor | None
+    advantages_N: Tensor
+    sample_N: Tensor
+    chosen_N: Tensor
     rollout_logprobs_N: Tensor
     weights_N: Tensor
+    reference: pipeline.Inputs | None  # of the reference's own forward pass, for the full KL
 
 
 class PolicyObjective:
@@ -142,14 +159,43 @@ class PolicyObjective:
         self._check(batch)
         return _Minibatch(**vars(batch), chosen=self._choose(key, batch))
 
-    def terms(self, part: _Minibatch, hidden_tH: Tensor) -> LossTerms:
-        return self._of(self._trained_tokens(part, hidden_tH))
+    def inputs(self, part: _Minibatch) -> _PolicyInputs:
+        trained = np.flatnonzero(part.loss_weights)
+
+        def trained_only(array_T: Float32 | Bool | None) -> Any:
+            return None if array_T is None else torch.from_numpy(array_T[trained])
+
+        kl = self._settings.kl
+        _, sample_N = np.unique(part.samples[trained], return_inverse=True)
+        targets = self._policy.targets(part.segments, trained)
+        is_full = kl is not None and kl.estimator == "full"
+        assert self._reference is not None or not is_full, "the full KL is computed beside the reference"
+        return _PolicyInputs(
+            targets,
+            trained_only(part.old_logprobs),
+            trained_only(part.ref_logprobs),
+            trained_only(part.advantages),
+            torch.from_numpy(sample_N),
+            trained_only(part.chosen),
+            trained_only(part.rollout_logprobs),
+            trained_only(part.loss_weights),
+            self._reference.inputs(part.segments) if self._reference and is_full else None,
+        )
+
+    def terms(self, inputs: _PolicyInputs, hidden_tH: Tensor) -> LossTerms:
+        logprobs_N, entropy_N = self._policy.logprobs(hidden_tH, inputs.targets, self._policy.temperature)
+        old_N = logprobs_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
+        tokens = PolicyTokens(
+            logprobs_N, old_N, inputs.advantages_N, sample_N=inputs.sample_N, chosen_N=inputs.chosen_N
+        )
+        kl_N = self._kl(inputs, hidden_tH, logprobs_N)
+        return self._of(tokens, entropy_N, kl_N, inputs.rollout_logprobs_N, inputs.weights_N)
 
     def nothing(self) -> LossTerms:
-        logprobs, old, advantages, entropy, kl, rollout, weights = _empty(self._policy, 7)
+        logprobs, old, advantages, *rest = _empty(self._policy, 7)
         none = torch.zeros(0, dtype=torch.int64, device=self._policy.device)
         tokens = PolicyTokens(logprobs, old, advantages, sample_N=none, chosen_N=none.bool())
-        return self._of(_TrainedTokens(tokens, entropy, kl, rollout, weights))
+        return self._of(tokens, *rest)
 
     def _check(self, batch: PolicyBatch) -> None:
         """Before the first micro-batch, so that ranks which have none raise, too."""
@@ -173,55 +219,35 @@ class PolicyObjective:
             chosen_T[trained] = self._settings.select(logprobs, old, advantages, seed).numpy()
         return chosen_T
 
-    def _trained_tokens(self, part: _Minibatch, hidden_tH: Tensor) -> _TrainedTokens:
-        policy, trained = self._policy, np.flatnonzero(part.loss_weights)
-        logprobs_N, entropy_N = policy.logprobs(hidden_tH, part.segments, trained, policy.temperature)
-        old_N = logprobs_N.detach()
-        if part.old_logprobs is not None:
-            old_N = policy.tensor(part.old_logprobs[trained])
-        _, sample_N = np.unique(part.samples[trained], return_inverse=True)
-        return _TrainedTokens(
-            PolicyTokens(
-                logprobs_N,
-                old_N,
-                policy.tensor(part.advantages[trained]),
-                sample_N=policy.tensor(sample_N),
-                chosen_N=policy.tensor(part.chosen[trained]),
-            ),
-            entropy_N,
-            self._kl(part, trained, hidden_tH, logprobs_N),
-            policy.tensor(part.rollout_logprobs[trained]),
-            policy.tensor(part.loss_weights[trained]),
-        )
-
-    def _kl(self, part: PolicyBatch, trained: Int64, hidden_tH: Tensor, logprobs_N: Tensor) -> Tensor:
+    def _kl(self, inputs: _PolicyInputs, hidden_tH: Tensor, logprobs_N: Tensor) -> Tensor:
         kl, policy, reference = self._settings.kl, self._policy, self._reference
         if kl is None:
             return torch.zeros_like(logprobs_N)
-        if kl.estimator != "full":
-            assert part.ref_logprobs is not None
-            return kl_penalty(logprobs_N, policy.tensor(part.ref_logprobs[trained]), kl.estimator)
-        assert reference is not None, "the full KL is computed beside the reference"
+        if inputs.reference is None:
+            assert inputs.ref_logprobs_N is not None
+            return kl_penalty(logprobs_N, inputs.ref_logprobs_N, kl.estimator)
+        assert reference is not None
         with torch.no_grad():
-            ref_hidden_tH = reference.hidden(part.segments)
-        before = part.segments.predecessors[trained]
-        hidden_nH, which = policy.local_hidden(hidden_tH, before)
-        ref_hidden_nH, _ = reference.local_hidden(ref_hidden_tH, before)
+            ref_hidden_tH = reference.hidden(inputs.reference)
+        rows = inputs.targets.rows
         kl_n = full_kl(
-            hidden_nH,
+            policy.local_hidden(hidden_tH, rows),
             output_weight(policy.model),
-            ref_hidden_nH,
+            reference.local_hidden(ref_hidden_tH, rows),
             output_weight(reference.model),
             policy.temperature,
             parallel_state.get_tensor_model_parallel_group(),
         )
-        return policy.join(kl_n, which, len(trained))
+        return policy.join(kl_n, rows)
 
-    def _of(self, trained: _TrainedTokens) -> LossTerms:
-        settings, tokens = self._settings, trained.tokens
+    def _of(
+        self, tokens: PolicyTokens, entropy_N: Tensor, kl_N: Tensor, rollout_N: Tensor, weights_N: Tensor
+    ) -> LossTerms:
+        """`kl_N` is 0 where the loss has no KL."""
+        settings = self._settings
         policy_N, values = settings.loss(tokens)
         for name, value in {"its loss": policy_N, **values}.items():
-            if value.shape != trained.weights_N.shape:  # found in `nothing`, before anything is accumulated
+            if value.shape != weights_N.shape:  # found in `nothing`, before anything is accumulated
                 raise UserError(
                     f"algorithm.loss: {name} has shape {tuple(value.shape)}, expected one number per token: "
                     "return what each token contributes, without mean or sum"
@@ -229,14 +255,12 @@ class PolicyObjective:
         loss_N = policy_N
         losses = {"actor/pg_loss": policy_N}
         if settings.entropy_coef:
-            loss_N = loss_N - settings.entropy_coef * trained.entropy_N
+            loss_N = loss_N - settings.entropy_coef * entropy_N
         if settings.kl is not None:
-            loss_N = loss_N + settings.kl.coef * trained.kl_N
-            losses["actor/kl_loss"] = trained.kl_N
-        mismatch = _rollout_mismatch(tokens.old_logprobs_N, trained.rollout_logprobs_N)
-        return LossTerms(
-            loss_N, trained.weights_N, losses, {"actor/entropy": trained.entropy_N} | mismatch | values
-        )
+            loss_N = loss_N + settings.kl.coef * kl_N
+            losses["actor/kl_loss"] = kl_N
+        mismatch = _rollout_mismatch(tokens.old_logprobs_N, rollout_N)
+        return LossTerms(loss_N, weights_N, losses, {"actor/entropy": entropy_N} | mismatch | values)
 
 
 def _rollout_mismatch(old_N: Tensor, rollout_N: Tensor) -> dict[str, Tensor]:

@@ -124,7 +124,7 @@ def _forward(config: RunConfig, role: Role, section: RoleSection) -> Forward:
     return Forward(
         load_model(folder, spec, _settings(config, role, section)),
         Budget(section.max_tokens_per_microbatch, section.max_tokens_per_forward),
-        backend(section.attention),
+        backend(section.attention, DTYPES[section.dtype]),
         config.rollout.sampling.temperature,
     )
 

@@ -9,6 +9,7 @@ Letters in shapes: N trained tokens of a micro-batch.
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,13 +89,13 @@ class Learner:
         objective = self._objectives[type(batch)]
         tally = _Tally(objective.nothing())
 
-        def loss(part: Batch, hidden_tH: Tensor) -> Tensor:
-            terms = objective.terms(part, hidden_tH)
+        def loss(inputs: Any, hidden_tH: Tensor) -> Tensor:
+            terms = objective.terms(inputs, hidden_tH)
             tally.add(terms)
             return (terms.weights_N * terms.loss_N).sum()
 
         parts = self.forward.microbatches(objective.prepare(key, batch))
-        self.forward.run(parts, loss, backward=True)
+        self.forward.run(parts, objective.inputs, loss, backward=True)
         self._accumulated.append(key)
         return _record(self._forwarded, key, tally.metrics(self._role))
 

@@ -50,13 +50,11 @@ def compare_logprobs() -> tuple[int, int]:
     return peak_bytes(chunked), peak_bytes(naive)
 
 
-def test_chunked_logprobs_take_a_twentieth_of_the_memory() -> None:
+def test_chunked_logprobs_take_an_eighth_of_the_memory() -> None:
     """Times are in `python -m benchmarks.gpu --only 6`."""
     chunked, naive = run_ranks(compare_logprobs, 1)[0]
-    gradients = (
-        2 * (VOCABULARY + TOKENS) * HIDDEN + 4 * VOCABULARY * HIDDEN
-    )  # of both inputs; their float32 sum
-    assert chunked - gradients <= naive / 20
+    gradients = 2 * (VOCABULARY + TOKENS) * HIDDEN + 4 * TOKENS * HIDDEN  # of both inputs; the latter's sum
+    assert chunked - gradients <= naive / 8  # two chunks of logits, against three times the nine of them all
 
 
 def check_offload(folder: Path) -> None:

@@ -53,14 +53,14 @@ def allocated(folder: Path, section: TrainerSection) -> tuple[RankMemory, int]:
     (part,) = forward.microbatches(objective.prepare(KEY, batch()))
     kept = []
 
-    def last(part: SupervisedBatch, hidden_tH: torch.Tensor) -> torch.Tensor:
-        terms = objective.terms(part, hidden_tH)
+    def last(inputs: Any, hidden_tH: torch.Tensor) -> torch.Tensor:
+        terms = objective.terms(inputs, hidden_tH)
         loss = (terms.weights_N * terms.loss_N).sum()
         kept.append(allocations.live)
         return loss
 
     with Allocations() as allocations:
-        forward.run([part], last, backward=True)
+        forward.run([part], objective.inputs, last, backward=True)
     learner.forward_backward(KEY, batch())
     learner.optim_step(KEY, 1e-4)
     parameters = [*learner.model.parameters]

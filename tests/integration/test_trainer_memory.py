@@ -5,6 +5,7 @@ Letters in shapes: T tokens.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import torch
 
 from atoll.config.schema import OptimizerConfig, ParallelConfig
 from atoll.trainer.checkpoint import Checkpointer
+from atoll.trainer.megatron import activation_offload
+from atoll.trainer.megatron.activation_offload import HostCopy
 from atoll.trainer.megatron.model import ModelSettings, initialize_parallel
 from atoll.trainer.offload import MemoryKind, ModelOffloader
 from atoll.trainer.step import Learner
@@ -196,30 +199,39 @@ def kept_and_peak(learner: Learner) -> tuple[int, int]:
     """Bytes that a forward pass keeps, and the peak until its backward pass has ended."""
     objective, kept = learner._objectives[SupervisedBatch], []
 
-    def last(part: SupervisedBatch, hidden_tH: torch.Tensor) -> torch.Tensor:
+    def last(inputs: Any, hidden_tH: torch.Tensor) -> torch.Tensor:
         kept.append(allocations.live)
-        terms = objective.terms(part, hidden_tH)
+        terms = objective.terms(inputs, hidden_tH)
         return (terms.weights_N * terms.loss_N).sum()
 
     with Allocations() as allocations:
-        learner.forward.run(learner.forward.microbatches(batch(0)), last, backward=True)
+        learner.forward.run(learner.forward.microbatches(batch(0)), objective.inputs, last, backward=True)
     return kept[0], allocations.peak
 
 
 def check_recomputation(folder: Path) -> None:
     """Bit-identical gradients with less memory; test_memory_plan.py computes how much less."""
     initialize_parallel(ParallelConfig())
-    sizes, vectors = [], []
-    for recompute in ("none", "selective", "full"):
+    sizes, vectors, on_host = [], [], []
+
+    class RecordedCopy(HostCopy):
+        def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
+            on_host.append(storage.nbytes())
+            super().__init__(storage, device)
+
+    activation_offload.HostCopy = RecordedCopy  # type: ignore[misc]  # of this process, which ends
+    for recompute in ("none", "selective", "full", "offload"):
         settings = ModelSettings(recompute=recompute)
         learner = policy_learner(policy_forward(folder, max_tokens=10_000, settings=settings), ADAMW)
         sizes.append(kept_and_peak(learner))
         vectors.append(gradients(learner))
-    assert torch.equal(vectors[1], vectors[0])
-    assert torch.equal(vectors[2], vectors[0])
-    (none, peak_none), (selective, peak_selective), (full, peak_full) = sizes
+    for vector in vectors[1:]:
+        assert torch.equal(vector, vectors[0])
+    (none, peak_none), (selective, peak_selective), (full, peak_full), (offload, _) = sizes
     assert none > 1.25 * selective > 2.5 * full
     assert peak_none > peak_selective > peak_full
+    assert offload == none  # the same tensors: here, both memories are the host's
+    assert offload - sum(on_host) < full
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

@@ -353,6 +353,10 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             'trainer.attention = "flash" does not support float32: set trainer.dtype = "bfloat16"',
         ),
         (
+            ["trainer.attention=varlen"],
+            'trainer.attention = "varlen" does not support float32: set trainer.dtype = "bfloat16"',
+        ),
+        (
             ["trainer.parallel.virtual_pipeline=2"],
             "trainer.parallel.virtual_pipeline = 2 needs pipeline stages, but pipeline = 1",
         ),

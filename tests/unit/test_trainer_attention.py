@@ -1,17 +1,20 @@
 """Planned attention calls against attention with one dense mask over all tokens."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
 from atoll.runtime.errors import UserError
 from atoll.trainer.megatron import attention
-from atoll.trainer.megatron.attention import backend, plan_rows
+from atoll.trainer.megatron.attention import BACKENDS, backend, plan_rows
 from atoll.trainer.megatron.context import ContextSplit
 from atoll.wire.types import Segments
-from tests import flash_attn_stand_in
+from tests import flash_attn_stand_in, torch_varlen_stand_in  # noqa: F401
 from tests.tree_layouts import CASES, check_dense, forest
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")  # the latter: another device, without memory
 WHOLE = ContextSplit()
 
 
@@ -33,7 +36,7 @@ def test_rows_equal_dense_attention(
     check_dense("shared_prefix", 1, segments, CPU, torch.float64, 1e-12)
 
 
-@pytest.mark.parametrize("name", ["shared_prefix", "flash"])
+@pytest.mark.parametrize("name", ["shared_prefix", "varlen", "flash"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("segments", CASES.values(), ids=CASES.keys())
 @pytest.mark.usefixtures("flash_on_cpu")
@@ -45,7 +48,7 @@ def test_ranks_together_equal_dense_attention(segments: Segments, num_ranks: int
 def test_short_segments_share_a_call_and_long_roots_need_no_mask() -> None:
     plan = plan_rows(forest([6, *[4] * 8] * 10 + [500], ([-1] + [-1] * 8) * 10 + [-1]), CPU, WHOLE)
     assert len(plan.buckets) == 2
-    assert [bucket.mask_N1QK is None for bucket in plan.buckets] == [True, False]
+    assert [bucket.mask is None for bucket in plan.buckets] == [True, False]
     assert plan.buckets[0].queries_NQ.shape == (1, 500)
 
 
@@ -53,7 +56,7 @@ def test_masks_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of 1,000 and four answers of 900: a dense mask would have 21 million elements."""
     monkeypatch.setattr(attention, "MASK_LIMIT", 1 << 16)
     plan = plan_rows(forest([1000, 900, 900, 900, 900], [-1, 0, 0, 0, 0]), CPU, WHOLE)
-    masks = [bucket.mask_N1QK for bucket in plan.buckets if bucket.mask_N1QK is not None]
+    masks = [bucket.mask for bucket in plan.buckets if bucket.mask is not None]
     assert masks
     assert max(mask.numel() for mask in masks) <= 1 << 16
 
@@ -75,8 +78,49 @@ def test_every_rank_can_split_its_tokens_again() -> None:
     assert two.multiple(4) == 8
 
 
-def test_flash_is_refused_without_a_gpu() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here")
-    with pytest.raises(UserError, match="there is no CUDA device here"):
-        backend("flash")
+@pytest.mark.parametrize("segments", CASES.values(), ids=CASES.keys())
+def test_sizes_padded_for_a_gpu_change_nothing(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_padded", lambda lengths, device: -(-max(lengths) // 16) * 16)
+    check_dense("shared_prefix", 2, segments, CPU, torch.float64, 1e-12)
+
+
+def test_sizes_are_multiples_of_16_on_a_gpu_only() -> None:
+    segments = forest([21, 5, 40], [-1, 0, 0])
+    for device, sizes in ((CPU, [(26, 26), (40, 61)]), (META, [(32, 32), (48, 80)])):
+        plan = plan_rows(segments, device, WHOLE)
+        shapes = [(bucket.queries_NQ.shape[1], bucket.keys_NK.shape[1]) for bucket in plan.buckets]
+        assert shapes == sizes
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "dtype", "name"),
+    [
+        (True, torch.bfloat16, "varlen"),
+        (True, torch.float32, "shared_prefix"),
+        (False, torch.bfloat16, "shared_prefix"),
+        (False, torch.float32, "shared_prefix"),
+    ],
+)
+def test_auto_is_varlen_on_a_gpu_in_half_precision(
+    has_gpu: bool, dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert backend("auto", dtype) is BACKENDS[name]
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("name", ["varlen", "flash"])
+def test_kernels_are_refused_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=f'"{name}" needs a GPU, but there is no CUDA device here'):
+        backend(name, torch.bfloat16)
+
+
+def test_flash_attn_4_is_not_taken_for_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package has the same name, but not the function."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    with pytest.raises(UserError, match="got cannot import name 'flash_attn_varlen_func'"):
+        backend("flash", torch.bfloat16)
+    flash_attn_stand_in.stand_in(monkeypatch)
+    assert backend("flash", torch.bfloat16) is BACKENDS["flash"]

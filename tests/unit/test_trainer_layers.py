@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,6 +39,18 @@ def test_norm_equals_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         strict=True,
     ):
         torch.testing.assert_close(grad, expected_grad, rtol=0, atol=5e-6)
+
+
+def test_norm_is_torchs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is one kernel; PyTorch's device without memory, which stands for a GPU here, splits it up."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
+    config = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False)
+    norm = RMSNorm(config, hidden_size=6, eps=1e-3)  # type: ignore[arg-type]
+    x = torch.empty(4, 1, 6, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with patch("atoll.trainer.megatron.layers.rms_norm", wraps=torch.nn.functional.rms_norm) as torchs:
+        normed = norm(x)
+    torchs.assert_called_once_with(x, (6,), norm.weight, 1e-3)
+    assert (normed.shape, normed.dtype) == (x.shape, x.dtype)
 
 
 def test_gate_equals_its_definition_and_its_gradient_is_exact() -> None:

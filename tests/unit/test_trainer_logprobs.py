@@ -1,15 +1,18 @@
 """Chunked logprobs and entropy against the naive computation on whole logits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from atoll.trainer.losses.kl import full_kl
-from atoll.trainer.losses.logprobs import token_logprobs
+from atoll.trainer.losses.logprobs import CHUNK_LOGITS, token_logprobs
 from tests.torch_ranks import run_ranks
 
 
@@ -100,6 +103,47 @@ def test_no_tokens(alone: dist.ProcessGroup) -> None:
     (logprobs.sum() + entropy.sum()).backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [[0, 0]] * 3
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that operations read and write, without those of logits: of matrices without a dimension of
+    `hidden_size`."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self._hidden_size = hidden_size
+        self.nbytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not (func.is_view or func is torch.ops.aten.empty_like.default):  # type: ignore[attr-defined]
+            self.nbytes += sum(
+                leaf.nbytes
+                for leaf in tree_leaves((args, result))  # what `out` names is the result
+                if isinstance(leaf, Tensor) and (leaf.dim() < 2 or self._hidden_size in leaf.shape)
+            )
+        return result
+
+
+def test_a_chunk_moves_no_more_bytes_than_the_weight_has(alone: dist.ProcessGroup) -> None:
+    """On a GPU, in bfloat16, emulated by PyTorch's device without memory: Qwen2.5-0.5B, 16,384 tokens."""
+    num_tokens, vocabulary, size = 16_384, 151_936, 896
+    hidden = torch.empty(num_tokens, size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(vocabulary, size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    targets = torch.empty(num_tokens, dtype=torch.long, device="meta")
+    with Traffic(size) as forward:
+        logprobs, _ = token_logprobs(hidden, weight, targets, 1.0, alone)
+    with Traffic(size) as backward:
+        logprobs.sum().backward()
+    rows, columns = CHUNK_LOGITS // vocabulary, CHUNK_LOGITS // num_tokens
+    assert forward.nbytes / -(-num_tokens // rows) < 1.2 * weight.nbytes
+    assert backward.nbytes / -(-vocabulary // columns) < 1.2 * weight.nbytes
 
 
 def test_vocabulary_split_over_two_ranks() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atoll.config.schema import LoraConfig, OptimizerConfig, ParallelConfig, TrainerSection
-from atoll.runtime.memory import rank_memory
+from atoll.runtime.memory import host_memory, rank_memory
 from atoll.runtime.model_spec import ModelSpec, read_spec
 
 PAGE = Path("docs/trainer.md")
@@ -84,7 +84,6 @@ def rows(folder: Path) -> Iterator[str]:
             dtype="bfloat16",
             recompute=recompute,
             max_tokens_per_microbatch=tokens,
-            attention="flash",
             optimizer=OptimizerConfig(distributed=layout.get("data", 1) > 1),
             lora=lora,
         )
@@ -130,6 +129,17 @@ def test_every_row_fits_its_devices(tmp_path: Path) -> None:
 def test_models_have_the_size_that_their_cards_say(tmp_path: Path, model: str, billions: float) -> None:
     memory = rank_memory(spec_of(tmp_path, model), TrainerSection(dtype="bfloat16"), 0, "update")
     assert round(memory.parameters / 2e9, 2) == billions
+
+
+def test_offloaded_activations_are_on_the_host(tmp_path: Path) -> None:
+    """The page's formula, with the figures of the 7B model: 28 layers, 16,384 tokens, bfloat16."""
+    spec = spec_of(tmp_path, "7B")
+    section = TrainerSection(dtype="bfloat16", max_tokens_per_microbatch=16384, recompute="offload")
+    page = 28 * 16384 * 2 * (4 * 3584 + 3 * 3584 + 2 * 512 + 4 * 18944)
+    assert host_memory(spec, section, 0, push_bytes=0) == pytest.approx(page, rel=0.05)
+    memory = rank_memory(spec, section, 0, "update")
+    assert memory.activations < 16384 * 2 * (4 * 3584)  # the final norm's and the head's
+    assert memory.working > page / 28  # one layer's
 
 
 if __name__ == "__main__":

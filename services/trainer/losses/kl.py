@@ -1,6 +1,7 @@
 """The KL divergence from the reference policy, per token: estimated from logprobs, or over the vocabulary.
 
-Letters in shapes: N tokens, n rows of one chunk, H hidden size, V vocabulary rows of this rank.
+Letters in shapes: N tokens, n rows of one chunk, H hidden size, V vocabulary rows of this rank, v columns of
+one chunk.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from atoll.trainer.losses.logprobs import (
-    CHUNK_LOGITS,
+    default_chunk,
     gradients_through_logits,
     reduce_over,
     vocabulary_logits,
@@ -52,17 +53,17 @@ def full_kl(
     ref_weight_VH: Tensor,
     temperature: float,
     tensor_parallel: ProcessGroup,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
 ) -> Tensor:
     """[N] KL(policy || reference) in nats over the whole vocabulary: sum of p (log p - log q), at least fp32.
 
     p = softmax(hidden_NH @ weight_VH.T / temperature), q likewise of the reference, to which no gradient
     goes. The weights hold this rank's rows, an equal share in rank order; the hidden states are the same on
-    every rank. Of both policies together, `chunk_logits` exist at once.
+    every rank. Of both policies together, `chunk_logits` exist at once; the default depends on the device.
     """
-    rows = max(1, chunk_logits // (2 * len(weight_VH)))
+    each = (chunk_logits or default_chunk(hidden_NH.device)) // 2
     kl_N: Tensor = _FullKL.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, ref_hidden_NH, ref_weight_VH, temperature, tensor_parallel, rows
+        hidden_NH, weight_VH, ref_hidden_NH, ref_weight_VH, temperature, tensor_parallel, each
     )
     return kl_N
 
@@ -77,11 +78,12 @@ class _FullKL(torch.autograd.Function):
         ref_weight_VH: Tensor,
         temperature: float,
         group: ProcessGroup,
-        rows: int,
+        chunk_logits: int,
     ) -> Tensor:
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
         kl_N = hidden_NH.new_empty(len(hidden_NH), dtype=dtype)
         logsumexp_2N = kl_N.new_empty(2, len(hidden_NH))  # of the policy, of the reference
+        rows = max(1, chunk_logits // len(weight_VH))
         for start in range(0, len(hidden_NH), rows):
             n = slice(start, start + rows)
             logits_nV = vocabulary_logits(hidden_NH[n], weight_VH, temperature)
@@ -98,7 +100,7 @@ class _FullKL(torch.autograd.Function):
             kl_N[n] = weighted_n / norm_n - norm_n.log() + ref_norm_n.log()
             logsumexp_2N[:, n] = peak_2n + sums_3n[:2].log()
         ctx.save_for_backward(hidden_NH, weight_VH, ref_hidden_NH, ref_weight_VH, logsumexp_2N, kl_N)
-        ctx.temperature, ctx.group, ctx.rows = temperature, group, rows
+        ctx.temperature, ctx.group, ctx.chunk_logits = temperature, group, chunk_logits
         return kl_N
 
     @staticmethod
@@ -106,14 +108,16 @@ class _FullKL(torch.autograd.Function):
         """d KL / d logit_j = p_j (log p_j - log q_j - KL)."""
         hidden_NH, weight_VH, ref_hidden_NH, ref_weight_VH, logsumexp_2N, kl_N = ctx.saved_tensors
 
-        def gradient(n: slice, logits_nV: Tensor) -> Tensor:
-            ref_logits_nV = vocabulary_logits(ref_hidden_NH[n], ref_weight_VH, ctx.temperature)
-            logp_nV = logits_nV.sub_(logsumexp_2N[0, n, None])
-            logq_nV = ref_logits_nV.sub_(logsumexp_2N[1, n, None])
-            slope_nV = logq_nV.neg_().add_(logp_nV).sub_(kl_N[n, None]).mul_(grads[0][n, None])
-            return logp_nV.exp_().mul_(slope_nV)
+        grad_N1 = grads[0][:, None] / ctx.temperature  # of the logits before they are divided by it
+
+        def gradient(v: slice, logits_Nv: Tensor) -> Tensor:
+            ref_logits_Nv = vocabulary_logits(ref_hidden_NH, ref_weight_VH[v], ctx.temperature)
+            logp_Nv = logits_Nv.sub_(logsumexp_2N[0, :, None])
+            logq_Nv = ref_logits_Nv.sub_(logsumexp_2N[1, :, None])
+            slope_Nv = logq_Nv.neg_().add_(logp_Nv).sub_(kl_N[:, None]).mul_(grad_N1)
+            return logp_Nv.exp_().mul_(slope_Nv)
 
         into_hidden_NH, into_weight_VH = gradients_through_logits(
-            hidden_NH, weight_VH, ctx.temperature, ctx.group, ctx.rows, gradient
+            hidden_NH, weight_VH, ctx.temperature, ctx.group, ctx.chunk_logits, gradient
         )
         return into_hidden_NH, into_weight_VH, None, None, None, None, None

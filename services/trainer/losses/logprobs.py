@@ -1,9 +1,12 @@
 """Log-probabilities and entropy of target tokens, straight from hidden states.
 
-The logits of all positions never exist at once: rows go through in chunks, and the backward pass
-computes each chunk's logits again. The vocabulary may be split over a tensor-parallel group.
+The logits of all positions never exist at once. The forward pass computes them in chunks of rows, each of
+which reads the whole weight once. The backward pass computes them again, in chunks of columns: each computes
+its own rows of the weight's gradient, so nothing of the weight's size is summed over chunks. The vocabulary
+may be split over a tensor-parallel group.
 
-Letters in shapes: N target tokens, n rows of one chunk, H hidden size, V vocabulary rows of this rank.
+Letters in shapes: N target tokens, n rows of one chunk, H hidden size, V vocabulary rows of this rank, v
+columns of one chunk.
 """
 
 from collections.abc import Callable
@@ -13,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-CHUNK_LOGITS = 1 << 24  # logits that exist at once: 64 MiB in fp32
+CHUNK_LOGITS = 1 << 28  # logits of one chunk on a GPU: 1 GiB in fp32, 1,767 rows of 152k words
+CPU_CHUNK_LOGITS = 1 << 24  # caches are smaller, and reading the weight is less of the time
 
 
 def token_logprobs(
@@ -22,15 +26,21 @@ def token_logprobs(
     targets_N: Tensor,
     temperature: float,
     tensor_parallel: ProcessGroup,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of `targets_N` under softmax(hidden_NH @ weight_VH.T / temperature), and its entropy.
 
     `weight_VH` holds this rank's rows, an equal share in rank order; `hidden_NH` is the same on every
     rank. Returns two tensors [N] in nats, at least fp32; an entropy that is not differentiated costs nothing.
+    `chunk_logits` exist at once; the default depends on the device.
     """
     logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, targets_N, temperature, tensor_parallel, max(1, chunk_logits // len(weight_VH))
+        hidden_NH,
+        weight_VH,
+        targets_N,
+        temperature,
+        tensor_parallel,
+        chunk_logits or default_chunk(hidden_NH.device),
     )
     return logprobs_N, entropy_N
 
@@ -44,11 +54,12 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_N: Tensor,
         temperature: float,
         group: ProcessGroup,
-        rows: int,
+        chunk_logits: int,
     ) -> tuple[Tensor, Tensor]:
         own_N = targets_N - group.rank() * len(weight_VH)  # row of the target in this rank's share
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
         logprobs_N, entropy_N, logsumexp_N = hidden_NH.new_empty(3, len(targets_N), dtype=dtype)
+        rows = max(1, chunk_logits // len(weight_VH))
         for start in range(0, len(targets_N), rows):
             n = slice(start, start + rows)
             logits_nV = vocabulary_logits(hidden_NH[n], weight_VH, temperature)
@@ -60,6 +71,7 @@ class _TokenLogprobs(torch.autograd.Function):
             target_n = logits_nV.gather(-1, own_N[n].clamp(0, len(weight_VH) - 1)[:, None])[:, 0]
             norm_n = exp_nV.sum(-1)
             weighted_n = exp_nV.mul_(logits_nV).sum(-1)  # in place: no third chunk of logits
+            del logits_nV, exp_nV  # before the next chunk's
             sums_3n = torch.stack([norm_n, weighted_n, target_n * is_here_n])
             reduce_over(group, sums_3n, ReduceOp.SUM)
             norm_n, weighted_n, target_n = sums_3n
@@ -67,7 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
             entropy_N[n] = norm_n.log() - weighted_n / norm_n
             logsumexp_N[n] = peak_n + norm_n.log()
         ctx.save_for_backward(hidden_NH, weight_VH, own_N, logsumexp_N, entropy_N)
-        ctx.temperature, ctx.group, ctx.rows = temperature, group, rows
+        ctx.temperature, ctx.group, ctx.chunk_logits = temperature, group, chunk_logits
         ctx.set_materialize_grads(False)  # None for an output that is not differentiated
         return logprobs_N, entropy_N
 
@@ -75,29 +87,39 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """d logprob / d logit_j = [j is the target] - p_j; d entropy / d logit_j = -p_j (log p_j + H)."""
         hidden_NH, weight_VH, own_N, logsumexp_N, entropy_N = ctx.saved_tensors
-        grad_N = torch.zeros_like(logsumexp_N) if grads[0] is None else grads[0]
-        grad_entropy_N = grads[1]
+        # of the logits before they are divided by the temperature
+        grad_N = torch.zeros_like(logsumexp_N) if grads[0] is None else grads[0] / ctx.temperature
+        grad_entropy_N = None if grads[1] is None else grads[1] / ctx.temperature
 
-        def gradient(n: slice, logits_nV: Tensor) -> Tensor:
-            logp_nV = logits_nV.sub_(logsumexp_N[n, None])
-            slope_nV = -grad_N[n, None]
+        def gradient(v: slice, logits_Nv: Tensor) -> Tensor:
+            logp_Nv = logits_Nv.sub_(logsumexp_N[:, None])
+            slope_Nv = -grad_N[:, None]
             if grad_entropy_N is not None:
-                slope_nV = slope_nV - grad_entropy_N[n, None] * (logp_nV + entropy_N[n, None])
-            grad_nV = logp_nV.exp_().mul_(slope_nV)
-            is_here_n = (own_N[n] >= 0) & (own_N[n] < len(weight_VH))
-            column_n = own_N[n].clamp(0, len(weight_VH) - 1)[:, None]
-            return grad_nV.scatter_add_(-1, column_n, (grad_N[n] * is_here_n)[:, None])
+                slope_Nv = (logp_Nv + entropy_N[:, None]).mul_(-grad_entropy_N[:, None]).add_(slope_Nv)
+            grad_Nv = logp_Nv.exp_().mul_(slope_Nv)
+            is_here_N = (own_N >= v.start) & (own_N < v.stop)
+            column_N1 = (own_N - v.start).clamp(0, v.stop - v.start - 1)[:, None]
+            return grad_Nv.scatter_add_(-1, column_N1, (grad_N * is_here_N)[:, None])
 
         into_hidden_NH, into_weight_VH = gradients_through_logits(
-            hidden_NH, weight_VH, ctx.temperature, ctx.group, ctx.rows, gradient
+            hidden_NH, weight_VH, ctx.temperature, ctx.group, ctx.chunk_logits, gradient
         )
         return into_hidden_NH, into_weight_VH, None, None, None, None
 
 
+def default_chunk(device: torch.device) -> int:
+    """Logits of one chunk."""
+    return CPU_CHUNK_LOGITS if device.type == "cpu" else CHUNK_LOGITS
+
+
 def vocabulary_logits(hidden_nH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
     """[n, V] this rank's share of a chunk's logits, in a new tensor, at least fp32."""
-    logits_nV = hidden_nH @ weight_VH.T
-    return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32)).div_(temperature)
+    dtype = torch.promote_types(hidden_nH.dtype, torch.float32)
+    if _has_mixed_products(hidden_nH):
+        logits_nV = torch.mm(hidden_nH, weight_VH.T, out_dtype=dtype)
+    else:
+        logits_nV = (hidden_nH @ weight_VH.T).to(dtype)
+    return logits_nV if temperature == 1 else logits_nV.div_(temperature)
 
 
 def gradients_through_logits(
@@ -105,35 +127,43 @@ def gradients_through_logits(
     weight_VH: Tensor,
     temperature: float,
     group: ProcessGroup,
-    rows: int,
+    chunk_logits: int,
     gradient: Callable[[slice, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the hidden states and of the weight, from those of each chunk's logits; none of a weight
     that does not learn, as below adapters.
 
-    `gradient(n, logits_nV)` is called for chunks of `rows` rows and may overwrite the logits.
+    `gradient(v, logits_Nv)` is called for chunks of columns and may overwrite the logits. It returns the
+    gradient of hidden_NH @ weight_VH.T in these columns.
     """
-    grad_hidden_NH = torch.empty_like(hidden_NH)
-    grad_weight_VH = None
-    if weight_VH.requires_grad:
-        grad_weight_VH = torch.zeros_like(
-            weight_VH, dtype=torch.promote_types(weight_VH.dtype, torch.float32)
-        )
-    for start in range(0, len(hidden_NH), rows):
-        n = slice(start, start + rows)
-        logits_nV = vocabulary_logits(hidden_NH[n], weight_VH, temperature)
-        grad_nV = gradient(n, logits_nV).to(weight_VH.dtype)
-        grad_hidden_NH[n] = grad_nV @ weight_VH / temperature
-        if grad_weight_VH is None:
-            continue
-        if grad_nV.dtype == grad_weight_VH.dtype:
-            grad_weight_VH.addmm_(grad_nV.T, hidden_NH[n])  # without a second [V, H] for each chunk
-        else:
-            grad_weight_VH += grad_nV.T @ hidden_NH[n]
+    grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.promote_types(hidden_NH.dtype, torch.float32))
+    grad_weight_VH = torch.empty_like(weight_VH) if weight_VH.requires_grad else None
+    columns = max(1, chunk_logits // max(1, len(hidden_NH)))
+    for start in range(0, len(weight_VH), columns):
+        v = slice(start, min(start + columns, len(weight_VH)))
+        grad_Nv = gradient(v, vocabulary_logits(hidden_NH, weight_VH[v], temperature)).to(weight_VH.dtype)
+        _add_product(grad_hidden_NH, grad_Nv, weight_VH[v])
+        if grad_weight_VH is not None:
+            torch.mm(grad_Nv.T, hidden_NH, out=grad_weight_VH[v])
+        del grad_Nv  # before the next chunk's logits
+    grad_hidden_NH = grad_hidden_NH.to(hidden_NH.dtype)
     reduce_over(group, grad_hidden_NH, ReduceOp.SUM)  # every rank saw only its rows of the vocabulary
-    if grad_weight_VH is not None:
-        grad_weight_VH = grad_weight_VH.div_(temperature).to(weight_VH.dtype)
     return grad_hidden_NH, grad_weight_VH
+
+
+def _add_product(sum_NH: Tensor, a_Nv: Tensor, b_vH: Tensor) -> None:
+    """In place, without rounding the product to the factors' dtype."""
+    if _has_mixed_products(a_Nv):
+        torch.addmm(sum_NH, a_Nv, b_vH, out_dtype=sum_NH.dtype, out=sum_NH)
+    elif a_Nv.dtype == sum_NH.dtype:
+        sum_NH.addmm_(a_Nv, b_vH)
+    else:
+        sum_NH += a_Nv @ b_vH
+
+
+def _has_mixed_products(factor: Tensor) -> bool:
+    """Whether PyTorch multiplies matrices of this dtype into fp32: on GPUs only."""
+    return factor.device.type != "cpu" and factor.dtype in (torch.bfloat16, torch.float16)
 
 
 def reduce_over(group: ProcessGroup, tensor: Tensor, op: Any) -> None:

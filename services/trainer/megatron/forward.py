@@ -31,6 +31,7 @@ from atoll.trainer.megatron import pipeline
 from atoll.trainer.megatron.attention import Backend
 from atoll.trainer.megatron.context import ContextSplit, join
 from atoll.trainer.megatron.model import MegatronModel, output_weight
+from atoll.trainer.megatron.upload import upload
 from atoll.wire.types import Batch, Bool, Float32, Int32, Int64, PolicyBatch, Segments
 
 B = TypeVar("B", bound=Batch)
@@ -42,6 +43,25 @@ class HasSegments(Protocol):
 
 
 P = TypeVar("P", bound=HasSegments)
+S = TypeVar("S")
+H = TypeVar("H")
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The N hidden states of a micro-batch that a head reads."""
+
+    places_n: Tensor  # index of those that this context rank holds, among its tokens
+    which_n: Tensor  # which of the N they are
+    count: int  # N
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """N tokens to predict, from the hidden states of those before them."""
+
+    rows: Rows
+    ids_n: Tensor  # token ids of those that this context rank predicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +105,20 @@ class Forward:
         if self.model.spec.head != "language":
             raise UserError("a value model has no log-probabilities: use the actor or the reference")
 
-        def logprobs(hidden_tH: Tensor, part: Segments, targets: Int64) -> Tensor:
-            return self.logprobs(hidden_tH, part, targets, temperature)[0]
+        def logprobs(hidden_tH: Tensor, targets: Targets) -> Tensor:
+            return self.logprobs(hidden_tH, targets, temperature)[0]
 
-        return self._compute(segments, segments.predecessors >= 0, logprobs)
+        return self._compute(segments, segments.predecessors >= 0, self.targets, logprobs)
 
     def compute_values(self, segments: Segments) -> Float32:
         """[T] the value head's output after each token. The same on every rank."""
         if self.model.spec.head != "value":
             raise UserError("a policy has no value head: use a critic, a reward model or a cost model")
 
-        def values(hidden_tH: Tensor, part: Segments, after: Int64) -> Tensor:
-            return self.values(hidden_tH, after)
+        def after(part: Segments, tokens: Int64) -> Rows:
+            return self.rows(tokens)
 
-        return self._compute(segments, np.ones(len(segments.token_ids), bool), values)
+        return self._compute(segments, np.ones(len(segments.token_ids), bool), after, self.values)
 
     def check_temperature(self) -> None:
         if self.temperature <= 0:
@@ -107,60 +127,85 @@ class Forward:
                 "set rollout.sampling.temperature above 0"
             )
 
-    def run(self, parts: Sequence[P], last: Callable[[P, Tensor], Tensor], backward: bool) -> None:
-        """Runs every part through the model. `last(part, hidden_tH)` runs on the last pipeline stage; with
-        `backward`, the scalar that it returns is differentiated."""
+    def run(
+        self,
+        parts: Sequence[P],
+        prepare: Callable[[P], S],
+        last: Callable[[S, Tensor], Tensor],
+        backward: bool,
+    ) -> None:
+        """Runs every part through the model. `last(prepared, hidden_tH)` runs on the last pipeline stage;
+        with `backward`, the scalar that it returns is differentiated.
 
-        def hidden(part: P, hidden_T1H: Tensor) -> Tensor:
-            return last(part, self._whole_sequence(hidden_T1H))
+        `prepare(part)` builds on the host what `last` needs: it goes to the device with the model's inputs.
+        """
+
+        def hidden(prepared: S, hidden_T1H: Tensor) -> Tensor:
+            return last(prepared, self._whole_sequence(hidden_T1H))
 
         num_tokens = self._multiple
         if len(self.model.chunks) > 1:  # between virtual stages, Megatron exchanges hidden states of one size
             longest = max((len(part.segments.token_ids) for part in parts), default=0)
             num_tokens *= max(1, -(-longest // self._multiple))
 
-        def inputs(part: P) -> pipeline.Inputs:
+        def inputs(part: P) -> tuple[pipeline.Inputs, S]:
             progress.advance()
-            return self._inputs(part.segments, num_tokens)
+            return upload((self.inputs(part.segments, num_tokens), prepare(part)), self.device)
 
         pipeline.run(self.model, parts, inputs, hidden, backward, num_tokens)
         self.num_tokens = 0
 
-    def hidden(self, segments: Segments) -> Tensor:
-        """[t, H] hidden states of one micro-batch after the final norm. Only without pipeline parallelism."""
-        return self._whole_sequence(self.model.output(*self._inputs(segments)))
+    def inputs(self, segments: Segments, at_least: int = 1) -> pipeline.Inputs:
+        """What the model takes of a micro-batch, on the host."""
+        segments = pad(segments, self._multiple, at_least)
+        self.num_tokens = len(segments.token_ids)
+        held = self._split.local_tokens(self.num_tokens)
+        return (
+            torch.from_numpy(segments.token_ids[held]).long(),
+            torch.from_numpy(segments.positions[held]),
+            self._attention.plan(segments, self.device, self._split),
+        )
 
-    def logprobs(
-        self, hidden_tH: Tensor, segments: Segments, targets: Int64, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def rows(self, tokens: Int64) -> Rows:
+        """Of the hidden states of `tokens` ([N]) of the micro-batch that `inputs` was last called with, on
+        the host."""
+        places_N = self._split.local_index(self.num_tokens)[tokens]
+        which = np.flatnonzero(places_N >= 0)
+        return Rows(torch.from_numpy(places_N[which]), torch.from_numpy(which), len(tokens))
+
+    def targets(self, segments: Segments, tokens: Int64) -> Targets:
+        """Of `tokens` ([N]), likewise."""
+        rows = self.rows(segments.predecessors[tokens])
+        return Targets(rows, torch.from_numpy(segments.token_ids[tokens[rows.which_n.numpy()]]).long())
+
+    def hidden(self, inputs: pipeline.Inputs) -> Tensor:
+        """[t, H] hidden states of one micro-batch after the final norm. Only without pipeline parallelism."""
+        return self._whole_sequence(self.model.output(*inputs))
+
+    def logprobs(self, hidden_tH: Tensor, targets: Targets, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probabilities [N] of the target tokens, and entropies [N] of their distributions."""
-        hidden_nH, which = self.local_hidden(hidden_tH, segments.predecessors[targets])
         logprobs_n, entropy_n = token_logprobs(
-            hidden_nH,
+            self.local_hidden(hidden_tH, targets.rows),
             output_weight(self.model),
-            self.tensor(segments.token_ids[targets[which]]).long(),
+            targets.ids_n,
             temperature,
             parallel_state.get_tensor_model_parallel_group(),
         )
-        return self.join(logprobs_n, which, len(targets)), self.join(entropy_n, which, len(targets))
+        return self.join(logprobs_n, targets.rows), self.join(entropy_n, targets.rows)
 
-    def values(self, hidden_tH: Tensor, after: Int64) -> Tensor:
-        """[N] the value head's output after the tokens `after`; carries gradients."""
-        hidden_nH, which = self.local_hidden(hidden_tH, after)
-        return self.join(self.model.output.output_layer(hidden_nH), which, len(after))
+    def values(self, hidden_tH: Tensor, rows: Rows) -> Tensor:
+        """[N] the value head's output after the tokens of `rows`; carries gradients."""
+        return self.join(self.model.output.output_layer(self.local_hidden(hidden_tH, rows)), rows)
 
-    def local_hidden(self, hidden_tH: Tensor, tokens: Int64) -> tuple[Tensor, Int64]:
-        """[n, H] hidden states of the tokens among the N `tokens` that this context rank holds, and [n] their
-        indices."""
-        places_N = self._split.local_index(len(hidden_tH) * self._split.size)[tokens]
-        which = np.flatnonzero(places_N >= 0)
-        return hidden_tH.index_select(0, self.tensor(places_N[which])), which
+    def local_hidden(self, hidden_tH: Tensor, rows: Rows) -> Tensor:
+        """[n, H] the hidden states that this context rank holds."""
+        return hidden_tH.index_select(0, rows.places_n)
 
-    def join(self, values_n: Tensor, which: Int64, count: int) -> Tensor:
-        """[N] the values of all N tokens passed to `local_hidden`, on every context rank."""
+    def join(self, values_n: Tensor, rows: Rows) -> Tensor:
+        """[N] the values of all rows, on every context rank."""
         if self._split.size == 1:
             return values_n
-        return join(values_n, self.tensor(which), count, parallel_state.get_context_parallel_group())
+        return join(values_n, rows.which_n, rows.count, parallel_state.get_context_parallel_group())
 
     def microbatches(self, batch: B) -> list[B]:
         """This data-parallel rank's micro-batches, of segments with something to train on.
@@ -174,45 +219,38 @@ class Forward:
         parts = self._parts(flat.segments, flat.loss_weights != 0, self._budget.training, samples)
         return [take(flat, part) for part in parts]
 
-    def tensor(self, array: Float32 | Int32 | Int64 | Bool) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
     def check(self, segments: Segments) -> None:
         """Raises UserError if the model cannot compute `segments`."""
         check_segments(segments, self.model.spec.vocab_size, self.model.spec.max_positions)
 
     def _compute(
-        self, segments: Segments, is_asked: Bool, per_token: Callable[[Tensor, Segments, Int64], Tensor]
+        self,
+        segments: Segments,
+        is_asked: Bool,
+        head: Callable[[Segments, Int64], H],
+        per_token: Callable[[Tensor, H], Tensor],
     ) -> Float32:
-        """[T] `per_token` of tokens with `is_asked`; 0 for the others."""
+        """[T] `per_token` of tokens with `is_asked`; 0 for the others. `head` selects them on the host."""
         self.check(segments)
         whole, first = self._whole(segments)
         is_asked = first & is_asked[whole.source]  # only the first copy of a repeated token
         answers_T = torch.zeros(len(segments.token_ids), device=self.device)
 
-        def answer(part: Selection, hidden_tH: Tensor) -> Tensor:
-            targets = np.flatnonzero(is_asked[part.source])
-            if len(targets):
-                answers_N = per_token(hidden_tH, part.segments, targets)
-                answers_T[whole.source[part.source[targets]]] = answers_N.float()
+        def prepare(part: Selection) -> tuple[H, Tensor]:
+            asked = np.flatnonzero(is_asked[part.source])
+            return head(part.segments, asked), torch.from_numpy(whole.source[part.source[asked]])
+
+        def answer(prepared: tuple[H, Tensor], hidden_tH: Tensor) -> Tensor:
+            asked, into_N = prepared
+            answers_T[into_N] = per_token(hidden_tH, asked).float()
             return answers_T
 
         with torch.no_grad():
             parts = self._parts(whole.segments, is_asked, self._budget.forward)
-            self.run(list(parts), answer, backward=False)
+            self.run(list(parts), prepare, answer, backward=False)
         # each token is nonzero on one data-parallel rank's last stage only
         reduce_over_replicas(answers_T)
         return answers_T.cpu().numpy()
-
-    def _inputs(self, segments: Segments, at_least: int = 1) -> pipeline.Inputs:
-        segments = pad(segments, self._multiple, at_least)
-        self.num_tokens = len(segments.token_ids)
-        held = self._split.local_tokens(len(segments.token_ids))
-        return (
-            self.tensor(segments.token_ids[held]).long(),
-            self.tensor(segments.positions[held]),
-            self._attention.plan(segments, self.device, self._split),
-        )
 
     def _whole_sequence(self, hidden_T1H: Tensor) -> Tensor:
         """[t, H] of all of this context rank's tokens, if tensor-parallel ranks hold a part each."""

@@ -39,15 +39,17 @@ from atoll.config.schema import LoraConfig, ParallelConfig
 from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import ModelSpec
 from atoll.trainer.megatron import cpu_compat
+from atoll.trainer.megatron.activation_offload import OffloadedLayer
 from atoll.trainer.megatron.attention import AttentionInputs, AttentionPlan, TreeAttention
 from atoll.trainer.megatron.experts import GroupedExperts, skip_sorting
 from atoll.trainer.megatron.layers import ExpertRouter, GatedMLP, RMSNorm, ValueHead
 from atoll.trainer.megatron.rope import compute_rotation
 
 # What the backward pass recomputes: nothing; large but cheap activations, including GatedMLP's product; or
-# every layer from its input (Chen et al. 2016, arXiv:1604.06174).
+# every layer from its input (Chen et al. 2016, arXiv:1604.06174). "offload" copies activations to the host.
 RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
     "none": {},
+    "offload": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
@@ -80,7 +82,7 @@ class ModelSettings:
 
     dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full", "offload"] = "none"
     lora: LoraConfig | None = None  # None: all weights are trained
     seed: int = 0  # of new adapters
 
@@ -162,7 +164,8 @@ def build(folder: Path, spec: ModelSpec, settings: ModelSettings) -> MegatronMod
     linears = _fused_linears() if uses_transformer_engine() and settings.lora is None else LOCAL
     num_vp_stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     stages = [None] if num_vp_stages is None else list(range(num_vp_stages))
-    networks = tuple(_network(spec, config, linears, stage) for stage in stages)
+    layer = OffloadedLayer if settings.recompute == "offload" else TransformerLayer
+    networks = tuple(_network(spec, config, layer, linears, stage) for stage in stages)
     return MegatronModel(networks, spec, folder, settings.lora)
 
 
@@ -187,11 +190,13 @@ def _fused_linears() -> Linears:
     return Linears(IdentityOp, column, row, names)
 
 
-def _network(spec: ModelSpec, config: TransformerConfig, linears: Linears, vp_stage: int | None) -> Network:
+def _network(
+    spec: ModelSpec, config: TransformerConfig, layer: type, linears: Linears, vp_stage: int | None
+) -> Network:
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     network = Network(
         config=config,
-        transformer_layer_spec=_block(spec, config, linears, vp_stage),
+        transformer_layer_spec=_block(spec, config, layer, linears, vp_stage),
         vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -274,11 +279,10 @@ def _transformer_config(spec: ModelSpec, settings: ModelSettings) -> Transformer
         calculate_per_token_loss=True,  # data-parallel gradients are summed: the loss weights carry the mean
         perform_initialization=False,  # every parameter is loaded from the folder
         **RECOMPUTE[settings.recompute],
-        # these would need CUDA kernels
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,  # of the output layer too, for which Megatron requires Apex
+        persist_layer_norm=False,  # of Megatron's norm, which we replace
+        apply_rope_fusion=False,  # the core attention rotates
+        bias_dropout_fusion=False,  # there is no bias or dropout: the one addition left cannot be fused
     )
 
 
@@ -298,7 +302,7 @@ def _expert_settings(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _block(
-    spec: ModelSpec, config: TransformerConfig, linears: Linears, vp_stage: int | None
+    spec: ModelSpec, config: TransformerConfig, layer: type, linears: Linears, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Megatron's own layers of this stage, with our norm and core attention."""
     head_norm = RMSNorm if spec.qk_norm else IdentityOp
@@ -309,7 +313,7 @@ def _block(
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
-    layer = TransformerLayerSubmodules(
+    submodules = TransformerLayerSubmodules(
         input_layernorm=linears.norm,
         self_attention=ModuleSpec(
             module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
@@ -321,7 +325,7 @@ def _block(
         sharded_state_dict_keys_map=dict(linears.checkpoint_names),
     )
     return TransformerBlockSubmodules(
-        layer_specs=[ModuleSpec(module=TransformerLayer, submodules=layer)]
+        layer_specs=[ModuleSpec(module=layer, submodules=submodules)]
         * get_num_layers_to_build(config, vp_stage=vp_stage),
         layer_norm=RMSNorm,
     )

@@ -14,39 +14,42 @@ from atoll.trainer.megatron.attention import AttentionPlan
 from atoll.trainer.megatron.model import MegatronModel, Network
 
 P = TypeVar("P")
+S = TypeVar("S")
 Inputs = tuple[Tensor, Tensor, AttentionPlan]  # arguments of Network.forward
 
 
 def run(
     model: MegatronModel,
     parts: Sequence[P],
-    inputs: Callable[[P], Inputs],
-    last: Callable[[P, Tensor], Tensor],
+    inputs: Callable[[P], tuple[Inputs, S]],
+    last: Callable[[S, Tensor], Tensor],
     backward: bool,
     num_tokens: int,
 ) -> None:
     """Every rank of a pipeline calls it with the same parts. With virtual stages, the number of parts must be
     a multiple of the number of stages, and `inputs` must pad each part to `num_tokens` tokens.
 
-    `last(part, hidden_T1H)` runs on the last stage for each part; with `backward`, the scalar that it returns
-    is differentiated and gradients are accumulated.
+    `inputs(part)` returns what the network takes, and what `last` needs besides the hidden states.
+    `last(needed, hidden_T1H)` runs on the last stage for each part; with `backward`, the scalar that it
+    returns is differentiated and gradients are accumulated.
     """
     if not parts:
         return
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         for part in parts:
-            result = last(part, model.chunks[0](*inputs(part)))
+            network_inputs, needed = inputs(part)
+            result = last(needed, model.chunks[0](*network_inputs))
             if backward:
                 result.backward()  # type: ignore[no-untyped-call]
         return
 
     def forward_step(queue: Iterator[P], network: Network) -> tuple[Tensor, Callable[..., Any]]:
-        part = next(queue)
-        return network(*inputs(part)), partial(loss, part)
+        network_inputs, needed = inputs(next(queue))
+        return network(*network_inputs), partial(loss, needed)
 
-    def loss(part: P, hidden_T1H: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(needed: S, hidden_T1H: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         # given three results, Megatron does not rescale the loss: loss weights contain the denominator
-        return last(part, hidden_T1H), torch.zeros((), dtype=torch.int), {}
+        return last(needed, hidden_T1H), torch.zeros((), dtype=torch.int), {}
 
     with cpu_compat.apply():
         get_forward_backward_func()(
