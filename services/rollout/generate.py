@@ -187,6 +187,7 @@ class Generator:
             loss_mask=np.ones(len(completion.token_ids), np.bool_),
             logprobs=completion.logprobs,
             spans=completion.spans,
+            routes=completion.routes,
         )
         turn = Turn(
             node=0,

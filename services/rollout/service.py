@@ -165,6 +165,7 @@ async def _start_local(config: RunConfig) -> Engine:
         version=AS_IN_FOLDER,
         receiver=open_receiver(setup.transport, setup.deadline_s),
         lora=setup.lora,
+        records_routes=config.trainer.router_replay,
     )
 
 
@@ -179,6 +180,7 @@ async def _start_sglang(config: RunConfig) -> Engine:
         start_timeout_s=config.coordinator.start_timeout_s,
         version=AS_IN_FOLDER,
         setup=_receiver_setup(config),
+        records_routes=config.trainer.router_replay,
     )
 
 

@@ -72,6 +72,11 @@ class Experts:
     intermediate_size: int
     norm_topk_prob: bool  # the chosen ones' probabilities are scaled to sum 1
 
+    @property
+    def route_dtype(self) -> str:
+        """Of recorded numbers of experts, as NumPy and torch name it; its largest value stands for none."""
+        return "uint8" if self.num < 256 else "int16"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -203,6 +208,14 @@ def check_length(limit: TokenLimit, spec: ModelSpec, folder: Path) -> None:
         raise UserError(
             f"{limit.setting} = {limit.tokens}, but {folder} has {spec.max_positions} positions: "
             "set it to that or less"
+        )
+
+
+def check_router_replay(spec: ModelSpec, folder: Path) -> None:
+    """Raises UserError if the model has no routers whose choice could be replayed."""
+    if spec.experts is None:
+        raise UserError(
+            f"trainer.router_replay = true, but {folder} is a dense model, which has no experts: remove it"
         )
 
 

@@ -8,7 +8,7 @@ weight not 0), n of them on this context rank, H hidden size.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -203,7 +203,7 @@ class PolicyObjective:
             return kl_penalty(logprobs_N, policy.tensor(part.ref_logprobs[trained]), kl.estimator)
         assert reference is not None, "the full KL is computed beside the reference"
         with torch.no_grad():
-            ref_hidden_tH = reference.hidden(part.segments)
+            ref_hidden_tH = reference.hidden(replace(part.segments, routes=None))
         before = part.segments.predecessors[trained]
         hidden_nH, which = policy.local_hidden(hidden_tH, before)
         ref_hidden_nH, _ = reference.local_hidden(ref_hidden_tH, before)

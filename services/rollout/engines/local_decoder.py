@@ -23,7 +23,7 @@ from atoll.rollout.engines.base import Completion
 from atoll.rollout.engines.local_model import KVCache, LocalModel, Prefix
 from atoll.rollout.engines.local_sessions import SessionCache
 from atoll.rollout.engines.sampling import draw, stream_key, uniforms
-from atoll.wire.types import FinishReason, Float32, Int32, TurnId, TurnRequest, Version, VersionSpan
+from atoll.wire.types import FinishReason, Float32, Int32, Routes, TurnId, TurnRequest, Version, VersionSpan
 
 Call = TypeVar("Call")  # identifies the caller; passed through
 
@@ -52,6 +52,7 @@ class _PartialOutput:
     logprobs_T: Float32
     versions: tuple[tuple[Version, int], ...]  # and the number of the first token of each
     started: float  # Unix seconds
+    routes: Routes | None  # see Completion
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +113,7 @@ class Decoder(Generic[Call]):
         self._tokenizer = tokenizer
         self._waiting: deque[_WaitingGroup[Call]] = deque()
         self._running: list[_RunningRow[Call]] = []
-        self._cache = KVCache(model.spec, slots)
+        self._cache = KVCache(model.spec, slots, model.no_routes)
         self._sessions = SessionCache(slots * max_length)
         self._rows = np.zeros(slots, ROW)
         self._stops_RW = np.full((slots, 1), -1)  # short lists are filled up with -1
@@ -315,7 +316,16 @@ class Decoder(Generic[Call]):
     def _output(self, row: int) -> _PartialOutput:
         running, token_ids_T = self._running[row], self._response(row).copy()
         logprobs_T = self._logprobs_RT[row, : len(token_ids_T)].copy()
-        return _PartialOutput(token_ids_T, logprobs_T, tuple(running.versions), running.started)
+        routes = self._routes(row) if self._model.records_routes else None
+        return _PartialOutput(token_ids_T, logprobs_T, tuple(running.versions), running.started, routes)
+
+    def _routes(self, row: int) -> Routes:
+        """A retracted sample keeps those that it had: of a context, not all of the last layer are computed."""
+        ticket = self._running[row].ticket
+        before = None if ticket.output is None else ticket.output.routes
+        first = ticket.request.first_route(ticket.id) + (0 if before is None else len(before))
+        routes = self._cache.routes_BLYC[row, first : self._rows["length"][row]].numpy().copy()
+        return routes if before is None else np.concatenate([before, routes])
 
     def _close_gaps(self, gone: set[int]) -> None:
         """Moves the last rows into the places of those that are gone."""
@@ -352,7 +362,7 @@ class Decoder(Generic[Call]):
 
 
 def _empty_output(started: float) -> _PartialOutput:
-    return _PartialOutput(np.empty(0, np.int32), np.empty(0, np.float32), (), started)
+    return _PartialOutput(np.empty(0, np.int32), np.empty(0, np.float32), (), started, None)
 
 
 def _completion(
@@ -367,6 +377,7 @@ def _completion(
         text=text,
         started=output.started,
         finished=time.time(),
+        routes=output.routes,
     )
 
 

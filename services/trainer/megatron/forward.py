@@ -31,7 +31,7 @@ from atoll.trainer.megatron import pipeline
 from atoll.trainer.megatron.attention import Backend
 from atoll.trainer.megatron.context import ContextSplit, join
 from atoll.trainer.megatron.model import MegatronModel, output_weight
-from atoll.wire.types import Batch, Bool, Float32, Int32, Int64, PolicyBatch, Segments
+from atoll.wire.types import Batch, Bool, Float32, Int32, Int64, PolicyBatch, Routes, Segments
 
 B = TypeVar("B", bound=Batch)
 
@@ -69,10 +69,11 @@ class Forward:
         self._split = ContextSplit(
             parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         )
-        # the number of a micro-batch's tokens must be a multiple of this
-        self._multiple = self._split.multiple(
+        self._num_parts = (
             parallel_state.get_tensor_model_parallel_world_size() if self._splits_sequence else 1
         )
+        # the number of a micro-batch's tokens must be a multiple of this
+        self._multiple = self._split.multiple(self._num_parts)
 
     def compute_logprobs(self, segments: Segments, temperature: float | None = None) -> Float32:
         """[T] log-probability of each token; 0 for the first token of a root. The same on every rank.
@@ -174,12 +175,21 @@ class Forward:
         parts = self._parts(flat.segments, flat.loss_weights != 0, self._budget.training, samples)
         return [take(flat, part) for part in parts]
 
-    def tensor(self, array: Float32 | Int32 | Int64 | Bool) -> Tensor:
+    def tensor(self, array: Float32 | Int32 | Int64 | Bool | Routes) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def check(self, segments: Segments) -> None:
         """Raises UserError if the model cannot compute `segments`."""
-        check_segments(segments, self.model.spec.vocab_size, self.model.spec.max_positions)
+        spec = self.model.spec
+        check_segments(segments, spec.vocab_size, spec.max_positions)
+        if segments.routes is not None:
+            per_token = spec.experts.per_token if spec.experts else 0
+            expected = len(segments.token_ids), spec.num_layers, per_token
+            if segments.routes.shape != expected:
+                raise UserError(
+                    f"routes of shape {segments.routes.shape}, expected {expected}: [tokens, layers, "
+                    "experts of a token]: replicas must serve the trainer's model"
+                )
 
     def _compute(
         self, segments: Segments, is_asked: Bool, per_token: Callable[[Tensor, Segments, Int64], Tensor]
@@ -208,10 +218,15 @@ class Forward:
         segments = pad(segments, self._multiple, at_least)
         self.num_tokens = len(segments.token_ids)
         held = self._split.local_tokens(len(segments.token_ids))
+        routes_tYC = None
+        if segments.routes is not None:  # a router sees its own part of the sequence
+            part = parallel_state.get_tensor_model_parallel_rank() if self._splits_sequence else 0
+            routes_tYC = self.tensor(segments.routes[np.split(held, self._num_parts)[part]])
         return (
             self.tensor(segments.token_ids[held]).long(),
             self.tensor(segments.positions[held]),
             self._attention.plan(segments, self.device, self._split),
+            routes_tYC,
         )
 
     def _whole_sequence(self, hidden_T1H: Tensor) -> Tensor:

@@ -92,7 +92,11 @@ class GatedMLP(MLP):  # type: ignore[misc]
 
 
 class ExpertRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router with its own matrix product: Megatron's requires TransformerEngine."""
+    """Megatron's router with its own matrix product: Megatron's requires TransformerEngine.
+
+    It computes in the model's dtype, as transformers, SGLang and the local engine do: in a higher precision,
+    more tokens would get other experts than in rollout.
+    """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config, pg_collection)
@@ -100,7 +104,7 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]
 
     def gating(self, input: Tensor) -> Tensor:
         """fp32 logits of hidden states [..., H]."""
-        return linear(input.float(), self.weight.float())
+        return linear(input, self.weight).float()
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:

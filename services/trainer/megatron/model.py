@@ -43,6 +43,7 @@ from atoll.trainer.megatron import cpu_compat
 from atoll.trainer.megatron.attention import AttentionInputs, AttentionPlan, TreeAttention
 from atoll.trainer.megatron.layers import ExpertRouter, GatedMLP, RMSNorm, ValueHead
 from atoll.trainer.megatron.rope import compute_rotation
+from atoll.trainer.megatron.routing import RoutedLayer
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -63,7 +64,9 @@ class Network(GPTModel):  # type: ignore[misc]
     as a whole.
     """
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routes_tYC: Tensor | None
+    ) -> Tensor:
         """[T, 1, H] hidden states, after the final norm on the last stage; only this rank's tokens if they
         are split over tensor-parallel ranks. Later stages get their input by `set_input_tensor`."""
         embedded_T1H = None
@@ -72,7 +75,9 @@ class Network(GPTModel):  # type: ignore[misc]
         config = self.config
         rotation = compute_rotation(positions_T, self.frequencies, config.params_dtype)
         return self.decoder(  # type: ignore[no-any-return]
-            hidden_states=embedded_T1H, attention_mask=None, packed_seq_params=AttentionInputs(plan, rotation)
+            hidden_states=embedded_T1H,
+            attention_mask=None,
+            packed_seq_params=AttentionInputs(plan, rotation, routes_tYC),
         )
 
 
@@ -315,7 +320,7 @@ def _block(
         mlp_bda=get_bias_dropout_add,
     )
     return TransformerBlockSubmodules(
-        layer_specs=[ModuleSpec(module=TransformerLayer, submodules=layer)]
+        layer_specs=[ModuleSpec(module=RoutedLayer if spec.experts else TransformerLayer, submodules=layer)]
         * get_num_layers_to_build(config, vp_stage=vp_stage),
         layer_norm=RMSNorm,
     )

@@ -14,7 +14,7 @@ from atoll.trainer.megatron.attention import AttentionPlan
 from atoll.trainer.megatron.model import MegatronModel, Network
 
 P = TypeVar("P")
-Inputs = tuple[Tensor, Tensor, AttentionPlan]  # arguments of Network.forward
+Inputs = tuple[Tensor, Tensor, AttentionPlan, Tensor | None]  # arguments of Network.forward
 
 
 def run(

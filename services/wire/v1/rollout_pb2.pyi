@@ -63,10 +63,13 @@ class TurnRequest(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     BRANCH_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    NUM_ROUTED_FIELD_NUMBER: _builtins.int
     context_ids: _builtins.bytes
     """int32: everything that the model sees before the turn"""
     session: _builtins.str
     """its next turn extends this one; empty: there is none"""
+    num_routed: _builtins.int
+    """first tokens of the context whose experts earlier turns recorded"""
     @_builtins.property
     def group(self) -> _types_pb2.GroupId: ...
     @_builtins.property
@@ -94,10 +97,11 @@ class TurnRequest(_message.Message):
         turn: _abc.Iterable[_builtins.int] | None = ...,
         branch: _abc.Iterable[_builtins.int] | None = ...,
         session: _builtins.str = ...,
+        num_routed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branch", b"branch", "context_ids", b"context_ids", "group", b"group", "index", b"index", "sampling", b"sampling", "session", b"session", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branch", b"branch", "context_ids", b"context_ids", "group", b"group", "index", b"index", "num_routed", b"num_routed", "sampling", b"sampling", "session", b"session", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
