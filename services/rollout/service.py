@@ -148,6 +148,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 queued=info.queued,
                 tokens_generated=info.tokens_generated,
                 tokens_prefilled=info.tokens_prefilled,
+                route_shape=info.route_shape,
             )
         )
 

@@ -99,6 +99,11 @@ class ModelSpec:
     rope_scaling: RopeScaling | None = None
     experts: Experts | None = None  # None: a dense MLP of intermediate_size
 
+    @property
+    def route_shape(self) -> tuple[int, int]:
+        """Layers, and experts of a token in each."""
+        return self.num_layers, self.experts.per_token if self.experts else 0
+
     def rotary_frequencies(self, even: Any) -> Any:
         """Radians per position of each pair of a head's dimensions. `even` is 0, 2 .. head_dim - 2 in fp32,
         a NumPy array or a tensor, and so is the result."""

@@ -46,6 +46,7 @@ class EngineInfo:
     tokens_prefilled: (
         int  # of contexts: those whose keys and values were kept from a turn before do not count
     )
+    route_shape: tuple[int, ...] = ()  # layers, experts of a token; (): experts are not recorded
 
 
 class Engine(Protocol):

@@ -115,6 +115,7 @@ class LocalEngine:
             queued=self._decoder.num_waiting,
             tokens_generated=self._decoder.tokens_generated,
             tokens_prefilled=self._decoder.tokens_prefilled,
+            route_shape=self._model.spec.route_shape if self._model.records_routes else (),
         )
 
     @property

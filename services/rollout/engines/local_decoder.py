@@ -27,6 +27,7 @@ from atoll.wire.types import FinishReason, Float32, Int32, Routes, TurnId, TurnR
 
 Call = TypeVar("Call")  # identifies the caller; passed through
 
+NO_ROUTES = np.empty((0, 0, 0), np.uint8)
 PREFILL_TOKENS = 8192  # of one prefill, padding included; a longer prompt goes alone
 
 ROW = np.dtype(
@@ -52,7 +53,7 @@ class _PartialOutput:
     logprobs_T: Float32
     versions: tuple[tuple[Version, int], ...]  # and the number of the first token of each
     started: float  # Unix seconds
-    routes: Routes | None  # see Completion
+    routes_NYC: Routes  # see Completion; empty if they are not recorded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -315,17 +316,15 @@ class Decoder(Generic[Call]):
 
     def _output(self, row: int) -> _PartialOutput:
         running, token_ids_T = self._running[row], self._response(row).copy()
-        logprobs_T = self._logprobs_RT[row, : len(token_ids_T)].copy()
-        routes = self._routes(row) if self._model.records_routes else None
-        return _PartialOutput(token_ids_T, logprobs_T, tuple(running.versions), running.started, routes)
+        logprobs_T, versions = self._logprobs_RT[row, : len(token_ids_T)].copy(), tuple(running.versions)
+        return _PartialOutput(token_ids_T, logprobs_T, versions, running.started, self._routes(row))
 
     def _routes(self, row: int) -> Routes:
-        """A retracted sample keeps those that it had: of a context, not all of the last layer are computed."""
-        ticket = self._running[row].ticket
-        before = None if ticket.output is None else ticket.output.routes
-        first = ticket.request.first_route(ticket.id) + (0 if before is None else len(before))
-        routes = self._cache.routes_BLYC[row, first : self._rows["length"][row]].numpy().copy()
-        return routes if before is None else np.concatenate([before, routes])
+        """A retracted sample keeps what it had: the last layer does not compute a whole context again."""
+        ticket, cached = self._running[row].ticket, self._cache.routes_BLYC[row].numpy()
+        before = ticket.output.routes_NYC if ticket.output else cached[:0]
+        first = ticket.request.first_route(ticket.id) + len(before)
+        return np.concatenate([before, cached[first : self._rows["length"][row]]])
 
     def _close_gaps(self, gone: set[int]) -> None:
         """Moves the last rows into the places of those that are gone."""
@@ -362,7 +361,7 @@ class Decoder(Generic[Call]):
 
 
 def _empty_output(started: float) -> _PartialOutput:
-    return _PartialOutput(np.empty(0, np.int32), np.empty(0, np.float32), (), started, None)
+    return _PartialOutput(np.empty(0, np.int32), np.empty(0, np.float32), (), started, NO_ROUTES)
 
 
 def _completion(
@@ -377,7 +376,7 @@ def _completion(
         text=text,
         started=output.started,
         finished=time.time(),
-        routes=output.routes,
+        routes=output.routes_NYC if output.routes_NYC.size else None,
     )
 
 

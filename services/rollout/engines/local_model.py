@@ -333,4 +333,4 @@ def _no_routes(spec: ModelSpec) -> Tensor:
     """[Y, C]"""
     assert spec.experts is not None
     dtype = getattr(torch, spec.experts.route_dtype)
-    return torch.full((spec.num_layers, spec.experts.per_token), torch.iinfo(dtype).max, dtype=dtype)
+    return torch.full(spec.route_shape, torch.iinfo(dtype).max, dtype=dtype)

@@ -182,14 +182,12 @@ class Forward:
         """Raises UserError if the model cannot compute `segments`."""
         spec = self.model.spec
         check_segments(segments, spec.vocab_size, spec.max_positions)
-        if segments.routes is not None:
-            per_token = spec.experts.per_token if spec.experts else 0
-            expected = len(segments.token_ids), spec.num_layers, per_token
-            if segments.routes.shape != expected:
-                raise UserError(
-                    f"routes of shape {segments.routes.shape}, expected {expected}: [tokens, layers, "
-                    "experts of a token]: replicas must serve the trainer's model"
-                )
+        expected = (len(segments.token_ids), *spec.route_shape)
+        if segments.routes is not None and segments.routes.shape != expected:
+            raise UserError(
+                f"routes of shape {segments.routes.shape}, expected {expected} (tokens, layers, experts of a "
+                "token): replicas must serve the trainer's model"
+            )
 
     def _compute(
         self, segments: Segments, is_asked: Bool, per_token: Callable[[Tensor, Segments, Int64], Tensor]

@@ -132,6 +132,7 @@ def encode_rollout_info(info: RolloutInfo) -> rollout_pb2.RolloutInfoReply:
         queued=info.queued,
         tokens_generated=info.tokens_generated,
         tokens_prefilled=info.tokens_prefilled,
+        route_shape=info.route_shape,
     )
 
 
@@ -149,4 +150,5 @@ def decode_rollout_info(message: rollout_pb2.RolloutInfoReply) -> RolloutInfo:
         queued=message.queued,
         tokens_generated=message.tokens_generated,
         tokens_prefilled=message.tokens_prefilled,
+        route_shape=tuple(message.route_shape),
     )

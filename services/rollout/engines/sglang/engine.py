@@ -147,6 +147,7 @@ class SGLangEngine:
             queued=len(self._queue),
             tokens_generated=self._tokens_generated,
             tokens_prefilled=self._tokens_prefilled,
+            route_shape=self._routed.route_shape if self._routed else (),
         )
 
     @property

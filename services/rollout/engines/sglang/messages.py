@@ -119,11 +119,8 @@ def parse_completion(
 def _parse_routes(encoded: str, spec: ModelSpec) -> Routes:
     """[N, Y, C] of SGLang's int32."""
     assert spec.experts is not None
-    numbers = np.frombuffer(base64.b64decode(encoded), "<i4")
-    routes: Routes = numbers.reshape(-1, spec.num_layers, spec.experts.per_token).astype(
-        spec.experts.route_dtype
-    )
-    return routes
+    routes_NYC = np.frombuffer(base64.b64decode(encoded), "<i4").reshape(-1, *spec.route_shape)
+    return routes_NYC.astype(spec.experts.route_dtype)
 
 
 def num_prefilled(answer: Json) -> int:
