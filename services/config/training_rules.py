@@ -48,10 +48,17 @@ def _adapters_are_the_actors(config: RunConfig) -> str | None:
 
 
 def _routes_are_recorded(config: RunConfig) -> str | None:
-    if config.trainer.router_replay and config.run.mode not in ("train", "rollout_only"):
+    if not config.trainer.router_replay:
+        return None
+    if config.run.mode not in ("train", "rollout_only"):
         return (
             "trainer.router_replay records the experts of generated tokens, but "
             f'run.mode = "{config.run.mode}" generates none: remove it; experts in dumps are replayed anyway'
+        )
+    if config.rollout.engine == "sglang" and config.rollout.sglang.device == "cpu":
+        return (
+            "trainer.router_replay: SGLang records experts on GPUs alone: remove it, or set "
+            'rollout.engine = "local"'
         )
     return None
 

@@ -74,10 +74,11 @@ class GenerateCall(Generic[W]):
         for sample in arrival.samples:
             if sample.num_produced == 0 and sample.finish_reason is not FinishReason.ABORT:
                 raise ProtocolError(f"it sent sample {sample.id} without tokens, expected at least one")
-            routes, shape = sample.nodes[0].routes, self.replica.info.route_shape
-            if routes is not None and routes.shape[1:] != shape:
+            routes = sample.nodes[0].routes
+            if routes is not None and routes.shape[1:] != self.replica.info.route_shape:
                 raise ProtocolError(
-                    f"it sent routes of {routes.shape[1:]} layers and experts of a token, expected {shape}"
+                    f"it sent routes of {routes.shape[1:]} layers and experts of a token, expected its "
+                    f"route_shape = {self.replica.info.route_shape}"
                 )
 
     def lost(self) -> Iterator[tuple[W, list[TurnId]]]:

@@ -99,6 +99,10 @@ def parse_completion(
             f"{id}: SGLang gave {len(token_ids_T)} tokens and the log-probabilities "
             f"{logprobs[:4]}...; expected a finite one for each: the weights may be damaged"
         )
+    reason = FinishReason(meta["finish_reason"]["type"])
+    routes = None
+    if routed is not None and reason is not FinishReason.ABORT:
+        routes = _parse_routes(meta["routed_experts"], routed)
     return Completion(
         id=id,
         token_ids=token_ids_T,
@@ -108,11 +112,11 @@ def parse_completion(
             for span in meta.get("weight_versions", [])
             if span["end"] > span["start"]
         ),
-        finish_reason=FinishReason(meta["finish_reason"]["type"]),
+        finish_reason=reason,
         text=answer["text"],
         started=started,
         finished=time.time(),
-        routes=None if routed is None else _parse_routes(meta["routed_experts"], routed),
+        routes=routes,
     )
 
 
