@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from atoll.trainer.megatron.layers import RMSNorm, silu_gate
-from atoll.trainer.megatron.routing import Replay
+from atoll.trainer.megatron.layers import Replay, RMSNorm, silu_gate
 
 
 def test_norm_equals_torch(monkeypatch: pytest.MonkeyPatch) -> None:

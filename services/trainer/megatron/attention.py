@@ -51,7 +51,7 @@ class AttentionInputs:
 
     plan: AttentionPlan
     rotation: Rotation
-    routes_tYC: Tensor | None  # see routing.py
+    routes_tYC: Tensor | None  # experts to use, see Replay
     qkv_format: str = "thd"  # read by Megatron: queries, keys and values come as [T, heads, D]
 
 

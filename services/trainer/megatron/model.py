@@ -41,9 +41,8 @@ from atoll.runtime.errors import UserError
 from atoll.runtime.model_spec import ModelSpec
 from atoll.trainer.megatron import cpu_compat
 from atoll.trainer.megatron.attention import AttentionInputs, AttentionPlan, TreeAttention
-from atoll.trainer.megatron.layers import ExpertRouter, GatedMLP, RMSNorm, ValueHead
+from atoll.trainer.megatron.layers import ExpertRouter, GatedMLP, RMSNorm, RoutedLayer, ValueHead
 from atoll.trainer.megatron.rope import compute_rotation
-from atoll.trainer.megatron.routing import RoutedLayer
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
