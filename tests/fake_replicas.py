@@ -32,7 +32,7 @@ class Fleet:
             Replica(
                 ServiceEntry("rollout", f"rollout-{number}", "1", ""),
                 peer,
-                SimpleNamespace(slots=64 >> number, vocab_size=VOCAB_SIZE),  # type: ignore[arg-type]
+                SimpleNamespace(slots=64 >> number, vocab_size=VOCAB_SIZE, route_shape=(2, 3)),  # type: ignore[arg-type]
                 V3,
             )
             for number, peer in enumerate(peers)

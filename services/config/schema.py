@@ -414,6 +414,7 @@ class TrainerSection(RoleSection):
 
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None  # default: train all weights
+    router_replay: bool = False  # mixture of experts: train with the experts that rollout chose per token
 
 
 class CriticSection(TrainerSection):

@@ -42,6 +42,24 @@ def _adapters_are_the_actors(config: RunConfig) -> str | None:
                 "table"
                 "; only the actor supports [trainer.lora]"
             )
+        if section is not None and section.router_replay:
+            return f"{role}.router_replay: rollout chooses experts for the actor alone: remove it"
+    return None
+
+
+def _routes_are_recorded(config: RunConfig) -> str | None:
+    if not config.trainer.router_replay:
+        return None
+    if config.run.mode not in ("train", "rollout_only"):
+        return (
+            "trainer.router_replay records the experts of generated tokens, but "
+            f'run.mode = "{config.run.mode}" generates none: remove it; experts in dumps are replayed anyway'
+        )
+    if config.rollout.engine == "sglang" and config.rollout.device == "cpu":
+        return (
+            "trainer.router_replay: SGLang records experts on GPUs alone: remove it, or set "
+            'rollout.engine = "local"'
+        )
     return None
 
 
@@ -58,5 +76,6 @@ def _recomputation_is_for_what_learns(config: RunConfig) -> str | None:
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _schedules_fit_the_run,
     _adapters_are_the_actors,
+    _routes_are_recorded,
     _recomputation_is_for_what_learns,
 )

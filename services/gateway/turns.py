@@ -217,6 +217,7 @@ class Turns:
             context_ids=np.concatenate((context.held_ids, context.new_ids)),
             sampling=replace(sampling, max_new_tokens=min(bounds), stop=tuple({*sampling.stop, *chat.stop})),
             session=str(id),
+            num_routed=max(len(context.held_ids) - 1, 0),  # its last token is computed in this turn
         )
 
     def _record(

@@ -21,7 +21,7 @@ from atoll.wire.types import (
     TurnRequest,
 )
 
-MAX_REMEMBERED_TOKENS = 1 << 20  # of finished samples: some 10 MB
+MAX_REMEMBERED_TOKENS = 1 << 20  # of finished samples: some 10 MB, 400 MB with experts (48 layers of 8)
 LINGER_S = 0.02  # that a finished sample waits for others, to share a message
 MAX_LINGER_S = 1.0
 ORPHAN_TIMEOUT_S = (
@@ -187,6 +187,7 @@ class Generator:
             loss_mask=np.ones(len(completion.token_ids), np.bool_),
             logprobs=completion.logprobs,
             spans=completion.spans,
+            routes=completion.routes,
         )
         turn = Turn(
             node=0,

@@ -153,6 +153,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 queued=info.queued,
                 tokens_generated=info.tokens_generated,
                 tokens_prefilled=info.tokens_prefilled,
+                route_shape=info.route_shape,
             )
         )
 
@@ -170,6 +171,7 @@ async def _start_local(config: RunConfig) -> Engine:
         version=AS_IN_FOLDER,
         receiver=open_receiver(setup.transport, setup.deadline_s),
         lora=setup.lora,
+        records_routes=config.trainer.router_replay,
     )
 
 
@@ -185,6 +187,7 @@ async def _start_sglang(config: RunConfig) -> Engine:
         start_timeout_s=config.coordinator.start_timeout_s,
         version=AS_IN_FOLDER,
         setup=_receiver_setup(config),
+        records_routes=config.trainer.router_replay,
     )
 
 

@@ -72,6 +72,11 @@ class Experts:
     intermediate_size: int
     norm_topk_prob: bool  # the chosen ones' probabilities are scaled to sum 1
 
+    @property
+    def route_dtype(self) -> str:
+        """Of recorded numbers of experts, as NumPy and torch name it; its largest value stands for none."""
+        return "uint8" if self.num < 256 else "int16"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -93,6 +98,11 @@ class ModelSpec:
     qk_norm: bool  # Qwen3
     rope_scaling: RopeScaling | None = None
     experts: Experts | None = None  # None: a dense MLP of intermediate_size
+
+    @property
+    def route_shape(self) -> tuple[int, int]:
+        """Layers, and experts of a token in each."""
+        return self.num_layers, self.experts.per_token if self.experts else 0
 
     def rotary_frequencies(self, even: Any) -> Any:
         """Radians per position of each pair of a head's dimensions. `even` is 0, 2 .. head_dim - 2 in fp32,
@@ -203,6 +213,14 @@ def check_length(limit: TokenLimit, spec: ModelSpec, folder: Path) -> None:
         raise UserError(
             f"{limit.setting} = {limit.tokens}, but {folder} has {spec.max_positions} positions: "
             "set it to that or less"
+        )
+
+
+def check_router_replay(spec: ModelSpec, folder: Path) -> None:
+    """Raises UserError if the model has no routers whose choice could be replayed."""
+    if spec.experts is None:
+        raise UserError(
+            f"trainer.router_replay = true, but {folder} is a dense model, which has no experts: remove it"
         )
 
 

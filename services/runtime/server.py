@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import Histogram
 
-from atoll.runtime.clients.base import ERROR_KEY, FENCE_KEY, MAX_MESSAGE_BYTES
+from atoll.runtime.clients.base import ERROR_KEY, FENCE_KEY, MAX_WIRE_BYTES
 from atoll.runtime.errors import AtollError, StaleFenceError, UnauthenticatedError, UserError
 
 _log = logging.getLogger(__name__)
@@ -151,8 +151,8 @@ def _create_server(fence: Fence, *admitted: TokenGrant, calls: Histogram | None 
     return grpc.aio.server(
         interceptors=[_CallGate(fence, admitted, calls)],
         options=[
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_WIRE_BYTES),
+            ("grpc.max_receive_message_length", MAX_WIRE_BYTES),
             ("grpc.so_reuseport", 0),  # otherwise two servers could share a port unnoticed
         ],
     )

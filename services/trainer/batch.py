@@ -217,6 +217,7 @@ def select(segments: Segments, chosen: Int64) -> Selection:
             offsets=offsets,
             parents=number[segments.parents[chosen]],
             groups=segments.groups[chosen],
+            routes=segments.routes_of(source),
         ),
         source,
     )
@@ -229,11 +230,16 @@ def pad(segments: Segments, multiple: int, at_least: int = 1) -> Segments:
     missing = -(-max(num_tokens, at_least) // multiple) * multiple - num_tokens
     if not missing:
         return segments
+    routes = segments.routes
+    if routes is not None:
+        unknown = np.full((missing, *routes.shape[1:]), np.iinfo(routes.dtype).max, routes.dtype)
+        routes = np.concatenate([routes, unknown])
     return Segments(
         token_ids=np.append(segments.token_ids, np.zeros(missing, np.int32)),
         offsets=np.append(segments.offsets, np.int64(num_tokens + missing)),
         parents=np.append(segments.parents, np.int32(-1)),
         groups=np.append(segments.groups, segments.groups.max(initial=0)),
+        routes=routes,
     )
 
 
@@ -260,6 +266,7 @@ def flatten_trees(segments: Segments) -> tuple[Selection, Bool]:
         offsets=np.cumsum([0, *lengths], dtype=np.int64),
         parents=np.full(len(lengths), -1, np.int32),
         groups=segments.groups[is_leaf],
+        routes=segments.routes_of(source),
     )
     return Selection(flat, source), np.repeat(first_of_path, np.diff(bounds))
 

@@ -8,7 +8,7 @@ weight not 0), n of them on this context rank, H hidden size.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -179,7 +179,9 @@ class PolicyObjective:
             trained_only(part.chosen),
             trained_only(part.rollout_logprobs),
             trained_only(part.loss_weights),
-            self._reference.inputs(part.segments) if self._reference and is_full else None,
+            self._reference.inputs(replace(part.segments, routes=None))
+            if self._reference and is_full
+            else None,
         )
 
     def terms(self, inputs: _PolicyInputs, hidden_tH: Tensor) -> LossTerms:

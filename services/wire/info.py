@@ -20,6 +20,7 @@ class RolloutInfo:
     queued: int
     tokens_generated: int
     tokens_prefilled: int  # of contexts, but for those that were kept
+    route_shape: tuple[int, ...] = ()  # layers, experts of a token; (): experts are not recorded
 
 
 @dataclass(frozen=True, slots=True, eq=False)

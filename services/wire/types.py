@@ -15,7 +15,7 @@ version 3 in one turn, so its tree is one node:
 If it called a tool, the tool's tokens would be node 1 (parent 0, loss_mask 0), and what the policy said then
 node 2 (parent 1) and turn 1.
 
-Letters in shapes: T tokens, S segments.
+Letters in shapes: T tokens, S segments, Y layers, C experts that a router chooses for a token.
 
 Types created per sample in the coordinator are NamedTuples: frozen dataclasses take three times as long to
 create and hash, and there are a dozen per sample. All others are frozen dataclasses.
@@ -38,6 +38,7 @@ Int64 = NDArray[np.int64]
 UInt64 = NDArray[np.uint64]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
+Routes = NDArray[np.integer]  # experts by number, uint8 or int16; the dtype's largest value: not recorded
 
 NO_TEXTS: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -173,6 +174,7 @@ class Node(NamedTuple):
     loss_mask: Bool  # [T] True if the policy produced the token
     logprobs: Float32  # [T] of the sampling distribution; 0 where loss_mask is False
     spans: tuple[VersionSpan, ...]  # together, the tokens whose loss_mask is True
+    routes: Routes | None = None  # [N, Y, C] of the N tokens before its last one, which may lie above it
 
     @property
     def num_produced(self) -> int:
@@ -350,6 +352,10 @@ class Segments:
     offsets: Int64  # [S+1]
     parents: Int32  # [S] -1 for a root; a parent comes before its children
     groups: Int32  # [S] ascending
+    routes: Routes | None = None  # [T, Y, C] experts for the model to use; None: all of its own choice
+
+    def routes_of(self, tokens: Int64 | slice) -> Routes | None:
+        return None if self.routes is None else self.routes[tokens]
 
     def part(self, first: int, end: int) -> tuple["Segments", slice]:
         """Segments [first, end), which hold whole trees, as segments of their own; and the slice of the
@@ -361,6 +367,7 @@ class Segments:
             offsets=self.offsets[first : end + 1] - self.offsets[first],
             parents=np.where(parents >= 0, parents - first, -1).astype(np.int32),
             groups=self.groups[first:end],
+            routes=self.routes_of(tokens),
         )
         return part, tokens
 
@@ -628,10 +635,15 @@ class TurnRequest:
     context_ids: Int32  # [T] everything that the model sees before the turn
     sampling: Sampling
     session: str = ""  # of the turn; its keys and values are kept for the next turn; "": none
+    num_routed: int = 0  # first tokens of the context whose routes earlier turns recorded
 
     @property
     def group(self) -> GroupId:
         return self.ids[0].sample.group
+
+    def first_route(self, id: TurnId) -> int:
+        """Position from which on a turn records routes: its first id alone records those of the context."""
+        return self.num_routed if id == self.ids[0] else len(self.context_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from atoll.rollout.engines.base import Completion, Engine
 from atoll.rollout.engines.local import LocalEngine
+from atoll.runtime.model_spec import read_spec
 from atoll.trainer.publish import Publisher
 from atoll.weights.plan import plan
 from atoll.weights.transport import shm
@@ -47,7 +48,12 @@ async def start_local(
         max_length=max_length,
         version=V0,
         receiver=shm.ShmReceiver(),
+        records_routes=has_experts(folder),
     )
+
+
+def has_experts(folder: Path) -> bool:
+    return read_spec(folder).experts is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +205,13 @@ def reference_logits(folder: Path, prompt: Sequence[int], response: Sequence[int
     """[T, V] in front of each token of the response."""
     logits = reference(folder)(torch.tensor([[*prompt, *response]])).logits[0]
     return logits[len(prompt) - 1 : -1].double().numpy()
+
+
+@torch.no_grad()
+def reference_routes(folder: Path, ids: Sequence[int], per_token: int) -> np.ndarray:
+    """[T, Y, C] experts of each token and layer, ascending."""
+    logits = reference(folder)(torch.tensor([ids]), output_router_logits=True).router_logits
+    return torch.stack([layer.topk(per_token).indices.sort().values for layer in logits], 1).numpy()
 
 
 @torch.no_grad()

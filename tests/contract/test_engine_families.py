@@ -9,6 +9,7 @@ import xxhash
 from safetensors.torch import load_file
 
 from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.runtime.model_spec import read_spec
 from atoll.wire.types import GroupId, Prompt, Sampling, VersionSpan
 from tests.contract.engines import (
     KINDS,
@@ -18,6 +19,7 @@ from tests.contract.engines import (
     collect,
     logprobs_of,
     reference_greedy,
+    reference_routes,
     start_live,
 )
 
@@ -46,6 +48,26 @@ async def test_greedy_tokens_and_logprobs_equal_transformers(live: Live) -> None
         assert completion.spans == (VersionSpan(live.version, 0, 24),)
         expected = logprobs_of(live.folder, PROMPTS[row], completion.token_ids)
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+async def test_routes_equal_transformers(live: Live) -> None:
+    """The first sample of a group records its prompt. The last token of a response is not computed."""
+    spec = read_spec(live.folder)
+    requests = [ask(ids, Sampling(8), row=row, indices=(0, 1)) for row, ids in enumerate(PROMPTS)]
+    for (row, index), completion in (await collect(live.engine, requests)).items():
+        if spec.experts is None:
+            assert completion.routes is None
+            continue
+        ids = [*PROMPTS[row], *completion.token_ids]
+        expected = reference_routes(live.folder, ids, spec.experts.per_token)[:-1]
+        assert completion.routes is not None
+        assert completion.routes.dtype == np.uint8
+        routes = np.sort(completion.routes, -1)
+        first = 0 if index == 0 else len(PROMPTS[row])
+        drawn = max(first, len(PROMPTS[row]) - 1)  # before it, the last layer is of no use
+        assert len(routes) == len(expected) - first
+        np.testing.assert_array_equal(routes[:, :-1], expected[first:, :-1])
+        np.testing.assert_array_equal(routes[drawn - first :, -1], expected[drawn:, -1])
 
 
 async def test_scores_equal_transformers(live: Live) -> None:

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.wire.codec.batches import (
+    chunk_tokens,
     decode_forward_backward,
     decode_step_key,
     encode_forward_backward,
@@ -90,6 +92,14 @@ def turn(node: int, text: str, reason: FinishReason = FinishReason.STOP) -> Turn
 SINGLE = Trajectory(
     SampleId(GROUP, 1), 0, (node([8, 10], versions=[V3, V4]),), (turn(0, "46"),), TrajectoryStatus.COMPLETED
 )
+ROUTED = SINGLE._replace(  # its second node's record holds its parent's last token
+    nodes=(
+        node([8, 10])._replace(routes=np.arange(12, dtype=np.uint8).reshape(3, 2, 2)),
+        node([9], [0], parent=0),
+        node([7], parent=1)._replace(routes=np.arange(8, dtype=np.uint8).reshape(2, 2, 2) + 100),
+    ),
+    turns=(turn(0, "46"), turn(2, "4")),
+)
 # two turns after a tool's answer, one of them after the tool's answer was summarised, and one by a sub-agent
 BRANCHING = Trajectory(
     SampleId(GroupId("toy/run", 2, 9), 4),
@@ -119,14 +129,16 @@ ABORTED = Trajectory(
 )
 
 
-@pytest.mark.parametrize("samples", [[SINGLE], [SINGLE, ABORTED], [BRANCHING], [SINGLE, BRANCHING, ABORTED]])
+@pytest.mark.parametrize(
+    "samples", [[SINGLE], [SINGLE, ABORTED], [BRANCHING], [SINGLE, BRANCHING, ABORTED, ROUTED]]
+)
 def test_trajectories_round_trip(samples: list[Trajectory]) -> None:
     wire = types_pb2.Trajectories.FromString(encode_trajectories(samples).SerializeToString())
     for sent, got in zip(samples, decode_trajectories(wire), strict=True):
         assert got._replace(nodes=()) == sent._replace(nodes=())
         for a, b in zip(sent.nodes, got.nodes, strict=True):
             assert (a.parent, a.spans) == (b.parent, b.spans)
-            for array in ("token_ids", "loss_mask", "logprobs"):
+            for array in ("token_ids", "loss_mask", "logprobs", "routes"):
                 np.testing.assert_array_equal(getattr(a, array), getattr(b, array))
 
 
@@ -183,6 +195,14 @@ def test_turn_requests_round_trip() -> None:
     assert [str(id) for id in later] == ["toy/run/2/7/0/1/3/0", "toy/run/2/7/0/1/3/1"]
 
 
+def test_a_turns_first_id_alone_records_the_routes_of_its_context() -> None:
+    ids = tuple(TurnId(SampleId(GROUP, 0), 1, 3, branch) for branch in range(2))
+    request = decode_turn_request(
+        encode_turn_request(TurnRequest(ids, np.arange(6, dtype=np.int32), Sampling(8), "s", num_routed=4))
+    )
+    assert [request.first_route(id) for id in ids] == [4, 6]
+
+
 def test_a_request_for_no_turn_is_refused() -> None:
     with pytest.raises(ValueError, match="a request for turns of group toy/run/2/7 names none"):
         decode_turn_request(rollout_pb2.TurnRequest(group=encode_group_id(GROUP)))
@@ -193,6 +213,7 @@ TREE = Segments(  # two groups: a prompt of 2 with responses of 1 and 3; a singl
     offsets=np.array([0, 2, 3, 6, 8], np.int64),
     parents=np.array([-1, 0, 0, -1], np.int32),
     groups=np.array([4, 4, 4, 9], np.int32),
+    routes=np.arange(48, dtype=np.int16).reshape(8, 3, 2),
 )
 
 
@@ -216,7 +237,7 @@ def test_split_keeps_groups_whole(max_tokens: int, parts: int) -> None:
     split = list(split_by_groups(TREE, max_tokens))
     assert len(split) == parts
     joined = join_segments([part for part, _ in split])
-    for array in ("token_ids", "offsets", "parents", "groups"):
+    for array in ("token_ids", "offsets", "parents", "groups", "routes"):
         np.testing.assert_array_equal(getattr(joined, array), getattr(TREE, array))
 
 
@@ -234,6 +255,11 @@ def test_no_part_is_larger_than_asked_unless_one_group_is(lengths: list[int], ma
     assert [segments.token_ids[tokens].tolist() for _, tokens in parts] == [
         p.token_ids.tolist() for p, _ in parts
     ]
+
+
+def test_routes_make_chunks_of_fewer_tokens() -> None:
+    assert chunk_tokens(TREE, 28) == (2 << 20) // (28 + 3 * 2 * 2)
+    assert chunk_tokens(replace(TREE, routes=None), 28) == (2 << 20) // 28
 
 
 def random_batch(kind: str) -> Batch:
@@ -261,6 +287,7 @@ def test_forward_backward_round_trip(kind: str) -> None:
     for name, array in vars(batch).items():
         if name == "segments":
             np.testing.assert_array_equal(back.segments.parents, TREE.parents)
+            np.testing.assert_array_equal(back.segments.routes, TREE.routes)
         elif array is None:
             assert vars(back)[name] is None
         else:

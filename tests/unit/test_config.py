@@ -349,6 +349,18 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             "critic.lora: a critic is trained in full",
         ),
         (
+            ["algorithm.advantage=gae", "critic.router_replay=true"],
+            "critic.router_replay: rollout chooses experts for the actor alone",
+        ),
+        (
+            ["run.mode=supervised", "trainer.router_replay=true"],
+            'run.mode = "supervised" generates none: remove it',
+        ),
+        (
+            ["trainer.router_replay=true", "rollout={engine='sglang', device='cpu'}"],
+            "trainer.router_replay: SGLang records experts on GPUs alone",
+        ),
+        (
             ["trainer.attention=flash", "trainer.dtype=float32"],
             'trainer.attention = "flash" does not support float32: set trainer.dtype = "bfloat16"',
         ),

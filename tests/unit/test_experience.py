@@ -59,6 +59,33 @@ def test_layout_by_hand() -> None:
     np.testing.assert_array_equal(layout.last_N, [3, 7, 8])  # the empty response: its prompt's last token
 
 
+def routed(node: Node, *numbers: int) -> Node:
+    """With routes of one layer of one expert."""
+    return node._replace(routes=np.array(numbers, np.uint8).reshape(-1, 1, 1))
+
+
+def test_routes_by_hand() -> None:
+    """A record ends before its node's last token. The first sample's begins with the prompt, and that of the
+    second turn with the first one; what is recorded twice counts once. Last tokens are unknown."""
+    first = sample(7, 0, routed(node(-1, [3, 4], [1, 1]), 10, 11, 12))
+    second = sample(
+        7,
+        1,
+        routed(node(-1, [5, 5], [1, 1]), 20),
+        node(0, [6], [0]),
+        routed(node(1, [8, 9], [1, 1]), 99, 21, 22, 23),
+    )
+    unrecorded = sample(7, 2, node(-1, [3, 4], [1, 1]))
+    short = sample(7, 3, routed(node(-1, [3], [1])))
+    layout = experience.lay_out([builders.group(first, second, unrecorded, short, ids=[1, 2])])
+    routes = layout.segments.routes
+    assert routes is not None
+    assert (routes.shape, routes.dtype) == ((12, 1, 1), np.uint8)
+    #                              prompt  first    second                   unrecorded  short
+    assert routes.ravel().tolist() == [10, 11, 12, 255, 20, 21, 22, 23, 255, 255, 255, 255]
+    assert experience.lay_out(GROUPS).segments.routes is None
+
+
 def test_rewards_stand_at_the_last_token_of_their_turn_and_add_up() -> None:
     nodes = (
         node(-1, [3], [0]),  # a template token before anything was generated

@@ -163,6 +163,14 @@ VIOLATIONS = {
         "token id 50",
     ),
     "a token below zero": (with_node(token_ids=np.array([-1, 4], np.int32)), "token id -1"),
+    "experts of another model": (
+        with_node(routes=np.zeros((1, 2, 4), np.uint8)),
+        r"routes of \(2, 4\) layers and experts of a token, expected its route_shape = \(2, 3\)",
+    ),
+    "experts that are no numbers": (
+        with_node(routes=np.zeros((1, 2, 3), np.float32)),
+        "routes of dtype 'float32'",
+    ),
     "another group": (remade(lambda s: s._replace(id=sample_id(9, s.id.index))), "toy/0/9/0, attempt 0"),
     "an index nobody asked for": (remade(lambda s: s._replace(id=sample_id(0, s.id.index + 7))), "toy/0/0/7"),
     "an index below zero": (remade(lambda s: s._replace(id=sample_id(0, s.id.index - 9))), "toy/0/0/-9"),

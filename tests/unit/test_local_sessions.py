@@ -1,5 +1,6 @@
 """What the local engine keeps of a session's last turn, and what that changes: only what is computed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,12 @@ def folder(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-def started(folder: Path, *, slots: int = 4, max_length: int = 64) -> Decoder[str]:
+def started(
+    folder: Path, *, slots: int = 4, max_length: int = 64, records_routes: bool = False
+) -> Decoder[str]:
     spec = read_spec(folder)
     layout = BufferLayout(spec)
-    model = LocalModel(spec, layout.bind(layout.read(folder, torch.float32)), max_length)
+    model = LocalModel(spec, layout.bind(layout.read(folder, torch.float32)), max_length, records_routes)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return Decoder(model, tokenizer, slots, max_length, Version("", 0))
 
@@ -58,6 +61,30 @@ def test_a_sessions_next_turn_computes_what_it_adds(folder: Path) -> None:
     assert plain.tokens_prefilled == len(context)
     np.testing.assert_array_equal(second.token_ids, whole.token_ids)
     np.testing.assert_allclose(second.logprobs, whole.logprobs, atol=1e-5)
+
+
+def test_a_sessions_turns_record_the_routes_of_each_token_once(tiny_qwen3_moe: Path) -> None:
+    decoder, plain = (started(tiny_qwen3_moe, records_routes=True) for _ in range(2))
+    (first,) = generate(decoder, ask(PROMPT, 0))
+    context = [*PROMPT, *first.token_ids.tolist(), *TOOL]
+    (second,) = generate(decoder, replace(ask(context, 1), num_routed=len(PROMPT) + 3))
+    (whole,) = generate(plain, ask(context, 1, session=""))
+    assert first.routes is not None
+    assert second.routes is not None
+    assert (len(first.routes), len(second.routes)) == (len(PROMPT) + 3, 1 + len(TOOL) + 3)
+    np.testing.assert_array_equal(np.concatenate([first.routes, second.routes])[:, :1], whole.routes[:, :1])
+
+
+def test_a_retracted_sample_keeps_the_routes_that_it_had(tiny_qwen3_moe: Path) -> None:
+    decoder, plain = (started(tiny_qwen3_moe, records_routes=True) for _ in range(2))
+    with torch.inference_mode():
+        decoder.submit([ask(PROMPT, 0, session="")], "caller")
+        decoder.step(admit=True)
+        decoder.retract()
+    (retracted,) = generate(decoder)
+    (expected,) = generate(plain, ask(PROMPT, 0, session=""))
+    np.testing.assert_array_equal(retracted.routes, expected.routes)
+    assert (expected.routes[len(PROMPT) - 1 :] < 4).all()  # of the last layer, too
 
 
 def test_a_context_that_parts_from_the_last_turn_computes_the_rest(folder: Path) -> None:

@@ -146,6 +146,11 @@ def test_a_model_folder_that_does_not_do(run_of: Callable[..., RunConfig], model
 
 
 SETTINGS: dict[str, tuple[Tree, str, str]] = {
+    "router replay of a dense model": (
+        {"trainer": {"router_replay": True}},
+        "actor model",
+        "model is a dense model, which has no experts: remove it",
+    ),
     "hub": (
         {"model": {"path": "Qwen/Qwen2.5-0.5B"}},
         "actor model",

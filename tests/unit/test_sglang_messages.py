@@ -1,6 +1,8 @@
 """What is said to SGLang, and what is made of its answers. The answers are SGLang 0.5.23's own."""
 
+import base64
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from atoll.rollout.engines.sglang.messages import (
     score_body,
 )
 from atoll.runtime.errors import UserError
+from atoll.runtime.model_spec import read_spec
 from atoll.wire.types import FinishReason, Sampling, TurnId, TurnRequest, Version, VersionSpan
 from tests.builders import group_id, sample_id, turn_request
 
@@ -102,6 +105,21 @@ def test_an_answer_becomes_a_completion() -> None:
     assert got.logprobs.tolist() == [-2.5, -3.25]
     assert got.spans == (VersionSpan(V3, 0, 1), VersionSpan(V4, 1, 2))
     assert (got.finish_reason, got.text, got.started) == (FinishReason.LENGTH, "m3", 5.0)
+
+
+def test_experts_are_asked_for_and_read(tiny_qwen3_moe: Path) -> None:
+    """Of the model's 2 layers and 2 experts per token."""
+    body = generate_body(ask(Sampling(9)), "1:x", V3, 64, 64, first_route=3)
+    assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 3)
+    assert not generate_body(ask(Sampling(9)), "1:x", V3, 64, 64)["return_routed_experts"]
+    sent = np.array([[[0, 3], [1, 2]], [[3, 1], [0, 1]]], "<i4")
+    recorded = answer(routed_experts=base64.b64encode(sent.tobytes()).decode())
+    got = parse_completion(recorded, ID, Sampling(2), 5.0, read_spec(tiny_qwen3_moe))
+    assert got.routes is not None
+    assert got.routes.dtype == np.uint8
+    assert got.routes.tolist() == sent.tolist()
+    aborted = answer(finish_reason={"type": "abort"})
+    assert parse_completion(aborted, ID, Sampling(2), 5.0, read_spec(tiny_qwen3_moe)).routes is None
 
 
 def test_where_tokens_are_cut_off_their_log_probabilities_count() -> None:

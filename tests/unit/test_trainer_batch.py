@@ -1,5 +1,7 @@
 """Cutting batches: nothing lost, nothing split, nothing counted twice."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -179,6 +181,17 @@ def test_flatten_repeats_prefixes_and_marks_first_copies() -> None:
 def test_flatten_counts_every_token_once(forest: Segments) -> None:
     flat, first = flatten_trees(forest)
     assert sorted(flat.source[first]) == list(range(len(forest.token_ids)))
+
+
+def test_routes_follow_their_tokens() -> None:
+    tree = replace(TREE, routes=np.arange(22, dtype=np.uint8).reshape(11, 2, 1))
+    assert tree.part(5, 6)[0].routes_of(slice(None)).ravel().tolist() == [16, 17, 18, 19, 20, 21]
+    assert select(tree, np.array([5])).segments.routes.ravel().tolist() == [16, 17, 18, 19, 20, 21]
+    flat, _ = flatten_trees(tree)
+    assert flat.segments.routes[:, 0, 0].tolist() == (2 * flat.source).tolist()
+    padded = pad(tree, 6).routes
+    assert padded.shape == (12, 2, 1)
+    assert padded[10:].ravel().tolist() == [20, 21, 255, 255]
 
 
 def test_bad_segments_are_refused_with_what_is_wrong() -> None:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from atoll.trainer.megatron.layers import RMSNorm, silu_gate
+from atoll.trainer.megatron.layers import Replay, RMSNorm, silu_gate
 from atoll.trainer.megatron.model import uses_transformer_engine
 
 
@@ -59,3 +59,20 @@ def test_gate_equals_its_definition_and_its_gradient_is_exact() -> None:
     gate, up = gate_up[..., :4], gate_up[..., 4:]
     torch.testing.assert_close(silu_gate(gate_up), gate / (1 + (-gate).exp()) * up, rtol=0, atol=1e-14)
     assert torch.autograd.gradcheck(silu_gate, (gate_up,))
+
+
+def test_a_router_replays_what_is_recorded_and_chooses_the_rest() -> None:
+    """Of rows that do not name two different experts of four, its own two count."""
+    scores = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).repeat(5, 1).requires_grad_()
+    routes = torch.tensor([[0, 2], [255, 255], [1, 1], [3, 4], [3, 0]], dtype=torch.uint8)
+    chosen_scores, chosen = Replay(routes).get_replay_topk(
+        scores, 2, None, None, lambda scores, topk, **_: scores.topk(topk)
+    )
+    assert chosen.tolist() == [[0, 2], [3, 2], [3, 2], [3, 2], [3, 0]]
+    torch.testing.assert_close(chosen_scores[0], torch.tensor([0.1, 0.3]))
+    chosen_scores.sum().backward()  # type: ignore[no-untyped-call]
+    assert scores.grad is not None
+    assert scores.grad.tolist() == [[1, 0, 1, 0], [0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1]]
+    negative = torch.tensor([[-1, 2]], dtype=torch.int16)
+    _, chosen = Replay(negative).get_replay_topk(scores[:1], 2, None, None, lambda s, k, **_: s.topk(k))
+    assert chosen.tolist() == [[3, 2]]

@@ -20,7 +20,7 @@ from atoll.config.placement import describe_placement, other_hosts
 from atoll.config.schema import AgentConfig, LoraConfig, Role, RunConfig, TrackerName, section_name
 from atoll.coordinator.run_data import data_checks
 from atoll.runtime.errors import AtollError, UserError
-from atoll.runtime.model_spec import HEADS, check_layout, check_length, read_spec
+from atoll.runtime.model_spec import HEADS, check_layout, check_length, check_router_replay, read_spec
 from atoll.runtime.rendering import Renderer
 from atoll.runtime.store import Store
 from atoll.trainer.megatron.tensor_files import ADAPTER_WEIGHTS, check_adapter, open_tensors
@@ -245,6 +245,8 @@ def _model(config: RunConfig, role: Role) -> str:
     generates = config.run.mode in ("train", "rollout_only")
     if role == "actor" and generates and config.sequence_limit is not None:
         check_length(config.sequence_limit, spec, folder)
+    if role == "actor" and config.trainer.router_replay:
+        check_router_replay(spec, folder)
     check_layout(spec, config.roles[role].parallel, section_name(role))
     with ExitStack() as files:
         tensors = open_tensors(folder, spec, files, framework="numpy")

@@ -142,11 +142,16 @@ class Algorithm:
             or (kl is not None and kl.where == "reward")
         )  # otherwise the update takes them from its own forward pass
 
-        def logprobs(model: ModelClient) -> Awaitable[Float32]:
+        unrouted = replace(segments, routes=None)  # the experts are the actor's
+
+        def actor_logprobs(model: ModelClient) -> Awaitable[Float32]:
             return model.compute_logprobs(segments)
 
+        def logprobs(model: ModelClient) -> Awaitable[Float32]:
+            return model.compute_logprobs(unrouted)
+
         def values(model: ModelClient) -> Awaitable[Float32]:
-            return model.compute_values(segments)
+            return model.compute_values(unrouted)
 
         async def ask(role: Role, phase: str, question: Question, needed: bool = True) -> Float32 | None:
             if role not in self._models or not needed:
@@ -162,7 +167,7 @@ class Algorithm:
 
         return _ModelOutputs(
             *await asyncio.gather(
-                ask("actor", "old_log_prob", logprobs, needs_actor),
+                ask("actor", "old_log_prob", actor_logprobs, needs_actor),
                 ask("reference", "ref", logprobs, kl is not None and kl.estimator != "full"),
                 ask("critic", "values", values),
                 ask("cost_critic", "cost_values", values),
@@ -353,8 +358,9 @@ class Algorithm:
                     ref_logprobs=None if reference_T is None else reference_T[of],
                 )
             )
+            unrouted = replace(part.segments, routes=None)
             for role, values_T, returns_T in critics:
-                batches[role].append(ValueBatch(part.segments, weights_T, values_T[of], returns_T[of]))
+                batches[role].append(ValueBatch(unrouted, weights_T, values_T[of], returns_T[of]))
         return batches
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from atoll.coordinator.algorithm.advantage import Float64
 from atoll.coordinator.algorithm.branches import Branches, find_branches
+from atoll.runtime.trajectory import inserted_node
 from atoll.wire.types import (
     BELOW_PROMPT,
     NEW_CONVERSATION,
@@ -22,6 +23,7 @@ from atoll.wire.types import (
     Int32,
     Int64,
     Node,
+    Routes,
     Segments,
 )
 
@@ -88,16 +90,16 @@ class _Nodes:
     tokens: list[Int32] = field(default_factory=list)
     masks: list[Bool] = field(default_factory=list)
     logprobs: list[Float32] = field(default_factory=list)
+    routes: list[Routes | None] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)  # -1: none
     groups: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
 
-    def add(
-        self, token_ids: Int32, mask: Bool, logprobs: Float32, parent: int, group: int, sample: int
-    ) -> int:
-        self.tokens.append(token_ids)
-        self.masks.append(mask)
-        self.logprobs.append(logprobs)
+    def add(self, node: Node, parent: int, group: int, sample: int) -> int:
+        self.tokens.append(node.token_ids)
+        self.masks.append(node.loss_mask)
+        self.logprobs.append(node.logprobs)
+        self.routes.append(node.routes)
         self.parents.append(parent)
         self.groups.append(group)
         self.samples.append(sample)
@@ -119,8 +121,7 @@ def lay_out(groups: Sequence[Group]) -> BatchLayout:
     branches: dict[int, list[tuple[int, int]]] = {}  # of samples that have alternatives
     for number, group in enumerate(groups):
         ids = group.prompt.token_ids
-        nothing = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.float32)
-        prompt = nodes.add(ids, *nothing, -1, number, NO_SAMPLE)
+        prompt = nodes.add(inserted_node(-1, ids), -1, number, NO_SAMPLE)
         above = {BELOW_PROMPT: prompt if len(ids) else -1, NEW_CONVERSATION: -1}
         first_nodes: dict[tuple[int, bytes], int] = {}
         for sample in group.samples:
@@ -133,9 +134,7 @@ def lay_out(groups: Sequence[Group]) -> BatchLayout:
                         nodes.samples[first] = NO_SAMPLE
                         placed.append(first)
                         continue
-                placed.append(
-                    nodes.add(node.token_ids, node.loss_mask, node.logprobs, parent, number, len(ends))
-                )
+                placed.append(nodes.add(node, parent, number, len(ends)))
             for reward in sample.rewards:
                 if not WHOLE <= reward.node < len(placed):
                     raise ValueError(
@@ -180,6 +179,7 @@ def _flatten(
             offsets=np.append(starts_D[firsts_S], len(loss_mask_T)),
             parents=np.where(above_S >= 0, segments_D[above_S], -1).astype(np.int32),
             groups=np.array(nodes.groups, np.int32)[firsts_S],
+            routes=_routes(nodes, starts_D, lengths_D),
         ),
         loss_mask_T=loss_mask_T,
         rollout_logprobs_T=np.concatenate([nodes.logprobs[d] for d in order_D]).astype(
@@ -193,6 +193,29 @@ def _flatten(
         rewards_R=_rewards(groups, rewards, lengths_D, counts_D, lengths_N),
         branches=_branches(branches, lengths_N),
     )
+
+
+def _routes(nodes: _Nodes, starts_D: Int64, lengths_D: Int64) -> Routes | None:
+    """[T, Y, C] of all nodes; None: nothing is recorded. Of what samples share, the first record counts."""
+    first = next((routes for routes in nodes.routes if routes is not None), None)
+    if first is None:
+        return None
+    num_tokens = int(lengths_D.sum())
+    routes_TYC = np.full((num_tokens, *first.shape[1:]), np.iinfo(first.dtype).max, first.dtype)
+    is_known_T = np.zeros(num_tokens, np.bool_)
+    for d, routes in enumerate(nodes.routes):
+        if routes is None:
+            continue
+        path = np.empty(0, np.int64)  # flat indices of the last tokens down to this node's
+        above = d
+        while above >= 0 and len(path) <= len(routes):
+            own = np.arange(starts_D[above], starts_D[above] + lengths_D[above])
+            path, above = np.concatenate([own, path]), nodes.parents[above]
+        path = path[max(len(path) - 1 - len(routes), 0) : -1]
+        is_new = ~is_known_T[path]
+        routes_TYC[path[is_new]] = routes[len(routes) - len(path) :][is_new]
+        is_known_T[path] = True
+    return routes_TYC
 
 
 def _join(parents_D: Int64, samples_D: Int32) -> Int64:

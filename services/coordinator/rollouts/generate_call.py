@@ -43,7 +43,8 @@ class GenerateCall(Generic[W]):
 
     def accept(self, arrival: Arrival) -> None:
         """Raises ProtocolError for unexpected or repeated turns; for tokens beyond
-        the vocabulary; for versions that the replica never had; and for a message without turns."""
+        the vocabulary; for versions that the replica never had; for routes of another model; and for a
+        message without turns."""
         if not arrival.samples:
             raise ProtocolError("it sent a message without samples, expected at least one")
         vocab_size = self.replica.info.vocab_size
@@ -73,6 +74,12 @@ class GenerateCall(Generic[W]):
         for sample in arrival.samples:
             if sample.num_produced == 0 and sample.finish_reason is not FinishReason.ABORT:
                 raise ProtocolError(f"it sent sample {sample.id} without tokens, expected at least one")
+            routes = sample.nodes[0].routes
+            if routes is not None and routes.shape[1:] != self.replica.info.route_shape:
+                raise ProtocolError(
+                    f"it sent routes of {routes.shape[1:]} layers and experts of a token, expected its "
+                    f"route_shape = {self.replica.info.route_shape}"
+                )
 
     def lost(self) -> Iterator[tuple[W, list[TurnId]]]:
         """Of each work, the requested turns that are still to be drawn, if there are any."""

@@ -10,6 +10,7 @@ from atoll.wire.types import (
     Int32,
     PauseMode,
     PushPart,
+    Routes,
     ShardLayout,
     TurnId,
     TurnRequest,
@@ -30,6 +31,7 @@ class Completion:
     text: str  # without the stop token or stop string
     started: float  # Unix seconds
     finished: float  # Unix seconds
+    routes: Routes | None = None  # of the tokens from `TurnRequest.first_route` on, but the last; see Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class EngineInfo:
     tokens_prefilled: (
         int  # of contexts: those whose keys and values were kept from a turn before do not count
     )
+    route_shape: tuple[int, ...] = ()  # layers, experts of a token; (): experts are not recorded
 
 
 class Engine(Protocol):

@@ -28,7 +28,7 @@ from atoll.rollout.engines.local_model import LocalModel
 from atoll.rollout.engines.local_weights import BufferLayout
 from atoll.rollout.refit import Refit
 from atoll.runtime.errors import AtollError, EngineDiedError, UserError
-from atoll.runtime.model_spec import check_length, read_spec
+from atoll.runtime.model_spec import check_length, check_router_replay, read_spec
 from atoll.weights.boxes import tensor_checksums
 from atoll.weights.transport.base import Receiver
 from atoll.wire.types import Float32, Int32, LoraSpec, PauseMode, PushPart, ShardLayout, TurnRequest, Version
@@ -69,12 +69,16 @@ class LocalEngine:
         version: Version,
         receiver: Receiver,
         lora: LoraSpec | None = None,
+        records_routes: bool = False,
     ) -> None:
         """Reads the model; `version` names the weights in the folder. With `lora`, its adapters alone are
-        pushed. Raises UserError if the folder holds no model that this engine runs, or `max_length`
-        exceeds its positions."""
+        pushed. `records_routes`: completions tell the experts of each token. Raises UserError if the folder
+        holds no model that this engine runs, `max_length` exceeds its positions, or it has no experts to
+        record."""
         spec = read_spec(folder)
         check_length(TokenLimit(LENGTH_SETTING, max_length), spec, folder)
+        if records_routes:
+            check_router_replay(spec, folder)
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises Exception itself
@@ -87,7 +91,7 @@ class LocalEngine:
             buffer = self._layout.zeros()
         self._refit = Refit([buffer], version, receiver)
         self._live = buffer
-        self._model = LocalModel(spec, self._layout.bind(buffer), max_length)
+        self._model = LocalModel(spec, self._layout.bind(buffer), max_length, records_routes)
         self._decoder: Decoder[_CallInbox] = Decoder(self._model, tokenizer, slots, max_length, version)
         self._slots = slots
         self._max_length = max_length
@@ -111,6 +115,7 @@ class LocalEngine:
             queued=self._decoder.num_waiting,
             tokens_generated=self._decoder.tokens_generated,
             tokens_prefilled=self._decoder.tokens_prefilled,
+            route_shape=self._model.spec.route_shape if self._model.records_routes else (),
         )
 
     @property

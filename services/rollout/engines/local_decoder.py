@@ -23,10 +23,11 @@ from atoll.rollout.engines.base import Completion
 from atoll.rollout.engines.local_model import KVCache, LocalModel, Prefix
 from atoll.rollout.engines.local_sessions import SessionCache
 from atoll.rollout.engines.sampling import draw, stream_key, uniforms
-from atoll.wire.types import FinishReason, Float32, Int32, TurnId, TurnRequest, Version, VersionSpan
+from atoll.wire.types import FinishReason, Float32, Int32, Routes, TurnId, TurnRequest, Version, VersionSpan
 
 Call = TypeVar("Call")  # identifies the caller; passed through
 
+NO_ROUTES = np.empty((0, 0, 0), np.uint8)
 PREFILL_TOKENS = 8192  # of one prefill, padding included; a longer prompt goes alone
 
 ROW = np.dtype(
@@ -52,6 +53,7 @@ class _PartialOutput:
     logprobs_T: Float32
     versions: tuple[tuple[Version, int], ...]  # and the number of the first token of each
     started: float  # Unix seconds
+    routes_NYC: Routes  # see Completion; empty if they are not recorded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +114,7 @@ class Decoder(Generic[Call]):
         self._tokenizer = tokenizer
         self._waiting: deque[_WaitingGroup[Call]] = deque()
         self._running: list[_RunningRow[Call]] = []
-        self._cache = KVCache(model.spec, slots)
+        self._cache = KVCache(model.spec, slots, model.no_routes)
         self._sessions = SessionCache(slots * max_length)
         self._rows = np.zeros(slots, ROW)
         self._stops_RW = np.full((slots, 1), -1)  # short lists are filled up with -1
@@ -314,8 +316,15 @@ class Decoder(Generic[Call]):
 
     def _output(self, row: int) -> _PartialOutput:
         running, token_ids_T = self._running[row], self._response(row).copy()
-        logprobs_T = self._logprobs_RT[row, : len(token_ids_T)].copy()
-        return _PartialOutput(token_ids_T, logprobs_T, tuple(running.versions), running.started)
+        logprobs_T, versions = self._logprobs_RT[row, : len(token_ids_T)].copy(), tuple(running.versions)
+        return _PartialOutput(token_ids_T, logprobs_T, versions, running.started, self._routes(row))
+
+    def _routes(self, row: int) -> Routes:
+        """A retracted sample keeps what it had: the last layer does not compute a whole context again."""
+        ticket, cached = self._running[row].ticket, self._cache.routes_BLYC[row].numpy()
+        before = ticket.output.routes_NYC if ticket.output else cached[:0]
+        first = ticket.request.first_route(ticket.id) + len(before)
+        return np.concatenate([before, cached[first : self._rows["length"][row]]])
 
     def _close_gaps(self, gone: set[int]) -> None:
         """Moves the last rows into the places of those that are gone."""
@@ -352,7 +361,7 @@ class Decoder(Generic[Call]):
 
 
 def _empty_output(started: float) -> _PartialOutput:
-    return _PartialOutput(np.empty(0, np.int32), np.empty(0, np.float32), (), started)
+    return _PartialOutput(np.empty(0, np.int32), np.empty(0, np.float32), (), started, NO_ROUTES)
 
 
 def _completion(
@@ -367,6 +376,7 @@ def _completion(
         text=text,
         started=output.started,
         finished=time.time(),
+        routes=output.routes_NYC if output.routes_NYC.size else None,
     )
 
 

@@ -2,7 +2,8 @@
 
 Letters in shapes: P prompts, S prompt positions (padded on the right), B running rows, T flat tokens,
 L cached positions, H hidden, N query heads, K key-value heads, G query heads per key-value head
-(N = K G), X = B K, D head dimension, V vocabulary, Y layers.
+(N = K G), X = B K, D head dimension, V vocabulary, Y layers, C experts of a token. Routes
+have Y = C = 0 if they are not recorded.
 
 On a CPU a step of a small model costs what its operator calls cost, so the code counts them.
 """
@@ -27,6 +28,7 @@ class Past:
 
     keys_YKDS: Tensor
     values_YKSD: Tensor
+    routes_SYC: Tensor
 
     def layers(self, length: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys [1, K, S, D] and values [1, K, S, D] of each layer: the first `length` positions."""
@@ -42,24 +44,30 @@ class Prefix:
     logits_PV: Tensor  # fp32, after each prompt's last token
     keys_YPKDS: Tensor
     values_YPKSD: Tensor
+    routes_PSYC: Tensor  # of the last layer, only the last token's: nobody attends to what it says
 
     def select(self, prompt: int) -> "Prefix":
         """A copy of one prompt's part, so that the others' memory can go."""
         one = slice(prompt, prompt + 1)
         return Prefix(
-            self.logits_PV[one].clone(), self.keys_YPKDS[:, one].clone(), self.values_YPKSD[:, one].clone()
+            self.logits_PV[one].clone(),
+            self.keys_YPKDS[:, one].clone(),
+            self.values_YPKSD[:, one].clone(),
+            self.routes_PSYC[one].clone(),
         )
 
 
 class KVCache:
-    """Keys and values of up to `slots` rows, in fp32 for weights of either dtype: oneDNN multiplies
-    batches of small bf16 matrices several times slower.
+    """Keys, values and routes of up to `slots` rows. Keys and values are in fp32 for weights of either dtype:
+    oneDNN multiplies batches of small bf16 matrices several times slower.
 
     Keys are stored transposed, which a batched product of one query with many keys likes best. It
     grows to the longest sequence that was admitted, so a large `max_length` costs nothing unless used.
     """
 
-    def __init__(self, spec: ModelSpec, slots: int) -> None:
+    def __init__(self, spec: ModelSpec, slots: int, no_routes: Tensor) -> None:
+        """`no_routes` [Y, C]: those of a position that is not computed."""
+        self._no_routes = no_routes
         self._shape = (spec.num_layers, slots, spec.num_kv_heads)
         self._head_dim = spec.head_dim
         self._allocate(SPAN)
@@ -70,6 +78,7 @@ class KVCache:
         # zeros, since a masked position still meets probability 0, and 0 * nan is nan
         self.keys_YBKDL = torch.zeros(Y, B, K, D, capacity)
         self.values_YBKLD = torch.zeros(Y, B, K, capacity, D)
+        self.routes_BLYC = self._no_routes.repeat(B, capacity, 1, 1)
         # made once: views of each layer for `put_`, and of all rows' heads for batched products
         self.layers = list(zip(self.keys_YBKDL.unbind(), self.values_YBKLD.unbind(), strict=True))
         self._keys_YXDL, self._values_YXLD = self.keys_YBKDL.flatten(1, 2), self.values_YBKLD.flatten(1, 2)
@@ -79,12 +88,13 @@ class KVCache:
 
     def reserve(self, length: int) -> None:
         """Makes room for rows of `length` tokens."""
-        keys_YBKDL, values_YBKLD = self.keys_YBKDL, self.values_YBKLD
+        keys_YBKDL, values_YBKLD, routes_BLYC = self.keys_YBKDL, self.values_YBKLD, self.routes_BLYC
         have = keys_YBKDL.shape[-1]
         if length > have:
             self._allocate(length + -length % SPAN)
             self.keys_YBKDL[..., :have] = keys_YBKDL
             self.values_YBKLD[..., :have, :] = values_YBKLD
+            self.routes_BLYC[:, :have] = routes_BLYC
 
     def heads(self, num_rows: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys [X, D, L] and values [X, L, D] of each layer: the first rows, the first `length` positions."""
@@ -103,22 +113,31 @@ class KVCache:
         rows, length = slice(first, first + len(prompts_B)), prefix.keys_YPKDS.shape[-1]
         self.keys_YBKDL[:, rows, :, :, :length] = prefix.keys_YPKDS[:, prompts_B]
         self.values_YBKLD[:, rows, :, :length] = prefix.values_YPKSD[:, prompts_B]
+        self.routes_BLYC[rows, :length] = prefix.routes_PSYC[prompts_B]
 
     def past(self, row: int, length: int) -> Past:
         """A copy of a row's first `length` positions."""
         return Past(
-            self.keys_YBKDL[:, row, :, :, :length].clone(), self.values_YBKLD[:, row, :, :length].clone()
+            self.keys_YBKDL[:, row, :, :, :length].clone(),
+            self.values_YBKLD[:, row, :, :length].clone(),
+            self.routes_BLYC[row, :length].clone(),
         )
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copies the first `length` positions of rows `sources` to rows `targets`."""
         self.keys_YBKDL[:, targets, :, :, :length] = self.keys_YBKDL[:, sources, :, :, :length]
         self.values_YBKLD[:, targets, :, :length] = self.values_YBKLD[:, sources, :, :length]
+        self.routes_BLYC[targets, :length] = self.routes_BLYC[sources, :length]
 
 
 class LocalModel:
-    def __init__(self, spec: ModelSpec, weights: Weights, max_length: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, max_length: int, records_routes: bool = False
+    ) -> None:
+        """`records_routes`: of a model with experts, those that its routers choose are kept."""
         self.spec = spec
+        self.records_routes = records_routes
+        self.no_routes = _no_routes(spec) if records_routes else torch.empty(0, 0, dtype=torch.uint8)
         self.weights = weights  # may be replaced between two calls
         self._eps = {n: torch.tensor(n * spec.norm_eps).sqrt() for n in (spec.hidden_size, spec.head_dim)}
         self._positions_L = torch.arange(max_length + SPAN)
@@ -136,23 +155,24 @@ class LocalModel:
     def prefill(self, tokens_PS: Tensor, lengths_P: Tensor) -> Prefix:
         """Padding needs no mask: under causal attention no real token sees what comes after it."""
         P, S = tokens_PS.shape
-        hidden_PH, keys, values = self._read(tokens_PS, torch.arange(P) * S + lengths_P - 1)
-        return Prefix(self._logits(hidden_PH), torch.stack(keys), torch.stack(values))
+        hidden_PH, *prefix = self._read(tokens_PS, torch.arange(P) * S + lengths_P - 1)
+        return Prefix(self._logits(hidden_PH), *prefix)
 
     def extend(self, past: Past, length: int, tokens_S: Tensor) -> Prefix:
         """Prefills one sequence, whose first `length` positions are those of `past`: only `tokens_S`, which
         come after them, are computed."""
-        hidden_1H, keys, values = self._read(
+        hidden_1H, keys, values, routes_1SYC = self._read(
             tokens_S.unsqueeze(0),
             torch.tensor([len(tokens_S) - 1]),
             length,
             list(past.layers(length, self.weights.embedding.dtype)),
         )
-        return Prefix(self._logits(hidden_1H), torch.stack(keys), torch.stack(values))
+        routes_1SYC = torch.cat([past.routes_SYC[None, :length], routes_1SYC], 1)
+        return Prefix(self._logits(hidden_1H), keys, values, routes_1SYC)
 
     def score(self, tokens_T: Tensor) -> Tensor:
         """fp32 [T-1]: log-probability of each token but the first, given those before it."""
-        hidden_TH, _, _ = self._read(tokens_T.unsqueeze(0), torch.arange(len(tokens_T) - 1))
+        hidden_TH, *_ = self._read(tokens_T.unsqueeze(0), torch.arange(len(tokens_T) - 1))
         scores_T = torch.empty(len(tokens_T) - 1)
         for first in range(0, len(scores_T), SCORE_TOKENS):
             part = slice(first, first + SCORE_TOKENS)
@@ -166,15 +186,17 @@ class LocalModel:
         wanted: Tensor,
         start: int = 0,
         past: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """What the last layer says at the `wanted` ones of the P * S positions, and the keys [P, K, D, S] and
-        values [P, K, S, D] of each layer. With `past`, keys and values [P, K, start, D] of each layer, the
-        tokens come after those, and what is returned begins with them."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the last layer says at the `wanted` ones of the P * S positions, the keys [Y, P, K, D, S] and
+        values [Y, P, K, S, D] of all layers, and the routes [P, S, Y, C]. With `past`, keys and values
+        [P, K, start, D] of each layer, the tokens come after those, and the keys and values that are returned
+        begin with them."""
         P, S = tokens_PS.shape
         rotary = torch.split_with_sizes(self._rotary_L2D[start : start + S].repeat(P, 1, 1), [1, 1], 1)
         seen_SL = torch.ones(S, start + S, dtype=torch.bool).tril(start) if past else None
         hidden = torch.embedding(self.weights.embedding, tokens_PS.view(-1))
         keys, values = [], []
+        routes: list[Tensor] = []
         for number, layer in enumerate(self.weights.layers):
             query_PNSD, key_PKSD, value_PKSD = (
                 heads_TMD.view(P, S, -1, self.spec.head_dim).transpose(1, 2)
@@ -192,8 +214,13 @@ class LocalModel:
             attended = attended_PNSD.transpose(1, 2).reshape(P * S, -1)
             if layer is self.weights.layers[-1]:  # nobody attends to what it says
                 hidden, attended = hidden[wanted], attended[wanted]
-            hidden = self._finish_layer(layer, hidden, attended)
-        return hidden, keys, values
+            hidden = self._finish_layer(layer, hidden, attended, routes)
+        routes_TYC = self.no_routes.repeat(P * S, 1, 1)
+        if self.records_routes:
+            for number, chosen_TC in enumerate(routes[:-1]):
+                routes_TYC[:, number] = chosen_TC
+            routes_TYC[wanted, -1] = routes[-1].to(routes_TYC.dtype)
+        return hidden, torch.stack(keys), torch.stack(values), routes_TYC.view(P, S, *self.no_routes.shape)
 
     def decode(self, cache: KVCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
         """Logits fp32 [B, V] after one more token per row; its keys and values join the cache.
@@ -212,6 +239,7 @@ class LocalModel:
             bias_BL = torch.where(unseen_BL, -torch.inf, 0.0)
             bias = bias_BL[:, None, None].expand(B, K, G, length).flatten(0, 1)
         hidden_BH = torch.embedding(self.weights.embedding, tokens_B)
+        routes: list[Tensor] = []
         for layer, (keys_BKDL, values_BKLD), (keys_XDL, values_XLD) in zip(
             self.weights.layers, cache.layers, cache.heads(B, length), strict=True
         ):
@@ -221,7 +249,10 @@ class LocalModel:
             query_XGD = query_BND.float().reshape(B * K, G, spec.head_dim)
             scores_XGL = torch.baddbmm(bias, query_XGD, keys_XDL, alpha=spec.head_dim**-0.5)
             attended_XGD = torch.bmm(torch.softmax(scores_XGL, -1), values_XLD)
-            hidden_BH = self._finish_layer(layer, hidden_BH, self._cast(attended_XGD.view(B, -1)))
+            hidden_BH = self._finish_layer(layer, hidden_BH, self._cast(attended_XGD.view(B, -1)), routes)
+        if self.records_routes:
+            routes_BYC = torch.stack(routes, 1).to(cache.routes_BLYC.dtype)
+            cache.routes_BLYC[torch.arange(B), positions_B] = routes_BYC
         return self._logits(hidden_BH)
 
     def _project(self, layer: Layer, hidden_TH: Tensor, rotary: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -245,11 +276,15 @@ class LocalModel:
         query_TND, key_TKD = torch.split_with_sizes(rotated, [N, K], 1)
         return query_TND, key_TKD, value_TKD
 
-    def _finish_layer(self, layer: Layer, hidden_TH: Tensor, attended: Tensor) -> Tensor:
+    def _finish_layer(
+        self, layer: Layer, hidden_TH: Tensor, attended: Tensor, routes: list[Tensor]
+    ) -> Tensor:
+        """Appends to `routes` the experts [T, C] that the layer's router chose, if it has one."""
         hidden_TH = self._adapted(layer, "out", attended, torch.addmm(hidden_TH, attended, layer.out))
         normed_TH = self._norm(hidden_TH, layer.mlp_norm)
         if self.spec.experts is not None and layer.router is not None:
-            return _add_experts(self.spec.experts, layer, layer.router, hidden_TH, normed_TH)
+            routes.append(_add_experts(self.spec.experts, layer, layer.router, hidden_TH, normed_TH))
+            return hidden_TH
         fused = self._adapted(layer, "gate_up", normed_TH, torch.mm(normed_TH, layer.gate_up))
         gate, up = torch.split_with_sizes(fused, [self.spec.intermediate_size] * 2, 1)
         product = silu(gate).mul_(up)
@@ -275,11 +310,12 @@ def _add_experts(
     experts: Experts, layer: Layer, router_HE: Tensor, hidden_TH: Tensor, normed_TH: Tensor
 ) -> Tensor:
     """Adds to each token, in place, what its experts say, weighted by the router's probabilities in fp32.
+    Returns the numbers [T, C] of its experts.
 
     C experts of a token, N tokens of an expert, F an expert's size. Only experts that have tokens compute.
     """
     H, F = hidden_TH.shape[1], experts.intermediate_size
-    probs_TE = torch.softmax(torch.mm(normed_TH.float(), router_HE.float()), -1)
+    probs_TE = torch.softmax(torch.mm(normed_TH, router_HE).float(), -1)
     probs_TC, chosen_TC = probs_TE.topk(experts.per_token)
     if experts.norm_topk_prob:
         probs_TC /= probs_TC.sum(-1, keepdim=True)
@@ -290,4 +326,11 @@ def _add_experts(
         output_NH = torch.mm(silu(gate_NF).mul_(up_NF), layer.down[:, H * expert : H * (expert + 1)])
         weighted_NH = output_NH * probs_TC[tokens_N, places_N, None]
         hidden_TH.index_add_(0, tokens_N, weighted_NH.to(hidden_TH.dtype))
-    return hidden_TH
+    return chosen_TC
+
+
+def _no_routes(spec: ModelSpec) -> Tensor:
+    """[Y, C]"""
+    assert spec.experts is not None
+    dtype = getattr(torch, spec.experts.route_dtype)
+    return torch.full(spec.route_shape, torch.iinfo(dtype).max, dtype=dtype)

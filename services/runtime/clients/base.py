@@ -23,6 +23,7 @@ Answer = TypeVar("Answer", covariant=True)
 Metadata = tuple[tuple[str, str], ...]
 
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_WIRE_BYTES = 1 << 30  # of messages that cannot be cut: a group with the experts of each token
 FENCE_KEY = "atoll-fence"
 CEILING_S = 30 * 86400.0  # of calls of unbounded length: only their silence is bounded
 ERROR_KEY = "atoll-error"  # trailing metadata: the class in runtime/errors.py
@@ -91,8 +92,8 @@ class Client:
         self._channel = grpc.aio.insecure_channel(
             address,
             options=[
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", MAX_WIRE_BYTES),
+                ("grpc.max_send_message_length", MAX_WIRE_BYTES),
                 ("grpc.enable_http_proxy", 0),  # a proxy from the environment would see the token
                 ("grpc.max_reconnect_backoff_ms", 2000),  # otherwise two minutes after a long outage
                 ("grpc.service_config", _RETRY),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from atoll.runtime.clients.base import CEILING_S, Caller, Client, Method, Reply, Request
 from atoll.runtime.progress_timeout import await_with_progress
 from atoll.wire.codec.batches import (
-    MAX_CHUNK_BYTES,
+    chunk_tokens,
     encode_forward_backward,
     encode_step_key,
     put_segments,
@@ -60,7 +60,7 @@ class TrainerClient(Client):
         `temperature` is that of the distribution; None: that of the run's samples.
         """
         requests = []
-        for part, _ in split_by_groups(segments, MAX_CHUNK_BYTES // 4):
+        for part, _ in split_by_groups(segments, chunk_tokens(segments, 4)):
             requests.append(trainer_pb2.ComputeLogprobsRequest(role=self._role, temperature=temperature))
             put_segments(requests[-1].segments, part)
         replies = self._stream(
@@ -71,7 +71,7 @@ class TrainerClient(Client):
     async def compute_values(self, segments: Segments) -> Float32:
         """float32 [T]: what the value head says after each token."""
         requests = []
-        for part, _ in split_by_groups(segments, MAX_CHUNK_BYTES // 4):
+        for part, _ in split_by_groups(segments, chunk_tokens(segments, 4)):
             requests.append(trainer_pb2.ComputeValuesRequest(role=self._role))
             put_segments(requests[-1].segments, part)
         replies = self._stream(

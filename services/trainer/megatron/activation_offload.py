@@ -6,16 +6,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
 from atoll.trainer.megatron.attention import AttentionInputs
+from atoll.trainer.megatron.layers import RoutedLayer
 
 Restore = Callable[[], Tensor]
 
 
-class OffloadedLayer(TransformerLayer):  # type: ignore[misc]
+class OffloadedLayer(RoutedLayer):
     """Copies what its backward pass reads to the host, pinned if there is a GPU, and back when it is read.
 
     Weights, rotations and integers stay: all layers or micro-batches share them.

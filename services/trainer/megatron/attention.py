@@ -48,10 +48,11 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """Passed by Megatron to every layer's core attention as `packed_seq_params`."""
+    """Passed by Megatron to every layer and its core attention as `packed_seq_params`."""
 
     plan: AttentionPlan
     rotation: Rotation
+    routes_tYC: Tensor | None  # experts to use, see Replay
     qkv_format: str = "thd"  # read by Megatron: queries, keys and values come as [T, heads, D]
 
 

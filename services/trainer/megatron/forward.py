@@ -89,10 +89,11 @@ class Forward:
         self._split = ContextSplit(
             parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         )
-        # the number of a micro-batch's tokens must be a multiple of this
-        self._multiple = self._split.multiple(
+        self._num_parts = (
             parallel_state.get_tensor_model_parallel_world_size() if self._splits_sequence else 1
         )
+        # the number of a micro-batch's tokens must be a multiple of this
+        self._multiple = self._split.multiple(self._num_parts)
 
     def compute_logprobs(self, segments: Segments, temperature: float | None = None) -> Float32:
         """[T] log-probability of each token; 0 for the first token of a root. The same on every rank.
@@ -160,10 +161,15 @@ class Forward:
         segments = pad(segments, self._multiple, at_least)
         self.num_tokens = len(segments.token_ids)
         held = self._split.local_tokens(self.num_tokens)
+        routes_tYC = None
+        if segments.routes is not None:  # a router sees its own part of the sequence
+            part = parallel_state.get_tensor_model_parallel_rank() if self._splits_sequence else 0
+            routes_tYC = torch.from_numpy(segments.routes[np.split(held, self._num_parts)[part]])
         return (
             torch.from_numpy(segments.token_ids[held]).long(),
             torch.from_numpy(segments.positions[held]),
             self._attention.plan(segments, self.device, self._split),
+            routes_tYC,
         )
 
     def rows(self, tokens: Int64) -> Rows:
@@ -221,7 +227,14 @@ class Forward:
 
     def check(self, segments: Segments) -> None:
         """Raises UserError if the model cannot compute `segments`."""
-        check_segments(segments, self.model.spec.vocab_size, self.model.spec.max_positions)
+        spec = self.model.spec
+        check_segments(segments, spec.vocab_size, spec.max_positions)
+        expected = (len(segments.token_ids), *spec.route_shape)
+        if segments.routes is not None and segments.routes.shape != expected:
+            raise UserError(
+                f"routes of shape {segments.routes.shape}, expected {expected} (tokens, layers, experts of a "
+                "token): replicas must serve the trainer's model"
+            )
 
     def _compute(
         self,

@@ -1,8 +1,12 @@
-"""The norm and the MLP with hand-written gradients, which need fewer passes over memory than autograd's.
+"""The norm and the MLP with hand-written gradients, which need fewer passes over memory than autograd's; and
+routers, which may replay the experts that rollout chose.
 
-Letters in shapes: N rows (tokens, or tokens x heads), H size of a row, F width of the MLP on this rank.
+Letters in shapes: N rows (tokens, or tokens x heads), H size of a row, F width of the MLP on this rank;
+t tokens of this rank, Y layers of the whole model, C experts of a token, E experts.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +15,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
@@ -94,7 +99,11 @@ class GatedMLP(MLP):  # type: ignore[misc]
 
 
 class ExpertRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router with its own matrix product: Megatron's requires TransformerEngine."""
+    """Megatron's router with its own matrix product: Megatron's requires TransformerEngine.
+
+    It computes in the model's dtype, as transformers, SGLang and the local engine do: in a higher precision,
+    more tokens would get other experts than in rollout.
+    """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config, pg_collection)
@@ -102,7 +111,50 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]
 
     def gating(self, input: Tensor) -> Tensor:
         """fp32 logits of hidden states [..., H]."""
-        return linear(input.float(), self.weight.float())
+        return linear(input, self.weight).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Router replay: tokens go to the experts that rollout chose for them (arXiv:2510.11370). Otherwise, the
+    trainer's router may choose others wherever two experts are nearly equal.
+
+    Only the choice is replayed: probabilities, and so the router's gradient, come from the trainer's logits.
+    Stands in for Megatron's RouterReplay, whose global lists mix the micro-batches of a pipeline.
+    """
+
+    routes_tC: Tensor
+
+    def get_replay_topk(
+        self,
+        scores_tE: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and numbers [t, C] of each token's experts: the router's own if no C different ones are
+        recorded."""
+        _, own_tC = choose(scores_tE, topk, num_groups=num_groups, group_topk=group_topk)
+        routes_tC = self.routes_tC.long()
+        sorted_tC = routes_tC.sort(1).values
+        is_recorded_t = (sorted_tC[:, 0] >= 0) & (sorted_tC[:, -1] < scores_tE.shape[1])
+        is_recorded_t &= (sorted_tC.diff(dim=1) > 0).all(1)
+        chosen_tC = torch.where(is_recorded_t.unsqueeze(1), routes_tC, own_tC)
+        return scores_tE.gather(1, chosen_tC), chosen_tC
+
+
+class RoutedLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer whose router, if there is one, gets the routes with the layer's other inputs at every call:
+    a recomputed forward pass then chooses as the first one did."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_moe_layer:
+            routes_tYC = kwargs["packed_seq_params"].routes_tYC
+            self.mlp.router.router_replay = (
+                None if routes_tYC is None else Replay(routes_tYC[:, self.layer_number - 1])
+            )
+        return super().forward(*args, **kwargs)
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:

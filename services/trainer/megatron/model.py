@@ -32,7 +32,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
 from atoll.config.schema import LoraConfig, ParallelConfig
@@ -42,7 +42,7 @@ from atoll.trainer.megatron import cpu_compat
 from atoll.trainer.megatron.activation_offload import OffloadedLayer
 from atoll.trainer.megatron.attention import AttentionInputs, AttentionPlan, TreeAttention
 from atoll.trainer.megatron.experts import GroupedExperts, skip_sorting
-from atoll.trainer.megatron.layers import ExpertRouter, GatedMLP, RMSNorm, ValueHead
+from atoll.trainer.megatron.layers import ExpertRouter, GatedMLP, RMSNorm, RoutedLayer, ValueHead
 from atoll.trainer.megatron.rope import compute_rotation
 
 # What the backward pass recomputes: nothing; large but cheap activations, including GatedMLP's product; or
@@ -63,7 +63,9 @@ class Network(GPTModel):  # type: ignore[misc]
     as a whole.
     """
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routes_tYC: Tensor | None
+    ) -> Tensor:
         """[T, 1, H] hidden states, after the final norm on the last stage; only this rank's tokens if they
         are split over tensor-parallel ranks. Later stages get their input by `set_input_tensor`."""
         embedded_T1H = None
@@ -72,7 +74,9 @@ class Network(GPTModel):  # type: ignore[misc]
         config = self.config
         rotation = compute_rotation(positions_T, self.frequencies, config.params_dtype)
         return self.decoder(  # type: ignore[no-any-return]
-            hidden_states=embedded_T1H, attention_mask=None, packed_seq_params=AttentionInputs(plan, rotation)
+            hidden_states=embedded_T1H,
+            attention_mask=None,
+            packed_seq_params=AttentionInputs(plan, rotation, routes_tYC),
         )
 
 
@@ -164,7 +168,7 @@ def build(folder: Path, spec: ModelSpec, settings: ModelSettings) -> MegatronMod
     linears = _fused_linears() if uses_transformer_engine() and settings.lora is None else LOCAL
     num_vp_stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     stages = [None] if num_vp_stages is None else list(range(num_vp_stages))
-    layer = OffloadedLayer if settings.recompute == "offload" else TransformerLayer
+    layer = OffloadedLayer if settings.recompute == "offload" else RoutedLayer
     networks = tuple(_network(spec, config, layer, linears, stage) for stage in stages)
     return MegatronModel(networks, spec, folder, settings.lora)
 

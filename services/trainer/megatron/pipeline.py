@@ -15,7 +15,7 @@ from atoll.trainer.megatron.model import MegatronModel, Network
 
 P = TypeVar("P")
 S = TypeVar("S")
-Inputs = tuple[Tensor, Tensor, AttentionPlan]  # arguments of Network.forward
+Inputs = tuple[Tensor, Tensor, AttentionPlan, Tensor | None]  # arguments of Network.forward
 
 
 def run(

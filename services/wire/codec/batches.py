@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from atoll.wire.codec.values import decode_tensor, put_tensor
+from atoll.wire.codec.values import decode_routes, decode_tensor, put_tensor
 from atoll.wire.types import Batch, Float32, PolicyBatch, Segments, StepKey, SupervisedBatch, ValueBatch
 from atoll.wire.v1 import trainer_pb2, types_pb2
 
@@ -16,6 +16,8 @@ def put_segments(message: types_pb2.Segments, segments: Segments) -> None:
     put_tensor(message.offsets, segments.offsets)
     put_tensor(message.parents, segments.parents)
     put_tensor(message.groups, segments.groups)
+    if segments.routes is not None:
+        put_tensor(message.routes, segments.routes)
 
 
 def decode_segments(message: types_pb2.Segments) -> Segments:
@@ -24,7 +26,15 @@ def decode_segments(message: types_pb2.Segments) -> Segments:
         offsets=decode_tensor(message.offsets).astype(np.int64, copy=False),
         parents=decode_tensor(message.parents).astype(np.int32, copy=False),
         groups=decode_tensor(message.groups).astype(np.int32, copy=False),
+        routes=decode_routes(message.routes) if message.HasField("routes") else None,
     )
+
+
+def chunk_tokens(segments: Segments, bytes_per_token: int) -> int:
+    """Tokens of a streamed message that has so many bytes for each, beside their routes."""
+    if segments.routes is not None:
+        bytes_per_token += segments.routes[:1].nbytes
+    return MAX_CHUNK_BYTES // bytes_per_token
 
 
 def split_by_groups(segments: Segments, max_tokens: int) -> Iterator[tuple[Segments, slice]]:
@@ -46,6 +56,7 @@ def join_segments(parts: Sequence[Segments]) -> Segments:
     """The inverse of `split_by_groups`."""
     firsts = np.cumsum([0, *(len(part.parents) for part in parts)])
     tokens = np.cumsum([0, *(len(part.token_ids) for part in parts)])
+    routes = [part.routes for part in parts if part.routes is not None]
     return Segments(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         offsets=np.concatenate(
@@ -61,12 +72,13 @@ def join_segments(parts: Sequence[Segments]) -> Segments:
             ]
         ),
         groups=np.concatenate([part.groups for part in parts]),
+        routes=np.concatenate(routes) if routes else None,
     )
 
 
 def encode_forward_backward(key: StepKey, batch: Batch) -> Iterator[trainer_pb2.ForwardBackwardRequest]:
     """Chunks of whole groups; the key rides on each."""
-    for segments, tokens in split_by_groups(batch.segments, MAX_CHUNK_BYTES // 28):
+    for segments, tokens in split_by_groups(batch.segments, chunk_tokens(batch.segments, 28)):
         request = trainer_pb2.ForwardBackwardRequest(key=encode_step_key(key))
         put_segments(request.segments, segments)
         put_tensor(request.loss_weights, batch.loss_weights[tokens])

@@ -27,6 +27,7 @@ def encode_turn_request(request: TurnRequest) -> rollout_pb2.TurnRequest:
         attempt=[id.attempt for id in ids],
         sampling=encode_sampling(request.sampling),
         session=request.session,
+        num_routed=request.num_routed,
     )
     if any(id.turn or id.branch for id in ids):  # first turns leave these out
         message.turn.extend(id.turn for id in ids)
@@ -46,7 +47,8 @@ def decode_turn_request(message: rollout_pb2.TurnRequest) -> TurnRequest:
     if not ids:
         raise ValueError(f"a request for turns of group {group} names none: expected an index or more")
     context_ids = _decode_ids(message.context_ids)
-    return TurnRequest(ids, context_ids, decode_sampling(message.sampling), message.session)
+    sampling = decode_sampling(message.sampling)
+    return TurnRequest(ids, context_ids, sampling, message.session, message.num_routed)
 
 
 def encode_sampling(sampling: Sampling) -> types_pb2.Sampling:
@@ -130,6 +132,7 @@ def encode_rollout_info(info: RolloutInfo) -> rollout_pb2.RolloutInfoReply:
         queued=info.queued,
         tokens_generated=info.tokens_generated,
         tokens_prefilled=info.tokens_prefilled,
+        route_shape=info.route_shape,
     )
 
 
@@ -147,4 +150,5 @@ def decode_rollout_info(message: rollout_pb2.RolloutInfoReply) -> RolloutInfo:
         queued=message.queued,
         tokens_generated=message.tokens_generated,
         tokens_prefilled=message.tokens_prefilled,
+        route_shape=tuple(message.route_shape),
     )

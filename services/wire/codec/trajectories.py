@@ -8,7 +8,14 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from atoll.wire.codec.rewards import decode_message, encode_message
-from atoll.wire.codec.values import decode_group_id, decode_version, encode_group_id, encode_version
+from atoll.wire.codec.values import (
+    decode_group_id,
+    decode_routes,
+    decode_version,
+    encode_group_id,
+    encode_version,
+    put_tensor,
+)
 from atoll.wire.types import (
     BELOW_PROMPT,
     NEW_CONVERSATION,
@@ -21,6 +28,7 @@ from atoll.wire.types import (
     Int32,
     Node,
     Origin,
+    Routes,
     SampleId,
     Trajectory,
     TrajectoryStatus,
@@ -78,6 +86,10 @@ def encode_trajectories(trajectories: Iterable[Trajectory]) -> types_pb2.Traject
         span_start=[span.start for span in spans],
         span_end=[span.end for span in spans],
     )
+    if routes := [node.routes for node in nodes if node.routes is not None]:
+        counts = (0 if node.routes is None else len(node.routes) for node in nodes)
+        message.route_offsets.extend(_offsets(counts))
+        put_tensor(message.routes, np.concatenate(routes))
     # columns that say nothing of most single turns are left out then
     if any(trajectory.rewards for trajectory in trajectories):
         message.rewards.extend(encode_rewards(trajectory.rewards) for trajectory in trajectories)
@@ -163,12 +175,18 @@ def _decode_nodes(message: types_pb2.Trajectories) -> list[Node]:
     )
     nodes = [
         Node(
-            parent, token_ids[start:end], loss_mask[start:end], logprobs[start:end], tuple(spans[first:last])
+            parent,
+            token_ids[start:end],
+            loss_mask[start:end],
+            logprobs[start:end],
+            tuple(spans[first:last]),
+            routes,
         )
-        for parent, (start, end), (first, last) in zip(
+        for parent, (start, end), (first, last), routes in zip(
             message.node_parent[:],
             _ranges(message.token_offsets, num_tokens),
             _ranges(message.span_offsets, len(spans)),
+            _decode_routes(message),
             strict=True,
         )
     ]
@@ -176,6 +194,15 @@ def _decode_nodes(message: types_pb2.Trajectories) -> list[Node]:
     for node in nodes:
         _check_spans(node, all_produced)
     return nodes
+
+
+def _decode_routes(message: types_pb2.Trajectories) -> Iterable[Routes | None]:
+    """Of each node; None: nothing is recorded."""
+    if not message.route_offsets:
+        return repeat(None, len(message.node_parent))
+    routes = decode_routes(message.routes)
+    ranges = _ranges(message.route_offsets, len(routes))
+    return [routes[first:end] if end > first else None for first, end in ranges]
 
 
 def _decode_turns(message: types_pb2.Trajectories) -> list[Turn]:

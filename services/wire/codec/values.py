@@ -4,7 +4,7 @@ encode and one decode per type, side by side."""
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.wire.types import GroupId, Version
+from atoll.wire.types import GroupId, Routes, Version
 from atoll.wire.v1 import types_pb2
 
 
@@ -28,6 +28,16 @@ def decode_tensor(message: types_pb2.Tensor) -> NDArray[np.generic]:
     """A read-only view of the message's bytes. Raises ValueError if size and shape disagree."""
     dtype = np.dtype(message.dtype).newbyteorder("<")
     return np.frombuffer(message.data, dtype).reshape(tuple(message.shape))
+
+
+def decode_routes(message: types_pb2.Tensor) -> Routes:
+    """Raises ValueError for another tensor than [tokens, layers, experts of a token]."""
+    if message.dtype not in ("uint8", "int16") or len(message.shape) != 3:
+        raise ValueError(
+            f"routes of dtype {message.dtype!r} and shape {list(message.shape)}, expected uint8 or int16 and "
+            "[tokens, layers, experts of a token]"
+        )
+    return np.frombuffer(message.data, message.dtype).reshape(tuple(message.shape))
 
 
 def encode_version(version: Version) -> types_pb2.Version:

@@ -63,10 +63,13 @@ class TurnRequest(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     BRANCH_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    NUM_ROUTED_FIELD_NUMBER: _builtins.int
     context_ids: _builtins.bytes
     """int32: everything that the model sees before the turn"""
     session: _builtins.str
     """its next turn extends this one; empty: there is none"""
+    num_routed: _builtins.int
+    """first tokens of the context whose experts earlier turns recorded"""
     @_builtins.property
     def group(self) -> _types_pb2.GroupId: ...
     @_builtins.property
@@ -94,10 +97,11 @@ class TurnRequest(_message.Message):
         turn: _abc.Iterable[_builtins.int] | None = ...,
         branch: _abc.Iterable[_builtins.int] | None = ...,
         session: _builtins.str = ...,
+        num_routed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branch", b"branch", "context_ids", b"context_ids", "group", b"group", "index", b"index", "sampling", b"sampling", "session", b"session", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branch", b"branch", "context_ids", b"context_ids", "group", b"group", "index", b"index", "num_routed", b"num_routed", "sampling", b"sampling", "session", b"session", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -509,6 +513,7 @@ class RolloutInfoReply(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
     TOKENS_PREFILLED_FIELD_NUMBER: _builtins.int
+    ROUTE_SHAPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     incarnation: _builtins.str
     vocab_size: _builtins.int
@@ -528,6 +533,10 @@ class RolloutInfoReply(_message.Message):
     def shard_layouts(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.BoxTable]:
         """per tensor-parallel rank: where it keeps each canonical tensor"""
 
+    @_builtins.property
+    def route_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """layers, experts of a token; none: experts are not recorded"""
+
     def __init__(
         self,
         *,
@@ -543,10 +552,11 @@ class RolloutInfoReply(_message.Message):
         queued: _builtins.int = ...,
         tokens_generated: _builtins.int = ...,
         tokens_prefilled: _builtins.int = ...,
+        route_shape: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "incarnation", b"incarnation", "max_length", b"max_length", "name", b"name", "queued", b"queued", "running", b"running", "shard_layouts", b"shard_layouts", "slots", b"slots", "tokens_generated", b"tokens_generated", "tokens_prefilled", b"tokens_prefilled", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "incarnation", b"incarnation", "max_length", b"max_length", "name", b"name", "queued", b"queued", "route_shape", b"route_shape", "running", b"running", "shard_layouts", b"shard_layouts", "slots", b"slots", "tokens_generated", b"tokens_generated", "tokens_prefilled", b"tokens_prefilled", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

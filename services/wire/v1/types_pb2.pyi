@@ -362,6 +362,8 @@ class Trajectories(_message.Message):
     TURN_NUMBER_FIELD_NUMBER: _builtins.int
     TURN_BRANCH_FIELD_NUMBER: _builtins.int
     TURN_UNTRAINED_FIELD_NUMBER: _builtins.int
+    ROUTE_OFFSETS_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """int32"""
     loss_mask: _builtins.bytes
@@ -452,6 +454,14 @@ class Trajectories(_message.Message):
     def turn_untrained(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """none: all false"""
 
+    @_builtins.property
+    def route_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """like token_offsets, into routes; none: nothing is recorded"""
+
+    @_builtins.property
+    def routes(self) -> Global___Tensor:
+        """[rows, layers, experts of a token]: see Node in services/wire/types.py"""
+
     def __init__(
         self,
         *,
@@ -485,10 +495,12 @@ class Trajectories(_message.Message):
         turn_number: _abc.Iterable[_builtins.int] | None = ...,
         turn_branch: _abc.Iterable[_builtins.int] | None = ...,
         turn_untrained: _abc.Iterable[_builtins.bool] | None = ...,
+        route_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        routes: Global___Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["routes", b"routes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "conversation", b"conversation", "finish_reason", b"finish_reason", "finished", b"finished", "group", b"group", "groups", b"groups", "index", b"index", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "node_offsets", b"node_offsets", "node_parent", b"node_parent", "origin", b"origin", "origins", b"origins", "reason", b"reason", "rewards", b"rewards", "span_end", b"span_end", "span_offsets", b"span_offsets", "span_start", b"span_start", "span_version", b"span_version", "started", b"started", "status", b"status", "text", b"text", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "turn_branch", b"turn_branch", "turn_node", b"turn_node", "turn_number", b"turn_number", "turn_offsets", b"turn_offsets", "turn_untrained", b"turn_untrained", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "conversation", b"conversation", "finish_reason", b"finish_reason", "finished", b"finished", "group", b"group", "groups", b"groups", "index", b"index", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "node_offsets", b"node_offsets", "node_parent", b"node_parent", "origin", b"origin", "origins", b"origins", "reason", b"reason", "rewards", b"rewards", "route_offsets", b"route_offsets", "routes", b"routes", "span_end", b"span_end", "span_offsets", b"span_offsets", "span_start", b"span_start", "span_version", b"span_version", "started", b"started", "status", b"status", "text", b"text", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "turn_branch", b"turn_branch", "turn_node", b"turn_node", "turn_number", b"turn_number", "turn_offsets", b"turn_offsets", "turn_untrained", b"turn_untrained", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -648,6 +660,7 @@ class Segments(_message.Message):
     OFFSETS_FIELD_NUMBER: _builtins.int
     PARENTS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> Global___Tensor:
         """int32 [T]"""
@@ -664,6 +677,10 @@ class Segments(_message.Message):
     def groups(self) -> Global___Tensor:
         """int32 [S]"""
 
+    @_builtins.property
+    def routes(self) -> Global___Tensor:
+        """uint8 or int16 [T, layers, experts of a token]; none: the model chooses its experts"""
+
     def __init__(
         self,
         *,
@@ -671,10 +688,11 @@ class Segments(_message.Message):
         offsets: Global___Tensor | None = ...,
         parents: Global___Tensor | None = ...,
         groups: Global___Tensor | None = ...,
+        routes: Global___Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "offsets", b"offsets", "parents", b"parents", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "offsets", b"offsets", "parents", b"parents", "routes", b"routes", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "offsets", b"offsets", "parents", b"parents", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "offsets", b"offsets", "parents", b"parents", "routes", b"routes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,16 @@ import torch
 __version__ = "0.4.10"
 
 
+class _HostMemory:
+    @staticmethod
+    def cudaHostRegister(*arguments: int) -> int:  # noqa: N802
+        return 0
+
+
+# sglang page-locks what it records of experts for copies from a GPU, and asks for one even on a CPU
+torch.cuda.cudart = lambda: _HostMemory  # type: ignore[assignment]
+
+
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)

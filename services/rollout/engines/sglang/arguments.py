@@ -24,6 +24,7 @@ RESERVED: Final = {
     "custom_weight_loader": "weights arrive through Atoll's receiver",
     "disable_overlap_schedule": "with overlap, one token of each sequence is in flight while weights change, "
     "and SGLang counts it as one of the new version",
+    "enable_return_routed_experts": "it is trainer.router_replay",
     "skip_tokenizer_init": "stop strings and texts need the tokenizer",
     "skip_server_warmup": "the service is ready once a first request was answered",
 }

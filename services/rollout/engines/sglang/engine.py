@@ -25,7 +25,7 @@ from atoll.rollout.engines.sglang.server import SGLangServer
 from atoll.rollout.engines.sglang.workers import Workers
 from atoll.runtime.errors import EngineDiedError, UserError
 from atoll.runtime.memory import BYTES
-from atoll.runtime.model_spec import read_spec
+from atoll.runtime.model_spec import ModelSpec, check_router_replay, read_spec
 from atoll.wire.types import (
     FinishReason,
     Float32,
@@ -83,10 +83,11 @@ class SGLangEngine:
         vocab_size: int,
         dtype: str,
         version: Version,
+        routed: ModelSpec | None = None,
     ) -> None:
-        """`version` names the weights that the server has."""
+        """`version` names the weights that the server has. `routed`: the model, if routes are recorded."""
         self._server, self._workers, self._limits = server, workers, limits
-        self._vocab_size, self._dtype, self._version = vocab_size, dtype, version
+        self._vocab_size, self._dtype, self._version, self._routed = vocab_size, dtype, version, routed
         self._queue: deque[_SampleJob] = deque()
         self._running: dict[_SampleJob, asyncio.Task[None]] = {}
         self._inboxes: set[asyncio.Queue[Completion | Exception]] = set()  # of all `generate` calls
@@ -114,11 +115,20 @@ class SGLangEngine:
         start_timeout_s: float,
         version: Version,
         setup: ReceiverSetup,
+        records_routes: bool = False,
     ) -> Self:
-        """Serves the model; `version` names the weights in the folder. Raises UserError for a model or an
-        argument that SGLang refuses, EngineDiedError if it does not come up."""
+        """Serves the model; `version` names the weights in the folder. `records_routes`: completions tell the
+        experts of each token. Raises UserError for a model or an argument that SGLang refuses,
+        EngineDiedError if it does not come up."""
         spec = read_spec(folder)
-        ours = {"model_path": folder, "dtype": dtype, "weight_version": messages.version_text(version)}
+        if records_routes:
+            check_router_replay(spec, folder)
+        ours = {
+            "model_path": folder,
+            "dtype": dtype,
+            "weight_version": messages.version_text(version),
+            "enable_return_routed_experts": records_routes,
+        }
         arguments = arguments_of(config.model_extra or {}, ours, device, config.tp_size)
         environment = environment_of(device, config.tp_size, threads)
         shard_bytes = num_elements(spec, config.tp_size) * BYTES[dtype]
@@ -140,7 +150,7 @@ class SGLangEngine:
             await workers.attach(server.control)
             limits = limits_of(await server.state())
             undo.pop_all()
-        return cls(server, workers, limits, spec.vocab_size, dtype, version)
+        return cls(server, workers, limits, spec.vocab_size, dtype, version, spec if records_routes else None)
 
     def info(self) -> EngineInfo:
         return EngineInfo(
@@ -152,6 +162,7 @@ class SGLangEngine:
             queued=len(self._queue),
             tokens_generated=self._tokens_generated,
             tokens_prefilled=self._tokens_prefilled,
+            route_shape=self._routed.route_shape if self._routed else (),
         )
 
     @property
@@ -306,11 +317,12 @@ class SGLangEngine:
         """None: to be generated again. A request that reached SGLang's scheduler after other weights than
         its key's came there may have met keys and values of the old ones."""
         started = time.time()
+        first_route = job.request.first_route(job.id) if self._routed else None
         body = messages.generate_body(
-            job.request, job.rid, version, self._limits.max_length, self._vocab_size
+            job.request, job.rid, version, self._limits.max_length, self._vocab_size, first_route
         )
         answer = await self._server.post("/generate", body)
-        completion = messages.parse_completion(answer, job.id, job.request.sampling, started)
+        completion = messages.parse_completion(answer, job.id, job.request.sampling, started, self._routed)
         self._tokens_generated += len(completion.token_ids)
         self._tokens_prefilled += messages.num_prefilled(answer)
         if job.aborted:

@@ -3,6 +3,7 @@
 Ids and log-probabilities go by /generate, one sample a call. Letter in shapes: T tokens.
 """
 
+import base64
 import time
 from typing import Any
 
@@ -10,10 +11,12 @@ import numpy as np
 
 from atoll.rollout.engines.base import Completion
 from atoll.runtime.errors import AtollError, UserError
+from atoll.runtime.model_spec import ModelSpec
 from atoll.wire.types import (
     FinishReason,
     Float32,
     Int32,
+    Routes,
     Sampling,
     TurnId,
     TurnRequest,
@@ -33,9 +36,16 @@ def version_text(version: Version) -> str:
     return f"{version.lineage}/{version.number}"
 
 
-def generate_body(request: TurnRequest, rid: str, version: Version, max_length: int, vocab_size: int) -> Json:
+def generate_body(
+    request: TurnRequest,
+    rid: str,
+    version: Version,
+    max_length: int,
+    vocab_size: int,
+    first_route: int | None = None,
+) -> Json:
     """Asks for one sample. `version` keys the prefix cache: samples of one prompt share its keys and values,
-    and none meets those of other weights."""
+    and none meets those of other weights. `first_route`: position from which on to record routes."""
     sampling = request.sampling
     room = max_length - len(request.context_ids)
     greedy = sampling.temperature == 0
@@ -45,6 +55,8 @@ def generate_body(request: TurnRequest, rid: str, version: Version, max_length: 
         "extra_key": version_text(version),
         "return_logprob": True,
         "return_sampling_mask": truncates(sampling),
+        "return_routed_experts": first_route is not None,
+        "routed_experts_start_len": first_route or 0,
         "sampling_params": {
             "max_new_tokens": min(sampling.max_new_tokens, room),
             "temperature": sampling.temperature,
@@ -68,9 +80,12 @@ def score_body(ids: Int32, version: Version) -> Json:
     }
 
 
-def parse_completion(answer: Json, id: TurnId, sampling: Sampling, started: float) -> Completion:
+def parse_completion(
+    answer: Json, id: TurnId, sampling: Sampling, started: float, routed: ModelSpec | None = None
+) -> Completion:
     """A sequence that was aborted in SGLang's queue gets no tokens: of one that was retracted, SGLang returns
-    only some, and not always their log-probabilities. Raises SGLangError if the answer is no completion."""
+    only some, and not always their log-probabilities. `routed`: the model, if routes were asked for. Raises
+    SGLangError if the answer is no completion."""
     meta = answer["meta_info"]
     if _ended_in_queue(meta):
         return aborted_completion(id)
@@ -84,6 +99,10 @@ def parse_completion(answer: Json, id: TurnId, sampling: Sampling, started: floa
             f"{id}: SGLang gave {len(token_ids_T)} tokens and the log-probabilities "
             f"{logprobs[:4]}...; expected a finite one for each: the weights may be damaged"
         )
+    reason = FinishReason(meta["finish_reason"]["type"])
+    routes = None
+    if routed is not None and reason is not FinishReason.ABORT:
+        routes = _parse_routes(meta["routed_experts"], routed)
     return Completion(
         id=id,
         token_ids=token_ids_T,
@@ -93,11 +112,19 @@ def parse_completion(answer: Json, id: TurnId, sampling: Sampling, started: floa
             for span in meta.get("weight_versions", [])
             if span["end"] > span["start"]
         ),
-        finish_reason=FinishReason(meta["finish_reason"]["type"]),
+        finish_reason=reason,
         text=answer["text"],
         started=started,
         finished=time.time(),
+        routes=routes,
     )
+
+
+def _parse_routes(encoded: str, spec: ModelSpec) -> Routes:
+    """[N, Y, C] of SGLang's int32."""
+    assert spec.experts is not None
+    routes_NYC = np.frombuffer(base64.b64decode(encoded), "<i4").reshape(-1, *spec.route_shape)
+    return routes_NYC.astype(spec.experts.route_dtype)
 
 
 def num_prefilled(answer: Json) -> int:
