@@ -77,7 +77,7 @@ class FakeTrainer:
         path.mkdir(parents=True)
         (path / "weights.json").write_text(json.dumps([key.step for key in self.weights]))
 
-    async def offload(self) -> int:
+    async def offload(self, *, keep_parameters: bool = False) -> int:
         self._events.append(("offload", self.role))
         return 1
 

@@ -732,6 +732,11 @@ class RunConfig(Section):
         return self.run.dir / self.run.name
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether models and replicas use the same devices, one after the other."""
+        return self.placement.mode == "colocated" and self.run.mode == "train"
+
+    @property
     def roles(self) -> dict[Role, RoleSection]:
         """The models that the recipe needs, with their settings."""
         algorithm = self.algorithm

@@ -40,9 +40,11 @@ class Refit:
         rank: int = 0,
         *,
         in_place: bool = False,
+        takes_turns: bool = False,
     ) -> None:
         """`buffers` are those that the shard layout indexes; `rank` is the tensor-parallel rank. `in_place`:
-        they stay the live ones, and a commit copies what changed.
+        they stay the live ones, and a commit copies what changed. `takes_turns`: nothing is generated during
+        a push, so that a version is received into the live buffers, and there are no others.
         """
         self.version = version
         self._receiver = receiver
@@ -50,7 +52,13 @@ class Refit:
         self._in_place = in_place
         self._dtype = buffers[0].dtype
         self._live = _BufferSet(list(buffers))
-        self._staging = _BufferSet([buffer.clone() for buffer in buffers])  # allocates the pages
+        self._staging = (
+            self._live
+            if takes_turns
+            else _BufferSet([buffer.clone() for buffer in buffers])  # allocates the pages
+        )
+        self._is_live = True  # the live buffers hold `version`
+        self._is_released = False
         self._plan = Plan("", (), np.empty(0, TRANSFER))
         self._epoch = 0
         self._incoming: Version | None = None
@@ -74,7 +82,9 @@ class Refit:
             self._epoch = membership.epoch
             if part.plan is not None and part.plan.id != self._plan.id:
                 self._use(part.plan)
-            if version == self.version:
+            if self._is_released:
+                raise WeightPushError(f"a part of {version}, but the weights' memory is released: restore it")
+            if version == self.version and self._is_live:
                 for stream in part.streams:  # others of its epoch may wait for this rank all the same
                     self._take(stream, membership)
                 return 0
@@ -83,6 +93,7 @@ class Refit:
             if version != self._incoming:
                 self._forget()
                 self._incoming = version
+                self._is_live &= self._staging is not self._live
             try:
                 num_bytes = sum(self._receive_stream(stream, membership) for stream in part.streams)
                 if not self._in_place:
@@ -95,7 +106,7 @@ class Refit:
     def check(self, version: Version) -> None:
         """Raises WeightPushError if a commit of the version would."""
         with self._lock:
-            if version != self.version:
+            if version != self.version or not self._is_live:
                 self._check_staged(version)
 
     def commit(self, version: Version) -> list[torch.Tensor]:
@@ -105,13 +116,13 @@ class Refit:
         Repeating the call changes nothing. Raises WeightPushError if the version is not staged whole.
         """
         with self._lock:
-            if version != self.version:
+            if version != self.version or not self._is_live:
                 self._check_staged(version)
                 if self._in_place:
                     self._copy_over()
                 elif self._arrived != self._live.checksums:
                     self._live, self._staging = self._staging, self._live
-                self.version = version
+                self.version, self._is_live = version, True
                 self._forget()
             return self._live.buffers
 
@@ -120,6 +131,24 @@ class Refit:
         with self._lock:
             if version == self._incoming:
                 self._forget()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the live buffers hold `version`: not from a release, or a push that failed, to a commit."""
+        return self._is_live
+
+    def release(self) -> None:
+        """The buffers' memory is given back next: nothing that they hold counts any more, and nothing is
+        received before `restore`."""
+        with self._lock:
+            self._is_released, self._is_live = True, False
+            self._live.checksums, self._staging.checksums = {}, {}
+            self._forget()
+
+    def restore(self) -> None:
+        """The buffers have memory again."""
+        with self._lock:
+            self._is_released = False
 
     def _use(self, plan: Plan) -> None:
         self._plan = plan

@@ -42,7 +42,7 @@ class Model:
         self.asked.append("logprobs")
         return np.array(self.answer, np.float32)
 
-    async def offload(self) -> int:
+    async def offload(self, *, keep_parameters: bool = False) -> int:
         self.asked.append("offload")
         return 0
 

@@ -27,10 +27,13 @@ class AttachRequest(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    TAKES_TURNS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """as in [weights]"""
     deadline_s: _builtins.float
     """of the transport"""
+    takes_turns: _builtins.bool
+    """versions are received into the live weights"""
     @_builtins.property
     def version(self) -> _types_pb2.Version:
         """of the weights that the server has loaded"""
@@ -46,10 +49,11 @@ class AttachRequest(_message.Message):
         transport: _builtins.str = ...,
         deadline_s: _builtins.float = ...,
         lora: Global___Lora | None = ...,
+        takes_turns: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "lora", b"lora", "transport", b"transport", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "lora", b"lora", "takes_turns", b"takes_turns", "transport", b"transport", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

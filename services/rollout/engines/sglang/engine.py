@@ -8,7 +8,7 @@ that are live when they start.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,10 @@ from typing import Any, Final, Self, TypeVar
 
 from atoll.config.schema import SGLangConfig
 from atoll.rollout.engines.base import Completion, EngineInfo
-from atoll.rollout.engines.checks import check_request, check_sequence
+from atoll.rollout.engines.checks import check_awake, check_request, check_sequence
 from atoll.rollout.engines.sglang import messages
 from atoll.rollout.engines.sglang.arguments import arguments_of, environment_of, reserved_mib
+from atoll.rollout.engines.sglang.memory import ServerMemory
 from atoll.rollout.engines.sglang.messages import SGLangError
 from atoll.rollout.engines.sglang.parameters import num_elements
 from atoll.rollout.engines.sglang.server import SGLangServer
@@ -27,6 +28,7 @@ from atoll.runtime.errors import EngineDiedError, UserError
 from atoll.runtime.memory import BYTES
 from atoll.runtime.model_spec import read_spec
 from atoll.wire.types import (
+    EngineMemory,
     FinishReason,
     Float32,
     Int32,
@@ -99,7 +101,9 @@ class SGLangEngine:
         self._pause: PauseMode | None = None
         self._committing = False
         self._stopped: PauseMode | None = None  # how SGLang is paused
-        self._control = asyncio.Lock()  # of what changes `_stopped`
+        self._released: Set[EngineMemory] = frozenset()  # nothing is admitted while there is any
+        self._memory = ServerMemory(server, workers)
+        self._control = asyncio.Lock()  # of what changes `_stopped` or SGLang's memory
         server.exit.add_done_callback(lambda _: self._fail())
 
     @classmethod
@@ -165,6 +169,7 @@ class SGLangEngine:
         for request in requests:
             check_request(request, self._vocab_size, self._limits.max_length, "rollout.sglang.context_length")
             messages.check_sampling(request.sampling, self._vocab_size, self._limits.max_candidates)
+        check_awake(self._released)
         if self._server.exit.done():
             raise self._server.death()
         inbox: asyncio.Queue[Completion | Exception] = asyncio.Queue()
@@ -208,6 +213,7 @@ class SGLangEngine:
             check_sequence(
                 ids, self._vocab_size, self._limits.max_length - 1, "rollout.sglang.context_length"
             )
+        check_awake(self._released)
         async with self._control:  # a commit may be in progress
             if self._stopped is not None:
                 raise UserError(f"SGLang scores nothing while paused {self._stopped.name}: resume it first")
@@ -227,6 +233,12 @@ class SGLangEngine:
 
     async def rollback(self, version: Version) -> None:
         await self._workers.rollback(version)
+
+    async def release(self) -> None:
+        await self._to_its_end(self._release())
+
+    async def restore(self, memory: EngineMemory) -> None:
+        await self._to_its_end(self._restore(memory))
 
     async def checksums(self) -> tuple[Version, dict[str, int]]:
         sums = await self._workers.checksums()  # after a commit in progress
@@ -249,8 +261,24 @@ class SGLangEngine:
         task.add_done_callback(self._changes.discard)
         return await asyncio.shield(task)
 
+    async def _release(self) -> None:
+        if self._stopped is not None:
+            raise UserError(f"SGLang releases nothing while paused {self._stopped.name}: resume it first")
+        self._released = frozenset(EngineMemory)
+        self._end((*self._queue, *self._running))
+        while self._running:
+            await asyncio.wait(self._running.values())
+        async with self._control:
+            await self._memory.release()
+
+    async def _restore(self, memory: EngineMemory) -> None:
+        async with self._control:
+            await self._memory.restore(memory)
+            self._released -= {memory}
+        self._admit()
+
     async def _commit(self, version: Version) -> float:
-        if version == self._version:
+        if version == self._version and self._memory.has_weights:
             return 0.0
         async with self._control, self._workers.prepare(version):
             started = time.perf_counter()
@@ -259,7 +287,7 @@ class SGLangEngine:
             try:
                 await self._stand(stopped or PauseMode.IN_PLACE)
                 await self._workers.commit(version, self._server.control)
-                self._version = version
+                self._version, self._memory.has_weights = version, True
                 if stopped is PauseMode.RETRACT:  # its sequences keep their keys of the prefix cache
                     await self._server.control("/flush_cache", {})
             except EngineDiedError:  # or its ranks have parted
@@ -278,6 +306,7 @@ class SGLangEngine:
             self._queue
             and self._pause is None
             and not self._committing
+            and not self._released
             and len(self._running) < self._limits.slots
         ):
             job = self._queue.popleft()
