@@ -14,7 +14,7 @@ from atoll.wire.types import EngineMemory
 from tests.unit.test_weight_sync import V1, V2, AtOneAddress, Engine, Run, assert_holds
 
 
-class Model:
+class Leaver:
     def __init__(self, role: str, events: list[str]) -> None:
         self._role, self._events = role, events
 
@@ -53,7 +53,7 @@ class Shared(Run):
     def __init__(self, model_folder: Path = Path("no canary"), canary_every: int = 0) -> None:
         super().__init__(model_folder, canary_every=canary_every, takes_turns=True)
         self.events: list[str] = []
-        self.models = {role: Model(role, self.events) for role in ("actor", "critic")}
+        self.models = {role: Leaver(role, self.events) for role in ("actor", "critic")}
         self.trainer.compute_logprobs = self._noting("actor scores", self.trainer.compute_logprobs)
 
     def _noting(self, name: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

@@ -9,7 +9,7 @@ from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.weight_sync.canary import CanaryCheck, CanaryError
 from atoll.coordinator.weight_sync.epochs import EpochMember, Epochs
 from atoll.coordinator.weight_sync.push_report import LiveReplica
-from atoll.coordinator.weight_sync.turns import Turns
+from atoll.coordinator.weight_sync.turns import DeviceTurns
 from atoll.runtime.errors import AtollError, ServiceUnavailableError
 from atoll.runtime.progress_timeout import await_with_progress
 from atoll.wire.types import EngineMemory, PushPart, StreamManifest, Version
@@ -22,7 +22,13 @@ ANSWER_S = 10.0  # for a replica to respond, beyond the transport's deadline
 
 class Delivery:
     def __init__(
-        self, replicas: Replicas, turns: Turns, epochs: Epochs, deadline_s: float, *, finish_running: bool
+        self,
+        replicas: Replicas,
+        turns: DeviceTurns,
+        epochs: Epochs,
+        deadline_s: float,
+        *,
+        finish_running: bool,
     ) -> None:
         """`finish_running`: a replica ends its running sequences before it commits; otherwise they continue
         with the new weights.

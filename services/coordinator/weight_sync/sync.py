@@ -14,7 +14,7 @@ from atoll.coordinator.weight_sync.plans import PushPlans
 from atoll.coordinator.weight_sync.push import WeightPush, causes
 from atoll.coordinator.weight_sync.push_report import PushReport, summarize_push
 from atoll.coordinator.weight_sync.trainer_end import TrainerEnd
-from atoll.coordinator.weight_sync.turns import Turns
+from atoll.coordinator.weight_sync.turns import DeviceTurns
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import AtollError, ServiceUnavailableError, WeightPushError
 from atoll.wire.types import Version
@@ -51,7 +51,7 @@ class WeightSync:
         self._stays_readable = weights.stays_readable
         self._plans = PushPlans(dtype, weights.bucket_mb, weights.max_senders)
         self._epochs = Epochs(first_epoch)
-        self._turns = Turns(replicas, shared=takes_turns)
+        self._turns = DeviceTurns(replicas, shared=takes_turns)
         self._delivery = Delivery(
             replicas, self._turns, self._epochs, weights.deadline_s, finish_running=finish_running
         )

@@ -10,7 +10,7 @@ from atoll.runtime.telemetry import StepTimer
 from atoll.wire.types import EngineMemory
 
 
-class Turns:
+class DeviceTurns:
     """The models' turn begins when a step's groups are taken, and ends within the push.
 
     A push hands the devices over in two parts. While weights are transferred, models keep only the actor's

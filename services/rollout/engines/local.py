@@ -26,7 +26,7 @@ from atoll.rollout.engines.checks import check_awake, check_request, check_seque
 from atoll.rollout.engines.local_adapters import AdapterLayout
 from atoll.rollout.engines.local_decoder import Decoder
 from atoll.rollout.engines.local_model import LocalModel
-from atoll.rollout.engines.local_weights import BufferLayout
+from atoll.rollout.engines.local_weights import BufferLayout, ReleasableCopy
 from atoll.rollout.refit import Refit
 from atoll.runtime.errors import (
     AtollError,
@@ -103,9 +103,11 @@ class LocalEngine:
         if lora is not None:
             self._layout = AdapterLayout(layout, layout.bind(buffer), lora)
             buffer = self._layout.zeros()
+        self._memory = ReleasableCopy(buffer) if takes_turns else None
+        if self._memory is not None:
+            buffer = self._memory.tensor
         self._refit = Refit([buffer], version, receiver, takes_turns=takes_turns)
         self._live = buffer
-        self._num_bytes = buffer.nbytes
         self._released: frozenset[EngineMemory] = frozenset()
         self._model = LocalModel(spec, self._layout.bind(buffer), max_length)
         self._decoder: Decoder[_CallInbox] = Decoder(self._model, tokenizer, slots, max_length, version)
@@ -224,24 +226,27 @@ class LocalEngine:
         await asyncio.to_thread(self._refit.rollback, version)
 
     async def release(self) -> None:
+        memory = self._memory
+        if memory is None:
+            raise UserError('this engine keeps its memory: set placement.mode = "colocated"')
+
         def command() -> None:
             _deliver(self._decoder.abort(lambda *_: True))
             self._refit.release()
             self._released = frozenset(EngineMemory)
             self._decoder.release()
-            self._live.untyped_storage().resize_(0)  # in place: all views of it stay valid
-            ctypes.CDLL(None).malloc_trim(0)  # glibc would keep it for this process
+            memory.release()
+            ctypes.CDLL(None).malloc_trim(0)  # glibc would keep what was freed for this process
 
         await self._between_tokens(command)
 
     async def restore(self, memory: EngineMemory) -> None:
         def command() -> None:
-            if memory is EngineMemory.WEIGHTS and memory in self._released:
-                self._live.untyped_storage().resize_(self._num_bytes)
+            if memory is EngineMemory.WEIGHTS:
                 self._refit.restore()
-            if memory is EngineMemory.CACHE and not self._refit.is_live:
+            elif not self._refit.is_live:
                 raise WeightPushError(f"{memory!r} is restored before a version is committed: push one first")
-            self._released -= {memory}  # keys and values get memory as they come
+            self._released -= {memory}  # both take memory as it is written to
 
         await self._between_tokens(command)
 

@@ -122,7 +122,8 @@ class SGLangEngine:
         argument that SGLang refuses, EngineDiedError if it does not come up."""
         spec = read_spec(folder)
         ours = {"model_path": folder, "dtype": dtype, "weight_version": messages.version_text(version)}
-        arguments = arguments_of(config.model_extra or {}, ours, config.device, config.tp_size)
+        user, turns = config.model_extra or {}, setup.takes_turns
+        arguments = arguments_of(user, ours, config.device, config.tp_size, takes_turns=turns)
         environment = environment_of(config.device, config.tp_size, threads)
         shard_bytes = num_elements(spec, config.tp_size) * BYTES[dtype]
         async with AsyncExitStack() as undo:
@@ -262,7 +263,7 @@ class SGLangEngine:
         return await asyncio.shield(task)
 
     async def _release(self) -> None:
-        if self._stopped is not None:
+        if self._stopped is not None:  # what runs could not end
             raise UserError(f"SGLang releases nothing while paused {self._stopped.name}: resume it first")
         self._released = frozenset(EngineMemory)
         self._end((*self._queue, *self._running))
@@ -305,8 +306,7 @@ class SGLangEngine:
         while (
             self._queue
             and self._pause is None
-            and not self._committing
-            and not self._released
+            and not (self._committing or self._released)
             and len(self._running) < self._limits.slots
         ):
             job = self._queue.popleft()
