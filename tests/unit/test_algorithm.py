@@ -247,6 +247,27 @@ def test_what_does_not_learn_rests_after_its_answer() -> None:
     assert (actor.asked, critic.asked) == (["logprobs"], ["values"])  # their updates are next
 
 
+def test_models_that_share_devices_with_replicas_are_asked_one_at_a_time() -> None:
+    """Each has left before the next is asked: all note their calls in one list."""
+
+    class SlowModel(Model):
+        async def compute_logprobs(self, segments: Segments) -> Float32:
+            answer = await super().compute_logprobs(segments)
+            await asyncio.sleep(0)  # lets others ask
+            return answer
+
+    asked: list[str] = []
+    prepare(
+        {role: SlowModel([0.0] * 8, asked) for role in ("actor", "critic", "reference")},
+        placement={"mode": "colocated"},
+        algorithm={"advantage": "gae", "num_minibatches": 2, "kl": {}},
+        trainer={"offload": True},
+        critic={"offload": True},
+        reference={"offload": True},
+    )
+    assert asked == ["logprobs", "offload", "logprobs", "offload", "values", "offload"]
+
+
 def test_a_critic_learns_what_gae_returns() -> None:
     # the value of the state before a token is what the critic says after the one before it
     critic = Model([0.1, 0.2, 9, 9, 0.4, 9, 0.6, 9])
