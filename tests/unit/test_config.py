@@ -387,6 +387,7 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
         (
             ["rollout={engine='sglang', dtype='float32'}"],
             'rollout.dtype = "float32", but SGLang\'s attention on GPUs computes in 16 bits',
+        ),
         (["placement.mode=colocated"], "models leave the devices to replicas: set trainer.offload = true"),
         (
             ["placement.mode=colocated", "trainer.offload=true", "coordinator.max_staleness=1"],

@@ -46,7 +46,7 @@ def arguments_of(
         # without them, SGLang takes most of the memory for keys and values, and a core while it is idle
         defaults |= {"max_total_tokens": 16384, "sleep_on_idle": True, "grammar_backend": "none"}
     fixed = {"device": device, "tp_size": tp_size, "host": "127.0.0.1", "disable_overlap_schedule": True}
-    if takes_turns:
+    if takes_turns and device == "cuda":
         fixed["enable_memory_saver"] = True  # or SGLang could not release its memory
     arguments = []
     for name, value in {**defaults, **user, **fixed, **ours}.items():

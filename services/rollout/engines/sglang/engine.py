@@ -22,7 +22,7 @@ from atoll.rollout.engines.sglang.arguments import arguments_of, environment_of,
 from atoll.rollout.engines.sglang.memory import ServerMemory
 from atoll.rollout.engines.sglang.messages import SGLangError
 from atoll.rollout.engines.sglang.parameters import num_elements
-from atoll.rollout.engines.sglang.server import SGLangServer
+from atoll.rollout.engines.sglang.server import ServerLimits, SGLangServer, limits_of
 from atoll.rollout.engines.sglang.workers import Workers
 from atoll.runtime.errors import EngineDiedError, UserError
 from atoll.runtime.memory import BYTES
@@ -48,15 +48,6 @@ T = TypeVar("T")
 CONTROL_DEADLINES: Final = 3
 ABORT_AGAIN_S: Final = 0.5  # an abort that overtakes its request has no effect
 STOPPED_MODES: Final = {PauseMode.IN_PLACE: "in_place", PauseMode.RETRACT: "retract"}  # as SGLang calls them
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
-    """The server's limits."""
-
-    slots: int  # samples at once
-    max_length: int  # tokens of prompt and response
-    max_candidates: int  # tokens to choose from wherever some are cut off
 
 
 @dataclass(eq=False, slots=True)
@@ -124,7 +115,7 @@ class SGLangEngine:
         ours = {"model_path": folder, "dtype": dtype, "weight_version": messages.version_text(version)}
         user, turns = config.model_extra or {}, setup.takes_turns
         arguments = arguments_of(user, ours, config.device, config.tp_size, takes_turns=turns)
-        environment = environment_of(config.device, config.tp_size, threads)
+        environment = environment_of(config.device, config.tp_size, threads, takes_turns=turns)
         shard_bytes = num_elements(spec, config.tp_size) * BYTES[dtype]
         async with AsyncExitStack() as undo:
             workers = Workers(config.tp_size, version, setup)
@@ -132,7 +123,7 @@ class SGLangEngine:
             server = await SGLangServer.start(
                 arguments + workers.arguments,
                 environment | workers.environment,
-                reserved_mib=reserved_mib(shard_bytes, setup.transport, staging="device", takes_turns=False)
+                reserved_mib=reserved_mib(shard_bytes, setup.transport, staging="device", takes_turns=turns)
                 if config.device == "cuda"
                 else 0,
                 start_timeout_s=start_timeout_s,
@@ -395,15 +386,6 @@ class SGLangEngine:
         """The server died: ends every call with its error."""
         for inbox in self._inboxes:
             inbox.put_nowait(self._server.death())
-
-
-def limits_of(state: messages.Json) -> ServerLimits:
-    """Limits from the server's own state."""
-    return ServerLimits(
-        slots=state["internal_states"][0]["effective_max_running_requests_per_dp"],
-        max_length=state["max_req_input_len"],
-        max_candidates=state["sampling_mask_max_tokens"],
-    )
 
 
 def _completion(outcome: Completion | Exception) -> Completion:
