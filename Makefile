@@ -2,8 +2,8 @@ SHELL := /bin/bash -o pipefail
 PYTHON ?= python3.11
 BIN := .venv/bin
 LEARNING := tests/integration/test_learning.py tests/integration/test_recipes.py
-RUNS := $(patsubst %,tests/integration/test_%.py,agent_clients agents_learn bad_input double_restart external_servers \
-	first_hour fleet gateway_kills run sglang_run supervised)
+RUNS := $(patsubst %,tests/integration/test_%.py,agent_clients agents_learn bad_input colocation double_restart \
+	external_servers first_hour fleet gateway_kills run sglang_run supervised)
 TWO_AT_A_TIME = $(MAKE) --no-print-directory --jobs 2 --keep-going
 SAYING_WHOSE = 2>&1 | sed --unbuffered 's/^/$@: /'
 

@@ -77,7 +77,7 @@ class FakeTrainer:
         path.mkdir(parents=True)
         (path / "weights.json").write_text(json.dumps([key.step for key in self.weights]))
 
-    async def offload(self) -> int:
+    async def offload(self, *, keep_parameters: bool = False) -> int:
         self._events.append(("offload", self.role))
         return 1
 
@@ -203,6 +203,7 @@ class FakeRun:
                 num_epochs=config.algorithm.num_epochs,
                 critic_warmup=config.critic.warmup_steps if config.critic else 0,
                 started_from_warmup=config.started_from_warmup,
+                one_at_a_time=config.takes_turns,
             ),
             push=self.push,
             warmup=self.warmup,

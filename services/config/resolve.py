@@ -23,7 +23,7 @@ def resolve(config: RunConfig, there: Sequence[int], host: str = "") -> RunConfi
     """
     named = _with_this_host_unnamed(config.placement.gpus, host)
     is_named = bool(named.roles or named.replicas)
-    config = _with_devices(config, has_gpus=bool(there) or is_named)
+    config = _with_devices(config, has_gpus=is_named or (bool(there) and not config.generates_on_cpu))
     needs = gpu_needs(config)
     if is_named:
         _check_named(config, named, needs, there)
@@ -49,17 +49,20 @@ def resolve_for_gpus(config: RunConfig, count: int | None) -> RunConfig:
     gpus, mode = config.placement.gpus, config.placement.mode
     named = {gpu.number for each in (*gpus.roles.values(), *gpus.replicas) for gpu in each if not gpu.host}
     if count is None:
-        needs = gpu_needs(_with_devices(config, has_gpus=True))
+        needs = gpu_needs(_with_devices(config, has_gpus=not config.generates_on_cpu))
         count = max(needs.total("split" if mode == AUTO else mode), 1)
     return resolve(config, sorted(named) or range(count))
 
 
 def may_use_gpus(config: RunConfig) -> bool:
     """Whether the run depends on this machine's GPUs."""
+    if config.placement.gpus != GpusConfig():
+        return True
     devices = [config.roles[role].device for role in config.started_roles]
     if config.num_replicas and config.rollout.engine == "sglang":
         devices.append(config.rollout.device)
-    return any(device != "cpu" for device in devices)
+    unused = ("cpu", AUTO) if config.generates_on_cpu else ("cpu",)
+    return any(device not in unused for device in devices)
 
 
 def gpu_needs(config: RunConfig) -> GpuNeeds:

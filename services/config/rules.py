@@ -5,6 +5,7 @@ from collections.abc import Callable
 from atoll.config import (
     agent_rules,
     algorithm_rules,
+    colocation_rules,
     functions,
     layout_rules,
     mode_rules,
@@ -292,4 +293,5 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     *rollout_rules.RULES,
     *validation_rules.RULES,
     *weight_rules.RULES,
+    *colocation_rules.RULES,
 )

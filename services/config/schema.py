@@ -392,7 +392,7 @@ class RoleSection(Section):
     """A model with its own trainer service and processes."""
 
     parallel: ParallelConfig = ParallelConfig()
-    device: Device = "auto"  # auto: cuda if this machine or [placement.gpus] has GPUs
+    device: Device = "auto"  # auto: cuda if there are GPUs and replicas use them
     dtype: Dtype = (
         "auto"  # of weights; auto: bfloat16 on cuda (the optimizer keeps float32 copies), else float32
     )
@@ -796,6 +796,11 @@ class RunConfig(Section):
         return self.run.dir / self.run.name
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether models and replicas use the same devices, one after the other."""
+        return self.placement.mode == "colocated" and self.run.mode == "train"
+
+    @property
     def roles(self) -> dict[Role, RoleSection]:
         """The models that the recipe needs, with their settings."""
         algorithm = self.algorithm
@@ -821,6 +826,11 @@ class RunConfig(Section):
     @property
     def num_replicas(self) -> int:
         return self.rollout.replicas if self.run.mode in ("train", "rollout_only") else 0
+
+    @property
+    def generates_on_cpu(self) -> bool:
+        """Then models compute there, too, unless the config says otherwise."""
+        return self.num_replicas > 0 and self.rollout.engine == "local"
 
     def model_folder(self, role: Role) -> Path:
         """The folder that a role's model is loaded from."""

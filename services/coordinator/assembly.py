@@ -91,6 +91,7 @@ class Assembly:
                 config.rollout.dtype,
                 finish_running=not config.coordinator.partial_rollouts,
                 first_epoch=(caller.fence or 0) << 32,
+                takes_turns=config.takes_turns,
             )
             if config.run.mode == "train"
             else None
@@ -189,7 +190,7 @@ class Assembly:
         if generates:
             await self._wait_for_servers()
         if self._sync:
-            await self._sync.use_trainer(self._membership.model("actor"))
+            await self._sync.use_trainer(self._membership.model("actor"), self._membership.models)
         models = self._membership.models
         for role, model in models.items():
             await self._check_tokenizer(role, model, data.renderer)
@@ -237,6 +238,7 @@ class Assembly:
                 num_epochs=config.algorithm.num_epochs,
                 critic_warmup=config.critic.warmup_steps if config.critic else 0,
                 started_from_warmup=config.started_from_warmup,
+                one_at_a_time=config.takes_turns,
             ),
             push=push,
             warmup=self._warmup(data, models, generation, background, push),
@@ -320,6 +322,7 @@ class Assembly:
                 generation.take_metrics,
             ],
             evaluate=validate,
+            release=self._sync.release if self._sync else None,
         )
 
     def _groups(
@@ -369,6 +372,8 @@ class Assembly:
             score = evaluate([probe], generation, config.run.name, version.number)
             metrics = await background.wait_for(score)
             self._rewards.take_metrics()  # what it dropped or retried is not the first step's
+            if self._sync:
+                await self._sync.release()
             return metrics["val/warmup/avg@1"]
 
         export = config.folder.absolute() / WARMUP_EXPORT if config.started_from_warmup else None
@@ -385,7 +390,7 @@ class Assembly:
 
 def _pushes(sync: WeightSync) -> Push:
     async def push(version: Version) -> Mapping[str, float]:
-        return (await sync.push(version)).metrics()
+        return (await sync.push(version)).metrics() | sync.take_metrics()
 
     return push
 

@@ -45,15 +45,18 @@ class Learners:
         num_epochs: int,
         critic_warmup: int = 0,
         started_from_warmup: frozenset[Role] = frozenset(),
+        one_at_a_time: bool = False,
     ) -> None:
         """`sections`: of each model. `critic_warmup`: steps in which the actor waits for its critic.
-        `started_from_warmup`: roles that begin where a warm-up leaves the actor."""
+        `started_from_warmup`: roles that begin where a warm-up leaves the actor. `one_at_a_time`: no two
+        models are updated at once, and the actor last, since it is published next."""
         self._models = models
         self._sections = sections
         self._num_steps = num_steps
         self._num_epochs = num_epochs
         self._critic_warmup = critic_warmup
         self._started_from_warmup = started_from_warmup
+        self._one_at_a_time = one_at_a_time
 
     @property
     def trained(self) -> Mapping[Role, ModelClient]:
@@ -67,14 +70,19 @@ class Learners:
     async def update(
         self, step: int, lineage: str, batches: Mapping[Role, Sequence[Batch]], timer: StepTimer
     ) -> UpdateResult:
-        """Updates all trained models concurrently; the actor waits during critic warm-up.
+        """Updates all trained models, concurrently unless `one_at_a_time`; the actor waits during critic
+        warm-up.
 
         A model skips minibatches that it refuses.
         """
         roles = [role for role in batches if role != "actor" or step > self._critic_warmup]
-        updates = await asyncio.gather(
-            *(self._update(role, step, lineage, batches[role], timer) for role in roles)
-        )
+        if self._one_at_a_time:
+            roles.sort(key=lambda role: role == "actor")
+            updates = [await self._update(role, step, lineage, batches[role], timer) for role in roles]
+        else:
+            updates = await asyncio.gather(
+                *(self._update(role, step, lineage, batches[role], timer) for role in roles)
+            )
         metrics = {name: value for update in updates for name, value in update.metrics.items()}
         refused = {number: reason for update in updates for number, reason in update.refused.items()}
         return UpdateResult(

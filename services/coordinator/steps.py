@@ -94,9 +94,11 @@ class GroupSteps:
         dumps: DumpFolder,
         meters: Sequence[Meter],
         evaluate: Callable[[int, Version], Awaitable[Mapping[str, float]]],
+        release: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`background`: what the source's groups come from. `dumps` gets what is consumed. `meters` are read
-        once a step. `evaluate` validates after a step, at a version.
+        once a step. `evaluate` validates after a step, at a version. `release` has replicas give
+        their devices to the models, if they take turns.
         """
         self._source = source
         self._recipe = recipe
@@ -106,6 +108,7 @@ class GroupSteps:
         self._dumps = dumps
         self._meters = [source.take_metrics, *meters]
         self._evaluate = evaluate
+        self._release = release
         self._reasons = ReasonShares()
 
     @property
@@ -136,6 +139,8 @@ class GroupSteps:
         metrics = step_metrics(groups, version, oldest) | self._reasons.measure(groups)
         for meter in self._meters:
             metrics |= meter()
+        if self._release:
+            await self._release()
         try:
             prepared = await self._recipe.prepare(groups, timer, oldest)
         except BatchRefusedError as error:

@@ -43,19 +43,25 @@ class Refit:
         *,
         in_place: bool = False,
         staging: str = "device",
+        takes_turns: bool = False,
     ) -> None:
         """`buffers` are those that the shard layout indexes; `rank` is the tensor-parallel rank. `in_place`:
         they stay the live ones. Parts are then staged whole, one behind the other, and a commit unpacks what
         changed. `staging = "host"` stages them in host memory even if the buffers are on a device.
+        `takes_turns`: nothing is generated during a push, so that a version is received into the live
+        buffers, and there are no others.
         """
         self.version = version
         self._holds_version = True  # the live side
+        self._is_released = False
         self._receiver = receiver
         self._rank = rank
-        self._in_place = in_place
+        self._in_place = in_place and not takes_turns
         self._dtype = buffers[0].dtype
-        self._live = _BufferSet(list(buffers))
-        self._staging = _BufferSet([_reserve(buffers, staging)] if in_place else [b.clone() for b in buffers])
+        self._live = self._staging = _BufferSet(list(buffers))
+        if not takes_turns:
+            staged = [_reserve(buffers, staging)] if in_place else [buffer.clone() for buffer in buffers]
+            self._staging = _BufferSet(staged)
         self._unpack: dict[Part, list[Launch]] = {}  # from the staging side to the live one, if in place
         self._plan = Plan("", (), np.empty(0, TRANSFER))
         self._runs: dict[Part, NDArray[np.void]] = {}  # the plan's transfers to this rank
@@ -81,6 +87,8 @@ class Refit:
             self._epoch = membership.epoch
             if part.plan is not None and part.plan.id != self._plan.id:
                 self._use(part.plan)
+            if self._is_released:
+                raise WeightPushError(f"a part of {version}, but the weights' memory is released: restore it")
             if self._is_live(version):
                 for stream in part.streams:  # others of its epoch may wait for this rank all the same
                     self._take(stream, membership)
@@ -90,6 +98,7 @@ class Refit:
             if version != self._incoming:
                 self._forget()
                 self._incoming = version
+                self._holds_version &= self._staging is not self._live
             try:
                 num_bytes = sum(self._stage(stream, membership) for stream in part.streams)
                 if not self._in_place:
@@ -129,14 +138,24 @@ class Refit:
             if version == self._incoming:
                 self._forget()
 
-    def invalidate(self) -> None:
-        """Call it after the buffers' content was lost: neither side holds anything any more, so the next push
-        has to bring every part, also if it is of the version that was live."""
+    @property
+    def holds_version(self) -> bool:
+        """Whether the live buffers hold `version`: not from a release, or a push that failed, to a commit."""
+        return self._holds_version
+
+    def release(self) -> None:
+        """The buffers' memory is given back next: neither side holds anything any more, so the next push has
+        to bring every part, even of the version that was live. Nothing is received before `restore`."""
         with self._lock:
-            self._holds_version = False
+            self._is_released, self._holds_version = True, False
             for side in (self._live, self._staging):
                 side.checksums = {}
             self._forget()
+
+    def restore(self) -> None:
+        """The buffers have memory again."""
+        with self._lock:
+            self._is_released = False
 
     def _is_live(self, version: Version) -> bool:
         return self._holds_version and version == self.version

@@ -29,7 +29,7 @@ from atoll.wire.codec.trajectories import encode_payload
 from atoll.wire.codec.values import decode_version
 from atoll.wire.codec.weights import decode_push_part
 from atoll.wire.info import RolloutInfo
-from atoll.wire.types import LoraSpec, PauseMode, ReceiverSetup, Version
+from atoll.wire.types import EngineMemory, LoraSpec, PauseMode, ReceiverSetup, Version
 from atoll.wire.v1 import rollout_pb2 as pb
 from atoll.wire.v1 import rollout_pb2_grpc, types_pb2
 
@@ -128,6 +128,20 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         await self._engine.rollback(decode_version(request.version))
         return pb.RollbackWeightsReply()
 
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
+        await self._engine.release()
+        return pb.ReleaseReply()
+
+    async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.RestoreReply:
+        try:
+            memory = EngineMemory(request.memory)
+        except ValueError:
+            raise UserError(
+                f"Restore has memory {request.memory}; expected one of {', '.join(map(repr, EngineMemory))}"
+            ) from None
+        await self._engine.restore(memory)
+        return pb.RestoreReply()
+
     async def ScoreTokens(self, request: pb.ScoreTokensRequest, context: Context) -> pb.ScoreTokensReply:
         return encode_token_scores(await self._engine.score_tokens(decode_score_tokens(request)))
 
@@ -172,6 +186,7 @@ async def _start_local(config: RunConfig) -> Engine:
         receiver=open_receiver(setup.transport, setup.deadline_s),
         lora=setup.lora,
         records_routes=config.trainer.router_replay,
+        takes_turns=setup.takes_turns,
     )
 
 
@@ -194,4 +209,6 @@ async def _start_sglang(config: RunConfig) -> Engine:
 def _receiver_setup(config: RunConfig) -> ReceiverSetup:
     weights, lora = config.weights, config.trainer.lora
     pushed = LoraSpec(lora.rank, lora.alpha, lora.targets) if lora and lora.push == "adapter" else None
-    return ReceiverSetup(weights.transport, weights.deadline_s, weights.staging, pushed)
+    return ReceiverSetup(
+        weights.transport, weights.deadline_s, weights.staging, pushed, takes_turns=config.takes_turns
+    )

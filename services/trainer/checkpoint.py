@@ -37,7 +37,15 @@ from atoll.runtime.errors import (
 from atoll.trainer import progress
 from atoll.trainer.command_channel import IDLE_TIMEOUT
 from atoll.trainer.offload import HostMemory
-from atoll.trainer.state import TensorBoxes, allocate_state, apply_loaded_state, frozen_checksum, snapshot
+from atoll.trainer.state import (
+    Locate,
+    TensorBoxes,
+    allocate_state,
+    apply_loaded_state,
+    at_place,
+    frozen_checksum,
+    snapshot,
+)
 from atoll.trainer.step import Learner
 from atoll.wire.types import CheckpointWrite
 
@@ -59,15 +67,16 @@ class Checkpointer:
         self._host = HostMemory()
         self._writing: tuple[Path, Future[CheckpointWrite]] | None = None
 
-    def save(self, learner: Learner, path: Path) -> "Future[CheckpointWrite]":
-        """Begins to write the folder `path`, in place of one of that name.
+    def save(self, learner: Learner, path: Path, locate: Locate = at_place) -> "Future[CheckpointWrite]":
+        """Begins to write the folder `path`, in place of one of that name. `locate`: of what is off-loaded,
+        see ModelOffloader.
 
         The result raises CheckpointError on every rank where the folder cannot be written, as on a full
         disk; `path` is then as before. Its bytes are known on rank 0.
         """
         self._wait()
-        about = self._describe(learner)
-        writing = self._thread.submit(self._write, snapshot(learner, self._host.copy), about, path)
+        about = self._describe(learner, locate)
+        writing = self._thread.submit(self._write, snapshot(learner, locate, self._host.copy), about, path)
         self._writing = path, writing
         return writing
 
@@ -82,7 +91,7 @@ class Checkpointer:
         unreadable, UserError if they are of another model."""
         self._wait()
         about = _read_description(path)
-        _check_model(about, self._describe(learner), path)
+        _check_model(about, self._describe(learner, at_place), path)
         state = allocate_state(learner, about["num_updates"])
         try:
             load_state_dict(
@@ -101,12 +110,12 @@ class Checkpointer:
         """Waits for what is being written."""
         self._thread.shutdown()
 
-    def _describe(self, learner: Learner) -> dict[str, Any]:
+    def _describe(self, learner: Learner, locate: Locate) -> dict[str, Any]:
         """As JSON gives it back."""
         about = {
             "num_updates": learner.num_updates,
             "model": asdict(learner.model.spec),
-            "frozen": frozen_checksum(learner, self._group),
+            "frozen": frozen_checksum(learner, self._group, locate),
         }
         return json.loads(json.dumps(about))  # type: ignore[no-any-return]
 

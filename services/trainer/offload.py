@@ -35,9 +35,14 @@ class ModelOffloader:
             )
             self._parts[MemoryKind.OPTIMIZER] = _Storages(lambda: _optimizer_state(learner))
 
-    def offload(self) -> int:
-        """Moves everything to the host; returns the freed bytes, 0 if already there."""
-        freed = sum(storages.offload() for storages in self._parts.values())
+    def offload(self, *, keep_parameters: bool = False) -> int:
+        """Moves everything to the host, or all but the parameters; returns the freed bytes, 0 if already
+        there."""
+        freed = sum(
+            storages.offload()
+            for kind, storages in self._parts.items()
+            if not (keep_parameters and kind is MemoryKind.PARAMETERS)
+        )
         torch.cuda.empty_cache()  # frees PyTorch's cache for other processes
         return freed
 
@@ -45,6 +50,15 @@ class ModelOffloader:
         """Moves `parts` back to the device, bit for bit, if they are not there."""
         for part in parts:
             self._parts[part].onload()
+
+    def locate(self, tensor: Tensor) -> Tensor:
+        """What has a tensor's values: itself, or the same view of the host's copy."""
+        storage = tensor.untyped_storage()
+        for part in self._parts.values():
+            if (copy := part.find(storage)) is not None:
+                place = tensor.storage_offset(), tensor.shape, tensor.stride()
+                return copy.new_empty(0, dtype=tensor.dtype).set_(copy.untyped_storage(), *place)
+        return tensor
 
 
 class HostMemory:
@@ -82,7 +96,8 @@ class _Storages:
     ) -> None:
         self._tensors, self._worth_keeping = tensors, worth_keeping
         self._host = HostMemory()
-        self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []  # size, copy; none: zeros
+        # by storage: itself, its size, and the copy; none: zeros
+        self._away: dict[int, tuple[torch.UntypedStorage, int, Tensor | None]] = {}
 
     def offload(self) -> int:
         by_address = {storage._cdata: storage for storage in (t.untyped_storage() for t in self._tensors())}
@@ -91,16 +106,21 @@ class _Storages:
         freed = 0
         for storage in storages:
             num_bytes = storage.nbytes()
-            self._away.append((storage, num_bytes, next(copies) if copies else None))
+            self._away[storage._cdata] = storage, num_bytes, next(copies) if copies else None
             storage.resize_(0)
             freed += num_bytes
         return freed
 
     def onload(self) -> None:
-        for storage, num_bytes, copy in self._away:
+        for storage, num_bytes, copy in self._away.values():
             storage.resize_(num_bytes)
             _bytes(storage).zero_() if copy is None else _bytes(storage).copy_(copy)
         self._away.clear()
+
+    def find(self, storage: torch.UntypedStorage) -> Tensor | None:
+        """The copy of a storage that is off-loaded with its values."""
+        _, _, copy = self._away.get(storage._cdata, (storage, 0, None))
+        return copy
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

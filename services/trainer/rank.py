@@ -99,6 +99,9 @@ class Rank:
             held: ModelOffloader(forward.model, self._learner if held == role else None)
             for held, forward in models.forwards.items()
         }
+        if self._config.takes_turns:  # replicas may use the device before these models do
+            for offloader in self._offloaders.values():
+                offloader.offload()
         kl = self._config.algorithm.kl
         self._loss_asks_reference = kl is not None and kl.estimator == "full"
         self._pushed: PushedWeights | None = None
@@ -146,10 +149,10 @@ class Rank:
         return self._forwards[held]
 
     def _learner_of(self, role: str, *parts: MemoryKind) -> Learner:
-        """With its weights and `parts` of its memory on the device."""
+        """With `parts` of its memory on the device."""
         if self._learner is None or self._check_role(role) != self._role:
             raise UserError(f"the {role} is not trained: it has no updates and no checkpoint")
-        self._offloaders[self._role].onload(MemoryKind.PARAMETERS, *parts)
+        self._offloaders[self._role].onload(*parts)
         return self._learner
 
     def _info(self, request: pb.TrainerInfoRequest) -> pb.TrainerInfoReply:
@@ -190,7 +193,7 @@ class Rank:
 
     def _forward_backward(self, chunks: Sequence[pb.ForwardBackwardRequest]) -> Sequence[Message]:
         key = decode_step_key(chunks[0].key)
-        learner = self._learner_of(key.role, MemoryKind.GRADIENTS)
+        learner = self._learner_of(key.role, MemoryKind.PARAMETERS, MemoryKind.GRADIENTS)
         if self._loss_asks_reference:
             self._forward_of("reference")
         metrics = learner.forward_backward(key, decode_forward_backward(chunks))
@@ -198,7 +201,7 @@ class Rank:
 
     def _optim_step(self, request: pb.OptimStepRequest) -> pb.OptimStepReply:
         key = decode_step_key(request.key)
-        learner = self._learner_of(key.role, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER)
+        learner = self._learner_of(key.role, *MemoryKind)
         if self._publisher is not None:
             self._publisher.train_on()
         return pb.OptimStepReply(metrics=learner.optim_step(key, request.learning_rate))
@@ -212,7 +215,8 @@ class Rank:
         return encode_published(self._publisher.publish(decode_publish(request)))
 
     def _save_checkpoint(self, request: pb.SaveCheckpointRequest) -> pb.SaveCheckpointReply:
-        self._checkpointer.save(self._learner_of(request.role, MemoryKind.OPTIMIZER), Path(request.path))
+        learner = self._learner_of(request.role)
+        self._checkpointer.save(learner, Path(request.path), self._offloaders[self._role].locate)
         return pb.SaveCheckpointReply()
 
     def writing(self, role: str, path: str) -> "Future[CheckpointWrite]":
@@ -244,7 +248,8 @@ class Rank:
 
     def _offload(self, request: pb.OffloadRequest) -> pb.OffloadReply:
         role = self._check_role(request.role)
-        return pb.OffloadReply(num_bytes=self._offloaders[role].offload())
+        offloader = self._offloaders[role]
+        return pb.OffloadReply(num_bytes=offloader.offload(keep_parameters=request.keep_parameters))
 
 
 def _unary(request: type[Request], run: Callable[[Request], Message]) -> Command:

@@ -27,6 +27,7 @@ from atoll.trainer.megatron.adapters.lora import adapter_state
 from atoll.trainer.step import Learner
 
 Place = tuple[int, ...]
+Locate = Callable[[Tensor], Tensor]  # what has a tensor's values; see ModelOffloader.locate
 BITS = {2: torch.int16, 4: torch.int32}  # by the bytes of an element
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch.optim.AdamW and TransformerEngine's FusedAdam name them
 
@@ -79,11 +80,16 @@ class _Owned:
         return {"weight": self.stepped.detach().view(-1)} | moments
 
 
+def at_place(tensor: Tensor) -> Tensor:
+    """Of a learner that is not off-loaded."""
+    return tensor
+
+
 def snapshot(
-    learner: Learner, copy_to_host: Callable[[Sequence[Tensor]], Iterator[Tensor]]
+    learner: Learner, locate: Locate, copy_to_host: Callable[[Sequence[Tensor]], Iterator[Tensor]]
 ) -> dict[str, TensorBoxes]:
     """A copy in host memory of what this rank is to write; all ranks together write everything once."""
-    state = _state(learner, is_saving=True)
+    state = _state(learner, locate, is_saving=True)
     copies = copy_to_host([part for boxes in state.values() for part in boxes.parts.values()])
     return {
         name: replace(boxes, parts={at: next(copies) for at in boxes.parts}) for name, boxes in state.items()
@@ -98,7 +104,7 @@ def allocate_state(learner: Learner, num_updates: int) -> dict[str, TensorBoxes]
             if num_updates:
                 owned.state.update({name: torch.zeros_like(owned.stepped) for name in MOMENTS})
                 _count(part, owned, num_updates)
-    return _state(learner, is_saving=False)
+    return _state(learner, at_place, is_saving=False)
 
 
 def apply_loaded_state(learner: Learner) -> None:
@@ -111,16 +117,16 @@ def apply_loaded_state(learner: Learner) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def frozen_checksum(learner: Learner, group: dist.ProcessGroup) -> int | None:
+def frozen_checksum(learner: Learner, group: dist.ProcessGroup, locate: Locate) -> int | None:
     """Of the weights that are not trained and therefore not saved, on all ranks: the sum of their bits, the
     same on every layout. None if every weight is trained. Every rank calls it."""
     if learner.model.lora is None:
         return None
     total = torch.zeros((), dtype=torch.int64)
     for network in learner.model.chunks:
-        for parameter, whole, _ in _places(network.sharded_state_dict()):
+        for parameter, whole, _ in _places(network.sharded_state_dict(), locate):
             if not parameter.requires_grad and not any(whole.replica_id):
-                bits = parameter.detach().view(BITS[parameter.element_size()])
+                bits = locate(parameter.detach()).view(BITS[parameter.element_size()])
                 total += bits.sum(dtype=torch.int64).cpu()
     dist.all_reduce(total, group=group)
     return int(total)
@@ -145,21 +151,21 @@ def boxes_of_range(shape: Place, start: int, end: int) -> Iterator[tuple[Place, 
         start = stop
 
 
-def _state(learner: Learner, is_saving: bool) -> dict[str, TensorBoxes]:
+def _state(learner: Learner, locate: Locate, *, is_saving: bool) -> dict[str, TensorBoxes]:
     owned = dict(
         chain.from_iterable(_owned_ranges(part).items() for part in learner.optimizer.chained_optimizers)
     )
     found: dict[str, TensorBoxes] = {}
     for network in learner.model.chunks:
         state = network.sharded_state_dict() if learner.model.lora is None else adapter_state(network)
-        for parameter, whole, places in _places(state):
+        for parameter, whole, places in _places(state, locate):
             if (own := owned.get(parameter)) is None or (is_saving and not _writes(whole, own)):
                 continue
             for name, values in own.tensors.items():
                 for place in places:
                     shape = tuple(place.global_shape)
                     boxes = found.setdefault(f"{name}.{place.key}", TensorBoxes(shape, {}))
-                    boxes.parts.update(_cut(place, parameter, own, values))
+                    boxes.parts.update(_cut(place, parameter, own, locate(values)))
     return found
 
 
@@ -187,13 +193,14 @@ def _cut(
 
 
 def _places(
-    state: dict[str, Any],
+    state: dict[str, Any], locate: Locate
 ) -> Iterator[tuple[Tensor, ShardedTensor | ShardedTensorFactory, list[ShardedTensor]]]:
     """Each parameter of what Megatron would save, as a whole and as the pieces that are apart from each other
     in the checkpoint's tensors (an MLP's gate and up)."""
     for whole in nested_values(state):
         if isinstance(whole, ShardedTensorFactory):
-            yield whole.data, whole, list(nested_values(whole.build()))
+            located = replace(whole, data=locate(whole.data))  # it makes views, which need a storage
+            yield whole.data, whole, list(nested_values(located.build()))
         elif isinstance(whole, ShardedTensor):
             yield whole.data, whole, [whole]
 

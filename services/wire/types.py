@@ -134,6 +134,13 @@ class PauseMode(IntEnum):
     ABORT = 4  # they end at once with partial output, like queued ones; new ones are held
 
 
+class EngineMemory(IntEnum):
+    """What an engine gives back while models use its device."""
+
+    WEIGHTS = 1
+    CACHE = 2  # keys and values, CUDA graphs
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn. Logprobs on the wire are those of this distribution."""
@@ -788,6 +795,7 @@ class ReceiverSetup:
     deadline_s: float  # time for a part to arrive
     staging: str  # as in [weights]
     lora: LoraSpec | None = None  # adapters, where they alone are pushed
+    takes_turns: bool = False  # nothing is generated during a push: it goes into the live weights
 
 
 @dataclass(frozen=True, slots=True)

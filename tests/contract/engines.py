@@ -39,7 +39,12 @@ PROMPTS = [[7, 30, 12], [5], [40, 41, 42, 43, 44, 45, 46, 47, 3, 4, 5, 6], [9, 9
 
 
 async def start_local(
-    folder: Path, *, slots: int = 8, max_length: int = 4096, dtype: str = "float32"
+    folder: Path,
+    *,
+    slots: int = 8,
+    max_length: int = 4096,
+    dtype: str = "float32",
+    takes_turns: bool = False,
 ) -> Engine:
     return LocalEngine(
         folder,
@@ -49,6 +54,7 @@ async def start_local(
         version=V0,
         receiver=shm.ShmReceiver(),
         records_routes=has_experts(folder),
+        takes_turns=takes_turns,
     )
 
 

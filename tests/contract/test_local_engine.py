@@ -8,17 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from atoll.rollout.engines.base import Engine
-from atoll.runtime.errors import EngineDiedError
-from atoll.wire.types import FinishReason, PauseMode, Sampling
+from atoll.runtime.errors import EngineDiedError, ServiceUnavailableError, UserError, WeightPushError
+from atoll.wire.types import EngineMemory, FinishReason, PauseMode, Sampling, Version
+from tests.conftest import write_model
 from tests.contract.engines import (
     ENDLESS,
     GREEDY,
     PROMPTS,
+    FakeTrainer,
     ask,
     collect,
     logprobs_of,
@@ -192,3 +195,49 @@ async def test_who_comes_after_the_engine_broke_is_told(start_engine, diverged_q
         with pytest.raises(EngineDiedError, match="the engine failed: FloatingPointError"):
             async with asyncio.timeout(20):
                 await one(engine, ask(PROMPTS[0], GREEDY))
+
+
+async def test_released_memory_goes_back_to_the_system_until_a_push(start_engine, tmp_path):
+    """Weights, keys and values of some 60 MB each. What is asked meanwhile is refused; afterwards the engine
+    generates as before, from weights that it has received anew."""
+    folder = write_model(
+        tmp_path, "qwen2", vocab_size=60_000, hidden_size=256, num_key_value_heads=4, tie_word_embeddings=True
+    )
+    engine = await start_engine(folder, slots=16, takes_turns=True)
+    trainer = FakeTrainer(folder, engine)
+    prompt, process = PROMPTS[2] * 80, psutil.Process()
+    asked = [ask(prompt, GREEDY, indices=range(16))]
+    before = await collect(engine, asked)
+    num_weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    cached = 2 * 2 * 4 * 64 * len(prompt) * 16  # keys and values of 2 layers and 4 heads
+    held = process.memory_info().rss
+    for _ in range(2):
+        await engine.release()
+    assert held - process.memory_info().rss > 0.9 * 4 * (num_weights + cached)
+
+    version = Version("a3f0", 1)
+    with pytest.raises(ServiceUnavailableError, match=r"released its memory \(CACHE and WEIGHTS\)"):
+        await collect(engine, asked)
+    with pytest.raises(ServiceUnavailableError, match="released its memory"):
+        await engine.score_tokens([np.array(prompt, np.int32)])
+    with pytest.raises(WeightPushError, match="restore it"):
+        await trainer.stage(engine, folder, version)
+    await engine.restore(EngineMemory.WEIGHTS)
+    with pytest.raises(WeightPushError, match="before a version is committed"):
+        await engine.restore(EngineMemory.CACHE)
+    await trainer.stage(engine, folder, version)
+    await engine.commit(version)
+    with pytest.raises(ServiceUnavailableError, match=r"released its memory \(CACHE\)"):
+        await collect(engine, asked)
+    await engine.restore(EngineMemory.CACHE)
+    after = await collect(engine, asked)
+    assert {id: c.token_ids.tolist() for id, c in after.items()} == {
+        id: c.token_ids.tolist() for id, c in before.items()
+    }
+    trainer.close()
+
+
+async def test_an_engine_with_devices_of_its_own_keeps_its_memory(start_engine, tiny_qwen2):
+    engine = await start_engine(tiny_qwen2)
+    with pytest.raises(UserError, match=r'placement\.mode = "colocated"'):
+        await engine.release()

@@ -225,6 +225,9 @@ async def test_a_service_that_does_not_fit_ends_the_run_only_before_it_has_begun
 
 
 class NobodyGenerates:
+    async def may_generate(self, replica: Replica) -> bool:
+        return True
+
     async def catch_up(self, replica: Replica) -> None:
         raise AssertionError(f"{replica} generates")
 

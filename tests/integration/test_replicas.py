@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -147,7 +148,9 @@ class Run:
 
     def __init__(self, admit: Callable[[Replica], Awaitable[None]] | None = None) -> None:
         self.replicas = Replicas(Caller(), 1000.0)
-        weights = SimpleNamespace(catch_up=admit or self.replicas.route)
+        weights = SimpleNamespace(
+            catch_up=admit or self.replicas.route, may_generate=AsyncMock(return_value=True)
+        )
         self.health = HealthWatch(self.replicas, "actor", weights, listener=self)
         self.generation = generation_without_agents(
             self.replicas,

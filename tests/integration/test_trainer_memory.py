@@ -86,10 +86,13 @@ def check_offload(folder: Path, target: Path, settings: ModelSettings, optimizer
         if step == 1:
             memory.offload()
             memory.onload(MemoryKind.PARAMETERS, MemoryKind.OPTIMIZER)
-            written = checkpoints.save(moving, target)
+            written = checkpoints.save(moving, target, memory.locate)
             memory.offload()  # during the write, which must not have pinned the memory
             written.result(timeout=60)
+            from_host = checkpoints.save(moving, target.with_name("host"), memory.locate)
+            assert nbytes([*moving.model.parameters]) == 0  # others may use the device
             memory.onload(*MemoryKind)
+            from_host.result(timeout=60)
         memory.offload()
         inner = moving.optimizer.chained_optimizers[0].optimizer
         moments = [value for state in inner.state.values() for value in state.values()]
@@ -103,10 +106,11 @@ def check_offload(folder: Path, target: Path, settings: ModelSettings, optimizer
 
     memory.offload()
     memory.onload(*MemoryKind)
-    checkpoints.load(moving, target)
-    moving.forward_backward(key(2), batch(2))
-    moving.optim_step(key(2), ADAMW.learning_rate)
-    assert torch.equal(weights(moving), weights(staying))
+    for path in (target, target.with_name("host")):
+        checkpoints.load(moving, path)
+        moving.forward_backward(key(2), batch(2))
+        moving.optim_step(key(2), ADAMW.learning_rate)
+        assert torch.equal(weights(moving), weights(staying))
     checkpoints.close()
 
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from atoll.rollout.engines.sglang.engine import ServerLimits, SGLangEngine
+from atoll.rollout.engines.sglang.engine import SGLangEngine
 from atoll.rollout.engines.sglang.messages import SGLangError
-from atoll.rollout.engines.sglang.server import SGLangServer
+from atoll.rollout.engines.sglang.server import ServerLimits, SGLangServer
 from atoll.runtime.errors import EngineDiedError
 from atoll.wire.types import PauseMode, Version
 

@@ -283,7 +283,16 @@ class FakeSync:
         async with self._lock:
             await self._go_live(replica)
 
-    async def use_trainer(self, trainer: object) -> None:
+    async def may_generate(self, replica: Replica) -> bool:
+        return True
+
+    async def release(self) -> None:
+        """Its replicas have devices of their own."""
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+    async def use_trainer(self, trainer: object, models: object = None) -> None:
         async with self._lock:
             self._version = None
             for replica in self._replicas:

@@ -42,7 +42,7 @@ class Model:
         self.asked.append("logprobs")
         return np.array(self.answer, np.float32)
 
-    async def offload(self) -> int:
+    async def offload(self, *, keep_parameters: bool = False) -> int:
         self.asked.append("offload")
         return 0
 
@@ -245,6 +245,27 @@ def test_what_does_not_learn_rests_after_its_answer() -> None:
     )
     assert reference.asked == ["logprobs", "offload"]
     assert (actor.asked, critic.asked) == (["logprobs"], ["values"])  # their updates are next
+
+
+def test_models_that_share_devices_with_replicas_are_asked_one_at_a_time() -> None:
+    """Each has left before the next is asked: all note their calls in one list."""
+
+    class SlowModel(Model):
+        async def compute_logprobs(self, segments: Segments) -> Float32:
+            answer = await super().compute_logprobs(segments)
+            await asyncio.sleep(0)  # lets others ask
+            return answer
+
+    asked: list[str] = []
+    prepare(
+        {role: SlowModel([0.0] * 8, asked) for role in ("actor", "critic", "reference")},
+        placement={"mode": "colocated"},
+        algorithm={"advantage": "gae", "num_minibatches": 2, "kl": {}},
+        trainer={"offload": True},
+        critic={"offload": True},
+        reference={"offload": True},
+    )
+    assert asked == ["logprobs", "offload", "logprobs", "offload", "values", "offload"]
 
 
 def test_a_critic_learns_what_gae_returns() -> None:

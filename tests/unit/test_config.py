@@ -407,6 +407,18 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             ["rollout={engine='sglang', device='cuda', dtype='float32'}"],
             'rollout.dtype = "float32", but SGLang\'s attention on GPUs computes in 16 bits',
         ),
+        (
+            ["placement.mode=colocated", "trainer.offload=true", "coordinator.max_staleness=1"],
+            "coordinator.max_staleness = 1 generates ahead: set it to 0",
+        ),
+        (
+            ["placement.mode=colocated", "trainer.offload=true", "weights.transport=tcp"],
+            'weights.transport = "tcp" broadcasts: set it to "cuda_ipc" or "shm"',
+        ),
+        (
+            ["placement.mode=colocated", "trainer={offload=true, lora={push='adapter'}}"],
+            'trainer.lora.push = "adapter" pushes only adapters: set it to "merged"',
+        ),
         (["guards={min_entropy=2, max_entropy=1}"], "every entropy is below min_entropy = 2 or above"),
         (["warmup.steps=3"], "warmup.steps > 0 needs [warmup.source] with a path"),
         (
@@ -453,6 +465,8 @@ def test_a_combination_that_makes_no_sense_is_refused(toy: Path, overrides: list
         ["weights={transport='nccl', delta=true}", "rollout.engine=sglang"],
         ["rollout={engine='sglang', device='cuda', dtype='float32', sglang={attention_backend='triton'}}"],
         ["rollout={engine='sglang', dtype='float32', sglang={device='cpu'}}"],
+        ["placement.mode=colocated", "trainer.offload=true"],
+        ["placement.mode=colocated", "run.mode=rollout_only"],
     ],
 )
 def test_a_combination_that_makes_sense_is_not(toy: Path, overrides: list[str]) -> None:

@@ -463,6 +463,26 @@ async def test_models_leave_the_device_once_their_part_of_the_step_is_over(tmp_p
     assert of_step[-3:] == [("push", 1), ("offload", "actor"), ("offload", "reference")]
 
 
+async def test_models_that_take_turns_with_replicas_are_updated_one_at_a_time(tmp_path: Path) -> None:
+    """The actor last, since it is published next."""
+    leaves = {"offload": True}
+    sections = {
+        "run": {"steps": 1},
+        "placement": {"mode": "colocated"},
+        "trainer": leaves,
+        "critic": leaves,
+        "algorithm": {"advantage": "gae"},
+    }
+    run = FakeRun(tmp_path, sections, models=("actor", "critic"))
+    await run.run()
+    first = run.events.index(("update", "critic", 1))
+    assert run.events[first : first + 3] == [
+        ("update", "critic", 1),
+        ("offload", "critic"),
+        ("update", "actor", 1),
+    ]
+
+
 async def test_the_actor_and_its_version_wait_while_the_critic_warms_up(tmp_path: Path) -> None:
     sections = {"critic": {"warmup_steps": 2}, "algorithm": {"advantage": "gae"}}
     run = FakeRun(tmp_path, sections, models=("actor", "critic"))

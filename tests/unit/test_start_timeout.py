@@ -20,6 +20,9 @@ class NoRegistry:
 
 
 class NobodyGenerates:
+    async def may_generate(self, replica: Replica) -> bool:
+        return True
+
     async def catch_up(self, replica: Replica) -> None:
         raise AssertionError(f"{replica} joined")
 

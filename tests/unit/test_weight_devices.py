@@ -156,14 +156,15 @@ def test_a_delta_from_and_to_any_memory(source, part, target):
 
 
 @pytest.mark.parametrize("target", ["host", "device", "staged"])
-def test_what_was_invalidated_is_brought_again_as_a_whole(target):
+def test_what_was_released_is_brought_again_as_a_whole(target):
     """Also the version that was live, of which the trainer sends nothing again."""
     pushes = Pushes("device", "device", target)
     model = random_model(1)
     pushes.push(V1, model)
     for buffer in pushes.refit.commit(V1):
         buffer.zero_()  # as released memory is
-    pushes.refit.invalidate()
+    pushes.refit.release()
+    pushes.refit.restore()
     with pytest.raises(WeightPushError, match="commit of a3f0:1, but nothing is staged"):
         pushes.refit.commit(V1)
     *parts, last = pushes.publish(V1)
@@ -173,7 +174,7 @@ def test_what_was_invalidated_is_brought_again_as_a_whole(target):
     assert num_bytes + pushes.receive(V1, [last]) == MODEL_BYTES
     pushes.assert_live(V1, model)
     pushes.receive(V2, pushes.publish(V2))
-    pushes.refit.invalidate()  # between the last part and the commit
+    pushes.refit.release()  # between the last part and the commit
     with pytest.raises(WeightPushError, match="commit of a3f0:2, but nothing is staged"):
         pushes.refit.commit(V2)
 

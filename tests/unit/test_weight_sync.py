@@ -100,9 +100,10 @@ class Trainer:
 class Engine:
     """A replica's client and the replica behind it."""
 
-    def __init__(self, gap: int = 0, transport: str = "shm") -> None:
+    def __init__(self, gap: int = 0, transport: str = "shm", *, takes_turns: bool = False) -> None:
         self.shard = shards(1, gap=gap)[0]
-        self.refit = Refit(self.shard.buffers, Version("", 0), open_receiver(transport, DEADLINE_S))
+        receiver = open_receiver(transport, DEADLINE_S)
+        self.refit = Refit(self.shard.buffers, Version("", 0), receiver, takes_turns=takes_turns)
         self.calls: list[str] = []
         self.plans = 0
         self.memberships: list[Membership] = []
@@ -169,6 +170,7 @@ class Run:
         transport: str = "shm",
         finish_running: bool = False,
         canary_every: int = 0,
+        takes_turns: bool = False,
     ) -> None:
         self.transport = transport
         self.trainer = Trainer(transport)
@@ -181,6 +183,7 @@ class Run:
             "float32",
             finish_running=finish_running,
             first_epoch=7 << 32,
+            takes_turns=takes_turns,
         )
 
     async def join(self, name: str, engine: Engine | None = None) -> tuple[Replica, Engine]:

@@ -75,8 +75,11 @@ class Algorithm:
         algorithm = config.algorithm
         self._config = algorithm
         self._models = models
-        # models that it does not train are called once per step
-        self._rests = {r for r, s in config.roles.items() if s.offload and r not in config.trained}
+        roles = config.roles
+        self._asking = asyncio.Semaphore(1 if config.takes_turns else len(roles))
+        # models that it does not train are called once per step; if one is asked at a time, it has room alone
+        makes_room = config.takes_turns and len(roles) > 1
+        self._rests = {r for r, s in roles.items() if s.offload and (makes_room or r not in config.trained)}
         self._graders = config.reward.graders
         self._ungraded_agents = config.ungraded_agents
         self._reward_weight = config.reward_model.weight if config.reward_model else 0.0
@@ -156,14 +159,15 @@ class Algorithm:
         async def ask(role: Role, phase: str, question: Question, needed: bool = True) -> Float32 | None:
             if role not in self._models or not needed:
                 return None
-            with timer.phase(phase):
-                try:
-                    answer = await question(self._models[role])
-                except UserError as error:
-                    raise BatchRefusedError(f"{role}: {error}") from error
-                if role in self._rests:
-                    await self._models[role].offload()
-                return answer
+            async with self._asking:
+                with timer.phase(phase):
+                    try:
+                        answer = await question(self._models[role])
+                    except UserError as error:
+                        raise BatchRefusedError(f"{role}: {error}") from error
+                    if role in self._rests:
+                        await self._models[role].offload()
+                    return answer
 
         return _ModelOutputs(
             *await asyncio.gather(

@@ -23,6 +23,11 @@ RETRY_S = 5.0  # between two probes of an unhealthy replica
 class WeightProvider(Protocol):
     """Provides replicas with weights."""
 
+    async def may_generate(self, replica: Replica) -> bool:
+        """Whether it can be probed; otherwise the models use its devices, or it has no weights. Raises
+        AtollError if it fails."""
+        ...
+
     async def catch_up(self, replica: Replica) -> None:
         """Gives a replica that generates the current weights and routes to it, or holds it until there are
         any. Raises UserError if it does not fit the run, AtollError if it fails."""
@@ -104,9 +109,10 @@ class HealthWatch:
     async def _recovers(self, replica: Replica) -> bool:
         """Whether it generates and has, or waits for, the current weights."""
         try:
-            begun = now()
-            probe = await self._probe(replica, ANSWER_S)
-            replica.probe_throughput = probe.num_produced / max(now() - begun, 1e-3)
+            if await self._weights.may_generate(replica):
+                begun = now()
+                probe = await self._probe(replica, ANSWER_S)
+                replica.probe_throughput = probe.num_produced / max(now() - begun, 1e-3)
             await self._weights.catch_up(replica)
             await self._listener.on_admitted(replica)
         except AtollError as error:

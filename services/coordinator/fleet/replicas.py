@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.rollout import Arrival, RolloutClient
 from atoll.runtime.errors import AtollError, EngineDiedError, ServiceUnavailableError
 from atoll.wire.info import RolloutInfo
-from atoll.wire.types import GroupId, ServiceEntry, Version
+from atoll.wire.types import EngineMemory, GroupId, ServiceEntry, Version
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ class Replica:
     excluded_until: float = 0.0  # not probed before this time
     abort_reason: str = ""  # reason of the last abort of all its samples
     last_refused: GroupId | None = None  # last refused group, if nothing has arrived since
-    probe_throughput: float = 0.0  # tokens per second in its first probe: a lower bound
+    probe_throughput: float = math.inf  # tokens per second in its last probe, if any: a lower bound
+    released: frozenset[EngineMemory] = frozenset()  # memory that it may have given to the models
     load: ReplicaLoad = field(init=False)
     state_changed: asyncio.Event = field(default_factory=asyncio.Event)  # its state has changed
     _reads: dict[asyncio.Timeout, None] = field(default_factory=dict)  # pending reads of its streams
@@ -80,6 +82,16 @@ class Replica:
         log.warning("aborting all requests on %s: %s", self.entry.name, why)
         self.abort_reason = str(why)
         await self.client.abort(EVERYTHING)
+
+    async def release(self) -> None:
+        """It ends what it runs and gives its memory to the models."""
+        self.released = frozenset(EngineMemory)  # perhaps also if the call fails
+        await self.client.release()
+
+    async def restore(self, memory: EngineMemory) -> None:
+        """It takes released memory back: first weights, then, with a version committed, the rest."""
+        await self.client.restore(memory)
+        self.released -= {memory}
 
     def is_joinable_after(self, error: AtollError) -> bool:
         """Whether it may still have the samples of a stream that ended with `error`."""
@@ -169,6 +181,11 @@ class Replicas:
     def lose(self, replica: Replica, why: object) -> None:
         """Stops traffic permanently; a later incarnation of the same name is another replica."""
         self._enter(replica, ReplicaState.LOST, str(why))
+
+    @property
+    def everyone(self) -> Collection[Replica]:
+        """Also those that get no traffic."""
+        return [*self._all.values()]
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._in(ReplicaState.ROUTED))

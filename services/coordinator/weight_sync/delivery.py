@@ -9,9 +9,10 @@ from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.weight_sync.canary import CanaryCheck, CanaryError
 from atoll.coordinator.weight_sync.epochs import EpochMember, Epochs
 from atoll.coordinator.weight_sync.push_report import LiveReplica
+from atoll.coordinator.weight_sync.turns import DeviceTurns
 from atoll.runtime.errors import AtollError, ServiceUnavailableError
 from atoll.runtime.progress_timeout import await_with_progress
-from atoll.wire.types import PushPart, StreamManifest, Version
+from atoll.wire.types import EngineMemory, PushPart, StreamManifest, Version
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -21,12 +22,19 @@ ANSWER_S = 10.0  # for a replica to respond, beyond the transport's deadline
 
 class Delivery:
     def __init__(
-        self, replicas: Replicas, epochs: Epochs, deadline_s: float, *, finish_running: bool
+        self,
+        replicas: Replicas,
+        turns: DeviceTurns,
+        epochs: Epochs,
+        deadline_s: float,
+        *,
+        finish_running: bool,
     ) -> None:
         """`finish_running`: a replica ends its running sequences before it commits; otherwise they continue
         with the new weights.
         """
         self._replicas = replicas
+        self._turns = turns
         self._epochs = epochs
         self._deadline_s = deadline_s
         self._finish_running = finish_running
@@ -41,6 +49,7 @@ class Delivery:
         mine = [stream for stream in streams if stream.plan_id == member.plan.id]
         new_plan = None if replica.entry.incarnation in self._have_plan else member.plan
         part = PushPart(version, mine, new_plan, member.membership)
+        await self._turns.restore(replica, EngineMemory.WEIGHTS)
         await self._in_time(replica, replica.client.receive_weights(part), f"a part of {version}")
         self._have_plan.add(replica.entry.incarnation)
 
@@ -58,6 +67,7 @@ class Delivery:
         with replica.track_commit(version):
             committing = client.commit_weights(version, finish_running=self._finish_running)
             stall_s = await await_with_progress(committing, client.progress, silence_s)
+        await self._turns.restore(replica, EngineMemory.CACHE)
         try:
             difference = await check.compare(replica, silence_s)
         except CanaryError as error:

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 from atoll.config.schema import WeightsSection
+from atoll.coordinator.algorithm.models import Models
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.weight_sync.canary import Canary, CanaryCheck
 from atoll.coordinator.weight_sync.catch_up import CatchUp
@@ -13,6 +14,7 @@ from atoll.coordinator.weight_sync.plans import PushPlans
 from atoll.coordinator.weight_sync.push import WeightPush, causes
 from atoll.coordinator.weight_sync.push_report import PushReport, summarize_push
 from atoll.coordinator.weight_sync.trainer_end import TrainerEnd
+from atoll.coordinator.weight_sync.turns import DeviceTurns
 from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.errors import AtollError, ServiceUnavailableError, WeightPushError
 from atoll.wire.types import Version
@@ -36,17 +38,23 @@ class WeightSync:
         *,
         finish_running: bool,
         first_epoch: int,
+        takes_turns: bool = False,
     ) -> None:
         """`finish_running`: a replica ends its running sequences before it commits; otherwise they continue
         with the new weights. `first_epoch` is above all that the services may have seen.
+        `takes_turns`: with the models, on the same devices.
         """
         self._replicas = replicas
         self._canary = canary
         self._dtype = dtype
+        self._takes_turns = takes_turns
         self._stays_readable = weights.stays_readable
         self._plans = PushPlans(dtype, weights.bucket_mb, weights.max_senders)
         self._epochs = Epochs(first_epoch)
-        self._delivery = Delivery(replicas, self._epochs, weights.deadline_s, finish_running=finish_running)
+        self._turns = DeviceTurns(replicas, shared=takes_turns)
+        self._delivery = Delivery(
+            replicas, self._turns, self._epochs, weights.deadline_s, finish_running=finish_running
+        )
         self._catch_up = CatchUp(self._plans, self._delivery)
         self._trainer: TrainerEnd | None = None  # before `use_trainer`
         self._check: CanaryCheck | None = None  # of the last pushed version
@@ -54,9 +62,10 @@ class WeightSync:
         self._num_pushes = 0
         self._lock = asyncio.Lock()
 
-    async def use_trainer(self, trainer: TrainerClient | None) -> None:
+    async def use_trainer(self, trainer: TrainerClient | None, models: Models | None = None) -> None:
         """Sets a new incarnation of the trainer, which has no plans and no streams; None if it is lost. No
-        replica gets traffic until it has pushed: their versions belong to an abandoned lineage.
+        replica gets traffic until it has pushed: their versions belong to an abandoned lineage. `models`: all
+        of the run's, by role.
         """
         async with self._lock:
             await self._catch_up.stop()
@@ -66,6 +75,29 @@ class WeightSync:
             self._epochs.end()
             for replica in self._replicas:
                 self._replicas.hold(replica)
+            self._turns.use_models(models or {})
+            await self._turns.to_models()
+
+    async def release(self) -> None:
+        """If models and replicas take turns: begins the models', which lasts until the next push. Replicas
+        have nothing to do until then.
+        """
+        if self._takes_turns:
+            async with self._lock:
+                await self._catch_up.stop()
+                self._last = None
+                await self._turns.to_models()
+
+    async def may_generate(self, replica: Replica) -> bool:
+        """Whether a replica that is not routed has its memory; after a hand-over in progress."""
+        if not self._takes_turns:
+            return True
+        async with self._lock:
+            return await self._turns.may_generate(replica)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Seconds of the hand-overs since the last call."""
+        return self._turns.take_metrics()
 
     async def push(self, version: Version) -> PushReport:
         """Publishes the trainer's weights as `version` and commits them on every replica.
@@ -100,11 +132,15 @@ class WeightSync:
         started = time.perf_counter()
         await self._catch_up.stop()
         push = await self._begin(version)
+        await self._turns.make_room_for_weights()
         await push.plan([*self._replicas, *self._replicas.waiting])
         if push.failed and not push.members and self._num_pushes == 1:
             raise next(iter(push.failed.values()))  # all replicas have a different model
         try:
             await push.transfer()
+            if self._takes_turns:
+                await push.check.wait_for_trainer()
+                await self._turns.to_replicas()
             live = await push.commit()
         except AtollError:
             await self._forget_version()
@@ -155,6 +191,9 @@ class OwnWeights:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
+
+    async def may_generate(self, replica: Replica) -> bool:
+        return True
 
     async def catch_up(self, replica: Replica) -> None:
         await self._replicas.route(replica)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from atoll.wire.types import (
+    EngineMemory,
     FinishReason,
     Float32,
     Int32,
@@ -111,6 +112,18 @@ class Engine(Protocol):
 
     async def rollback(self, version: Version) -> None:
         """Discards the staged version."""
+        ...
+
+    async def release(self) -> None:
+        """Ends what runs, as `abort` does, and gives the memory of weights, keys and values back. Nothing is
+        generated or scored until all of it is restored: that raises ServiceUnavailableError.
+        """
+        ...
+
+    async def restore(self, memory: EngineMemory) -> None:
+        """Takes memory back. Weights come first: they can then be received, and their bytes are undefined
+        until a commit. Raises WeightPushError for CACHE before that.
+        """
         ...
 
     async def checksums(self) -> tuple[Version, dict[str, int]]:

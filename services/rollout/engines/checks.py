@@ -2,12 +2,23 @@
 them every other request.
 """
 
+from collections.abc import Set
+
 import numpy as np
 
-from atoll.runtime.errors import UserError
-from atoll.wire.types import Int32, TurnRequest
+from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.wire.types import EngineMemory, Int32, TurnRequest
 
 MIN_TEMPERATURE = 1e-6  # minimum except 0: logits divided by it must stay finite
+
+
+def check_awake(released: Set[EngineMemory]) -> None:
+    """Raises ServiceUnavailableError if the engine has given memory back."""
+    if released:
+        names = " and ".join(sorted(memory.name for memory in released))
+        raise ServiceUnavailableError(
+            f"this replica has released its memory ({names}) to the models: restore it first"
+        )
 
 
 def check_request(request: TurnRequest, vocab_size: int, max_length: int, setting: str) -> None:

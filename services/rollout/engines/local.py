@@ -5,6 +5,7 @@ the queue of each `generate` call.
 """
 
 import asyncio
+import ctypes
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
@@ -21,17 +22,33 @@ from tokenizers import Tokenizer
 
 from atoll.config.schema import TokenLimit
 from atoll.rollout.engines.base import Completion, EngineInfo
-from atoll.rollout.engines.checks import check_request, check_sequence
+from atoll.rollout.engines.checks import check_awake, check_request, check_sequence
 from atoll.rollout.engines.local_adapters import AdapterLayout
 from atoll.rollout.engines.local_decoder import Decoder
 from atoll.rollout.engines.local_model import LocalModel
-from atoll.rollout.engines.local_weights import BufferLayout
+from atoll.rollout.engines.local_weights import BufferLayout, ReleasableCopy
 from atoll.rollout.refit import Refit
-from atoll.runtime.errors import AtollError, EngineDiedError, UserError
+from atoll.runtime.errors import (
+    AtollError,
+    EngineDiedError,
+    ServiceUnavailableError,
+    UserError,
+    WeightPushError,
+)
 from atoll.runtime.model_spec import check_length, check_router_replay, read_spec
 from atoll.weights.boxes import tensor_checksums
 from atoll.weights.transport.base import Receiver
-from atoll.wire.types import Float32, Int32, LoraSpec, PauseMode, PushPart, ShardLayout, TurnRequest, Version
+from atoll.wire.types import (
+    EngineMemory,
+    Float32,
+    Int32,
+    LoraSpec,
+    PauseMode,
+    PushPart,
+    ShardLayout,
+    TurnRequest,
+    Version,
+)
 
 T = TypeVar("T")
 
@@ -70,11 +87,12 @@ class LocalEngine:
         receiver: Receiver,
         lora: LoraSpec | None = None,
         records_routes: bool = False,
+        takes_turns: bool = False,
     ) -> None:
         """Reads the model; `version` names the weights in the folder. With `lora`, its adapters alone are
-        pushed. `records_routes`: completions tell the experts of each token. Raises UserError if the folder
-        holds no model that this engine runs, `max_length` exceeds its positions, or it has no experts to
-        record."""
+        pushed. `records_routes`: completions tell the experts of each token. `takes_turns`: see Refit. Raises
+        UserError if the folder holds no model that this engine runs, `max_length` exceeds its positions, or
+        it has no experts to record."""
         spec = read_spec(folder)
         check_length(TokenLimit(LENGTH_SETTING, max_length), spec, folder)
         if records_routes:
@@ -89,8 +107,12 @@ class LocalEngine:
         if lora is not None:
             self._layout = AdapterLayout(layout, layout.bind(buffer), lora)
             buffer = self._layout.zeros()
-        self._refit = Refit([buffer], version, receiver)
+        self._memory = ReleasableCopy(buffer) if takes_turns else None
+        if self._memory is not None:
+            buffer = self._memory.tensor
+        self._refit = Refit([buffer], version, receiver, takes_turns=takes_turns)
         self._live = buffer
+        self._released: frozenset[EngineMemory] = frozenset()
         self._model = LocalModel(spec, self._layout.bind(buffer), max_length, records_routes)
         self._decoder: Decoder[_CallInbox] = Decoder(self._model, tokenizer, slots, max_length, version)
         self._slots = slots
@@ -138,7 +160,7 @@ class LocalEngine:
             self._decoder.abort(lambda caller, _: caller is call)
 
         missing = sum(len(request.ids) for request in requests)
-        self._commands.put(partial(self._decoder.submit, requests, call))
+        self._commands.put(partial(self._submit, requests, call))
         try:
             while missing:
                 completions = await call.next()
@@ -183,6 +205,7 @@ class LocalEngine:
             check_sequence(ids, self._model.spec.vocab_size, self._max_length, LENGTH_SETTING)
 
         def command() -> list[Float32]:
+            self._check_awake()
             return [self._model.score(torch.from_numpy(ids.astype(np.int64))).numpy() for ids in sequences]
 
         return await self._between_tokens(command)
@@ -196,10 +219,8 @@ class LocalEngine:
     async def commit(self, version: Version) -> float:
         def command() -> float:
             started = time.perf_counter()
-            (buffer,) = self._refit.commit(version)
-            if buffer is not self._live:
-                self._live = buffer
-                self._model.weights = self._layout.bind(buffer)
+            (self._live,) = self._refit.commit(version)
+            self._model.weights = self._layout.bind(self._live)
             if version != self._decoder.version:
                 self._decoder.set_version(version)
             return time.perf_counter() - started
@@ -209,8 +230,34 @@ class LocalEngine:
     async def rollback(self, version: Version) -> None:
         await asyncio.to_thread(self._refit.rollback, version)
 
+    async def release(self) -> None:
+        memory = self._memory
+        if memory is None:
+            raise UserError('this engine keeps its memory: set placement.mode = "colocated"')
+
+        def command() -> None:
+            _deliver(self._decoder.abort(lambda *_: True))
+            self._refit.release()
+            self._released = frozenset(EngineMemory)
+            self._decoder.release()
+            memory.release()
+            ctypes.CDLL(None).malloc_trim(0)  # glibc would keep what was freed for this process
+
+        await self._between_tokens(command)
+
+    async def restore(self, memory: EngineMemory) -> None:
+        def command() -> None:
+            if memory is EngineMemory.WEIGHTS:
+                self._refit.restore()
+            elif not self._refit.holds_version:
+                raise WeightPushError(f"{memory!r} is restored before a version is committed: push one first")
+            self._released -= {memory}  # both take memory as it is written to
+
+        await self._between_tokens(command)
+
     async def checksums(self) -> tuple[Version, dict[str, int]]:
         def command() -> tuple[Version, dict[str, int]]:
+            self._check_awake()
             return self.version, tensor_checksums(self._layout.shard_layout, [self._live], self._live.dtype)
 
         return await self._between_tokens(command)
@@ -224,6 +271,16 @@ class LocalEngine:
 
         self._commands.put(command)
         await asyncio.to_thread(self._thread.join)
+
+    def _submit(self, requests: Sequence[TurnRequest], call: _CallInbox) -> None:
+        try:
+            self._check_awake()
+            self._decoder.submit(requests, call)
+        except ServiceUnavailableError as error:
+            call.post(error)
+
+    def _check_awake(self) -> None:
+        check_awake(self._released)
 
     async def _between_tokens(self, function: Callable[[], T]) -> T:
         """Runs it on the compute thread."""

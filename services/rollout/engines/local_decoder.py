@@ -176,6 +176,11 @@ class Decoder(Generic[Call]):
             self._waiting.appendleft(_WaitingGroup([ticket]))
         self._running.clear()
 
+    def release(self) -> None:
+        """Gives the memory of keys and values back; no row runs."""
+        self._cache = KVCache(self._model.spec, self._slots, self._model.no_routes)
+        self._sessions.clear()
+
     def set_version(self, version: Version) -> None:
         """Sets the version of the model's weights; rows keep their keys and values."""
         self.version = version

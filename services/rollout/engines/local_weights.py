@@ -4,6 +4,7 @@ Tensors that the forward pass multiplies as one (q, k, v; gate, up) are neighbou
 "fused" is only a wider view, and the shard layout needs one box per canonical tensor.
 """
 
+import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -63,6 +64,19 @@ class FlatTensor:
     name: str
     rows: int
     columns: int = 1
+
+
+class ReleasableCopy:
+    """Of a buffer, in pages that the process can give back. All views stay valid; what they show is zeros
+    then. Unlike a tensor's own storage, which cannot be resized once numpy has seen it."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._pages = mmap.mmap(-1, buffer.nbytes, flags=flags)
+        self.tensor = torch.frombuffer(self._pages, dtype=buffer.dtype).copy_(buffer)
+
+    def release(self) -> None:
+        self._pages.madvise(mmap.MADV_DONTNEED)
 
 
 class BufferLayout:

@@ -21,6 +21,7 @@ from atoll.wire.codec.weights import encode_push_part
 from atoll.wire.info import RolloutInfo
 from atoll.wire.types import (
     BELOW_PROMPT,
+    EngineMemory,
     Float32,
     Int32,
     PauseMode,
@@ -32,6 +33,7 @@ from atoll.wire.types import (
 from atoll.wire.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2
 
 ABORT_S = 5.0  # for an abort, which only saves work
+RELEASE_S = 60.0  # for giving memory back or taking it again
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +119,15 @@ class RolloutClient(Client):
     async def rollback_weights(self, version: Version) -> None:
         request = rollout_pb2.RollbackWeightsRequest(version=encode_version(version))
         await self._call(self._stub.RollbackWeights, request)
+
+    async def release(self) -> None:
+        """Ends what runs, and gives the memory of weights, keys and values back."""
+        request = rollout_pb2.ReleaseRequest()
+        await self._call(self._stub.Release, request, min(RELEASE_S, self._timeout_s))
+
+    async def restore(self, memory: EngineMemory) -> None:
+        request = rollout_pb2.RestoreRequest(memory=rollout_pb2.EngineMemory.ValueType(memory.value))
+        await self._call(self._stub.Restore, request, min(RELEASE_S, self._timeout_s))
 
     async def score_tokens(self, sequences: Sequence[Int32]) -> list[Float32]:
         """Of each sequence [T], float32 [T-1]: log-probability of each token but the first, untempered."""

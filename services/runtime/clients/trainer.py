@@ -121,9 +121,9 @@ class TrainerClient(Client):
         request = trainer_pb2.LoadHFRequest(role=self._role, path=str(path))
         await self._call(self._stub.LoadHF, request)
 
-    async def offload(self) -> int:
+    async def offload(self, *, keep_parameters: bool = False) -> int:
         """Moves the model to host memory until a call needs it; returns the bytes freed on all ranks."""
-        request = trainer_pb2.OffloadRequest(role=self._role)
+        request = trainer_pb2.OffloadRequest(role=self._role, keep_parameters=keep_parameters)
         return (await self._call(self._stub.Offload, request)).num_bytes
 
 

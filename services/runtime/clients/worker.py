@@ -29,6 +29,13 @@ class WorkerClient(Client):
         request = rollout_pb2.RollbackWeightsRequest(version=encode_version(version))
         await self._call(self._stub.Rollback, request)
 
+    async def release(self) -> None:
+        await self._call(self._stub.Release, rollout_pb2.ReleaseRequest())
+
+    async def restore(self) -> None:
+        request = rollout_pb2.RestoreRequest(memory=rollout_pb2.ENGINE_MEMORY_WEIGHTS)
+        await self._call(self._stub.Restore, request)
+
     async def prepare(self, version: Version) -> None:
         """The next call on SGLang's scheduler thread commits it. Raises if it is not staged whole."""
         await self._call(self._stub.Prepare, worker_pb2.PrepareRequest(version=encode_version(version)))

@@ -179,6 +179,7 @@ def encode_attach(version: Version, setup: ReceiverSetup) -> worker_pb2.AttachRe
         lora=None
         if lora is None
         else worker_pb2.Lora(rank=lora.rank, alpha=lora.alpha, targets=lora.targets),
+        takes_turns=setup.takes_turns,
     )
 
 
@@ -189,4 +190,5 @@ def decode_attach(message: worker_pb2.AttachRequest) -> tuple[Version, ReceiverS
         deadline_s=message.deadline_s,
         staging=message.staging,
         lora=None if lora is None else LoraSpec(lora.rank, lora.alpha, tuple(lora.targets)),
+        takes_turns=message.takes_turns,
     )

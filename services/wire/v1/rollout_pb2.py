@@ -25,15 +25,17 @@ _sym_db = _symbol_database.Default()
 from atoll.wire.v1 import types_pb2 as atoll_dot_wire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x61toll/wire/v1/rollout.proto\x12\x08\x61toll.v1\x1a\x19\x61toll/wire/v1/types.proto\"\xcd\x01\n\x0bTurnRequest\x12 \n\x05group\x18\x01 \x01(\x0b\x32\x11.atoll.v1.GroupId\x12\x13\n\x0b\x63ontext_ids\x18\x02 \x01(\x0c\x12\r\n\x05index\x18\x03 \x03(\x05\x12\x0f\n\x07\x61ttempt\x18\x04 \x03(\x05\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.atoll.v1.Sampling\x12\x0c\n\x04turn\x18\x06 \x03(\x05\x12\x0e\n\x06\x62ranch\x18\x07 \x03(\x05\x12\x0f\n\x07session\x18\x08 \x01(\t\x12\x12\n\nnum_routed\x18\t \x01(\x05\"F\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x05turns\x18\x02 \x03(\x0b\x32\x15.atoll.v1.TurnRequest\"\x1e\n\rGenerateReply\x12\r\n\x05turns\x18\x01 \x01(\x0c\"!\n\x0c\x41\x62ortRequest\x12\x11\n\tid_prefix\x18\x01 \x01(\t\"\x1d\n\nAbortReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x05\"1\n\x0cPauseRequest\x12!\n\x04mode\x18\x01 \x01(\x0e\x32\x13.atoll.v1.PauseMode\"\x1d\n\nPauseReply\x12\x0f\n\x07running\x18\x01 \x01(\x05\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"\xae\x01\n\x15ReceiveWeightsRequest\x12\"\n\x07version\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Version\x12)\n\x07streams\x18\x02 \x03(\x0b\x32\x18.atoll.v1.StreamManifest\x12\x1c\n\x04plan\x18\x03 \x01(\x0b\x32\x0e.atoll.v1.Plan\x12(\n\nmembership\x18\x04 \x01(\x0b\x32\x14.atoll.v1.Membership\"(\n\x13ReceiveWeightsReply\x12\x11\n\tnum_bytes\x18\x01 \x01(\x03\"R\n\x14\x43ommitWeightsRequest\x12\"\n\x07version\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Version\x12\x16\n\x0e\x66inish_running\x18\x02 \x01(\x08\"%\n\x12\x43ommitWeightsReply\x12\x0f\n\x07stall_s\x18\x01 \x01(\x01\"<\n\x16RollbackWeightsRequest\x12\"\n\x07version\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Version\"\x16\n\x14RollbackWeightsReply\"\'\n\x12ScoreTokensRequest\x12\x11\n\tsequences\x18\x01 \x03(\x0c\"6\n\x10ScoreTokensReply\x12\"\n\x08logprobs\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Tensor\"\x12\n\x10\x43hecksumsRequest\"j\n\x0e\x43hecksumsReply\x12\"\n\x07version\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Version\x12\x0f\n\x07tensors\x18\x02 \x03(\t\x12#\n\tchecksums\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Tensor\"\x14\n\x12RolloutInfoRequest\"\xb4\x02\n\x10RolloutInfoReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\"\n\x07version\x18\x03 \x01(\x0b\x32\x11.atoll.v1.Version\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x12\n\nmax_length\x18\x05 \x01(\x05\x12\r\n\x05slots\x18\x06 \x01(\x05\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12)\n\rshard_layouts\x18\x08 \x03(\x0b\x32\x12.atoll.v1.BoxTable\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0e\n\x06queued\x18\n \x01(\x05\x12\x18\n\x10tokens_generated\x18\x0b \x01(\x03\x12\x18\n\x10tokens_prefilled\x18\x0c \x01(\x03\x12\x13\n\x0broute_shape\x18\r \x03(\x05*\x83\x01\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x01\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x02\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x03\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x04\x32\xf7\x05\n\x07Rollout\x12@\n\x08Generate\x12\x19.atoll.v1.GenerateRequest\x1a\x17.atoll.v1.GenerateReply0\x01\x12\x35\n\x05\x41\x62ort\x12\x16.atoll.v1.AbortRequest\x1a\x14.atoll.v1.AbortReply\x12\x35\n\x05Pause\x12\x16.atoll.v1.PauseRequest\x1a\x14.atoll.v1.PauseReply\x12\x38\n\x06Resume\x12\x17.atoll.v1.ResumeRequest\x1a\x15.atoll.v1.ResumeReply\x12P\n\x0eReceiveWeights\x12\x1f.atoll.v1.ReceiveWeightsRequest\x1a\x1d.atoll.v1.ReceiveWeightsReply\x12M\n\rCommitWeights\x12\x1e.atoll.v1.CommitWeightsRequest\x1a\x1c.atoll.v1.CommitWeightsReply\x12S\n\x0fRollbackWeights\x12 .atoll.v1.RollbackWeightsRequest\x1a\x1e.atoll.v1.RollbackWeightsReply\x12G\n\x0bScoreTokens\x12\x1c.atoll.v1.ScoreTokensRequest\x1a\x1a.atoll.v1.ScoreTokensReply\x12\x41\n\tChecksums\x12\x1a.atoll.v1.ChecksumsRequest\x1a\x18.atoll.v1.ChecksumsReply\x12@\n\x04Info\x12\x1c.atoll.v1.RolloutInfoRequest\x1a\x1a.atoll.v1.RolloutInfoReply\x12>\n\x08Progress\x12\x19.atoll.v1.ProgressRequest\x1a\x17.atoll.v1.ProgressReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x61toll/wire/v1/rollout.proto\x12\x08\x61toll.v1\x1a\x19\x61toll/wire/v1/types.proto\"\xcd\x01\n\x0bTurnRequest\x12 \n\x05group\x18\x01 \x01(\x0b\x32\x11.atoll.v1.GroupId\x12\x13\n\x0b\x63ontext_ids\x18\x02 \x01(\x0c\x12\r\n\x05index\x18\x03 \x03(\x05\x12\x0f\n\x07\x61ttempt\x18\x04 \x03(\x05\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.atoll.v1.Sampling\x12\x0c\n\x04turn\x18\x06 \x03(\x05\x12\x0e\n\x06\x62ranch\x18\x07 \x03(\x05\x12\x0f\n\x07session\x18\x08 \x01(\t\x12\x12\n\nnum_routed\x18\t \x01(\x05\"F\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x05turns\x18\x02 \x03(\x0b\x32\x15.atoll.v1.TurnRequest\"\x1e\n\rGenerateReply\x12\r\n\x05turns\x18\x01 \x01(\x0c\"!\n\x0c\x41\x62ortRequest\x12\x11\n\tid_prefix\x18\x01 \x01(\t\"\x1d\n\nAbortReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x05\"1\n\x0cPauseRequest\x12!\n\x04mode\x18\x01 \x01(\x0e\x32\x13.atoll.v1.PauseMode\"\x1d\n\nPauseReply\x12\x0f\n\x07running\x18\x01 \x01(\x05\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"\xae\x01\n\x15ReceiveWeightsRequest\x12\"\n\x07version\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Version\x12)\n\x07streams\x18\x02 \x03(\x0b\x32\x18.atoll.v1.StreamManifest\x12\x1c\n\x04plan\x18\x03 \x01(\x0b\x32\x0e.atoll.v1.Plan\x12(\n\nmembership\x18\x04 \x01(\x0b\x32\x14.atoll.v1.Membership\"(\n\x13ReceiveWeightsReply\x12\x11\n\tnum_bytes\x18\x01 \x01(\x03\"R\n\x14\x43ommitWeightsRequest\x12\"\n\x07version\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Version\x12\x16\n\x0e\x66inish_running\x18\x02 \x01(\x08\"%\n\x12\x43ommitWeightsReply\x12\x0f\n\x07stall_s\x18\x01 \x01(\x01\"<\n\x16RollbackWeightsRequest\x12\"\n\x07version\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Version\"\x16\n\x14RollbackWeightsReply\"\x10\n\x0eReleaseRequest\"\x0e\n\x0cReleaseReply\"8\n\x0eRestoreRequest\x12&\n\x06memory\x18\x01 \x01(\x0e\x32\x16.atoll.v1.EngineMemory\"\x0e\n\x0cRestoreReply\"\'\n\x12ScoreTokensRequest\x12\x11\n\tsequences\x18\x01 \x03(\x0c\"6\n\x10ScoreTokensReply\x12\"\n\x08logprobs\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Tensor\"\x12\n\x10\x43hecksumsRequest\"j\n\x0e\x43hecksumsReply\x12\"\n\x07version\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Version\x12\x0f\n\x07tensors\x18\x02 \x03(\t\x12#\n\tchecksums\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Tensor\"\x14\n\x12RolloutInfoRequest\"\xb4\x02\n\x10RolloutInfoReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\"\n\x07version\x18\x03 \x01(\x0b\x32\x11.atoll.v1.Version\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x12\n\nmax_length\x18\x05 \x01(\x05\x12\r\n\x05slots\x18\x06 \x01(\x05\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12)\n\rshard_layouts\x18\x08 \x03(\x0b\x32\x12.atoll.v1.BoxTable\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0e\n\x06queued\x18\n \x01(\x05\x12\x18\n\x10tokens_generated\x18\x0b \x01(\x03\x12\x18\n\x10tokens_prefilled\x18\x0c \x01(\x03\x12\x13\n\x0broute_shape\x18\r \x03(\x05*\x83\x01\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x01\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x02\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x03\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x04*a\n\x0c\x45ngineMemory\x12\x1d\n\x19\x45NGINE_MEMORY_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_MEMORY_WEIGHTS\x10\x01\x12\x17\n\x13\x45NGINE_MEMORY_CACHE\x10\x02\x32\xf1\x06\n\x07Rollout\x12@\n\x08Generate\x12\x19.atoll.v1.GenerateRequest\x1a\x17.atoll.v1.GenerateReply0\x01\x12\x35\n\x05\x41\x62ort\x12\x16.atoll.v1.AbortRequest\x1a\x14.atoll.v1.AbortReply\x12\x35\n\x05Pause\x12\x16.atoll.v1.PauseRequest\x1a\x14.atoll.v1.PauseReply\x12\x38\n\x06Resume\x12\x17.atoll.v1.ResumeRequest\x1a\x15.atoll.v1.ResumeReply\x12P\n\x0eReceiveWeights\x12\x1f.atoll.v1.ReceiveWeightsRequest\x1a\x1d.atoll.v1.ReceiveWeightsReply\x12M\n\rCommitWeights\x12\x1e.atoll.v1.CommitWeightsRequest\x1a\x1c.atoll.v1.CommitWeightsReply\x12S\n\x0fRollbackWeights\x12 .atoll.v1.RollbackWeightsRequest\x1a\x1e.atoll.v1.RollbackWeightsReply\x12;\n\x07Release\x12\x18.atoll.v1.ReleaseRequest\x1a\x16.atoll.v1.ReleaseReply\x12;\n\x07Restore\x12\x18.atoll.v1.RestoreRequest\x1a\x16.atoll.v1.RestoreReply\x12G\n\x0bScoreTokens\x12\x1c.atoll.v1.ScoreTokensRequest\x1a\x1a.atoll.v1.ScoreTokensReply\x12\x41\n\tChecksums\x12\x1a.atoll.v1.ChecksumsRequest\x1a\x18.atoll.v1.ChecksumsReply\x12@\n\x04Info\x12\x1c.atoll.v1.RolloutInfoRequest\x1a\x1a.atoll.v1.RolloutInfoReply\x12>\n\x08Progress\x12\x19.atoll.v1.ProgressRequest\x1a\x17.atoll.v1.ProgressReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'atoll.wire.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PAUSEMODE']._serialized_start=1547
-  _globals['_PAUSEMODE']._serialized_end=1678
+  _globals['_PAUSEMODE']._serialized_start=1655
+  _globals['_PAUSEMODE']._serialized_end=1786
+  _globals['_ENGINEMEMORY']._serialized_start=1788
+  _globals['_ENGINEMEMORY']._serialized_end=1885
   _globals['_TURNREQUEST']._serialized_start=69
   _globals['_TURNREQUEST']._serialized_end=274
   _globals['_GENERATEREQUEST']._serialized_start=276
@@ -64,18 +66,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLBACKWEIGHTSREQUEST']._serialized_end=962
   _globals['_ROLLBACKWEIGHTSREPLY']._serialized_start=964
   _globals['_ROLLBACKWEIGHTSREPLY']._serialized_end=986
-  _globals['_SCORETOKENSREQUEST']._serialized_start=988
-  _globals['_SCORETOKENSREQUEST']._serialized_end=1027
-  _globals['_SCORETOKENSREPLY']._serialized_start=1029
-  _globals['_SCORETOKENSREPLY']._serialized_end=1083
-  _globals['_CHECKSUMSREQUEST']._serialized_start=1085
-  _globals['_CHECKSUMSREQUEST']._serialized_end=1103
-  _globals['_CHECKSUMSREPLY']._serialized_start=1105
-  _globals['_CHECKSUMSREPLY']._serialized_end=1211
-  _globals['_ROLLOUTINFOREQUEST']._serialized_start=1213
-  _globals['_ROLLOUTINFOREQUEST']._serialized_end=1233
-  _globals['_ROLLOUTINFOREPLY']._serialized_start=1236
-  _globals['_ROLLOUTINFOREPLY']._serialized_end=1544
-  _globals['_ROLLOUT']._serialized_start=1681
-  _globals['_ROLLOUT']._serialized_end=2440
+  _globals['_RELEASEREQUEST']._serialized_start=988
+  _globals['_RELEASEREQUEST']._serialized_end=1004
+  _globals['_RELEASEREPLY']._serialized_start=1006
+  _globals['_RELEASEREPLY']._serialized_end=1020
+  _globals['_RESTOREREQUEST']._serialized_start=1022
+  _globals['_RESTOREREQUEST']._serialized_end=1078
+  _globals['_RESTOREREPLY']._serialized_start=1080
+  _globals['_RESTOREREPLY']._serialized_end=1094
+  _globals['_SCORETOKENSREQUEST']._serialized_start=1096
+  _globals['_SCORETOKENSREQUEST']._serialized_end=1135
+  _globals['_SCORETOKENSREPLY']._serialized_start=1137
+  _globals['_SCORETOKENSREPLY']._serialized_end=1191
+  _globals['_CHECKSUMSREQUEST']._serialized_start=1193
+  _globals['_CHECKSUMSREQUEST']._serialized_end=1211
+  _globals['_CHECKSUMSREPLY']._serialized_start=1213
+  _globals['_CHECKSUMSREPLY']._serialized_end=1319
+  _globals['_ROLLOUTINFOREQUEST']._serialized_start=1321
+  _globals['_ROLLOUTINFOREQUEST']._serialized_end=1341
+  _globals['_ROLLOUTINFOREPLY']._serialized_start=1344
+  _globals['_ROLLOUTINFOREPLY']._serialized_end=1652
+  _globals['_ROLLOUT']._serialized_start=1888
+  _globals['_ROLLOUT']._serialized_end=2769
 # @@protoc_insertion_point(module_scope)

@@ -49,6 +49,25 @@ PAUSE_MODE_ABORT: PauseMode.ValueType  # 4
 """they end at once with partial output, like queued ones"""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
+class _EngineMemory:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EngineMemoryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineMemory.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ENGINE_MEMORY_UNSPECIFIED: _EngineMemory.ValueType  # 0
+    ENGINE_MEMORY_WEIGHTS: _EngineMemory.ValueType  # 1
+    ENGINE_MEMORY_CACHE: _EngineMemory.ValueType  # 2
+    """keys and values, CUDA graphs"""
+
+class EngineMemory(_EngineMemory, metaclass=_EngineMemoryEnumTypeWrapper): ...
+
+ENGINE_MEMORY_UNSPECIFIED: EngineMemory.ValueType  # 0
+ENGINE_MEMORY_WEIGHTS: EngineMemory.ValueType  # 1
+ENGINE_MEMORY_CACHE: EngineMemory.ValueType  # 2
+"""keys and values, CUDA graphs"""
+Global___EngineMemory: _TypeAlias = EngineMemory  # noqa: Y015
+
 @_typing.final
 class TurnRequest(_message.Message):
     """One turn for each index, all after the same context, which is computed once."""
@@ -392,6 +411,70 @@ class RollbackWeightsReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RollbackWeightsReply: _TypeAlias = RollbackWeightsReply  # noqa: Y015
+
+@_typing.final
+class ReleaseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
+
+@_typing.final
+class RestoreRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_FIELD_NUMBER: _builtins.int
+    memory: Global___EngineMemory.ValueType
+    def __init__(
+        self,
+        *,
+        memory: Global___EngineMemory.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreRequest: _TypeAlias = RestoreRequest  # noqa: Y015
+
+@_typing.final
+class RestoreReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreReply: _TypeAlias = RestoreReply  # noqa: Y015
 
 @_typing.final
 class ScoreTokensRequest(_message.Message):

@@ -70,6 +70,16 @@ class RolloutStub(object):
                 request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
                 response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
                 _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/atoll.v1.Rollout/Release',
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReleaseReply.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/atoll.v1.Rollout/Restore',
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RestoreReply.FromString,
+                _registered_method=True)
         self.ScoreTokens = channel.unary_unary(
                 '/atoll.v1.Rollout/ScoreTokens',
                 request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ScoreTokensRequest.SerializeToString,
@@ -142,6 +152,21 @@ class RolloutServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Release(self, request, context):
+        """Ends what runs, as Abort does, and gives the memory of weights, keys and values back. Until all of it is
+        restored, nothing is generated or scored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Takes memory back. Weights come first, and are undefined until a version is committed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ScoreTokens(self, request, context):
         """Log-probabilities of given tokens under the live weights, at temperature 1.
         """
@@ -206,6 +231,16 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.RollbackWeights,
                     request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.FromString,
                     response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReleaseRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RestoreRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RestoreReply.SerializeToString,
             ),
             'ScoreTokens': grpc.unary_unary_rpc_method_handler(
                     servicer.ScoreTokens,
@@ -417,6 +452,60 @@ class Rollout(object):
             '/atoll.v1.Rollout/RollbackWeights',
             atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
             atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Rollout/Release',
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ReleaseRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Rollout/Restore',
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.RestoreRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.RestoreReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,12 @@ class RolloutStub:
     """The weight session: stage, then commit or roll back."""
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsReply]
     RollbackWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RollbackWeightsRequest, _rollout_pb2.RollbackWeightsReply]
+    Release: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReleaseRequest, _rollout_pb2.ReleaseReply]
+    """Ends what runs, as Abort does, and gives the memory of weights, keys and values back. Until all of it is
+    restored, nothing is generated or scored.
+    """
+    Restore: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RestoreRequest, _rollout_pb2.RestoreReply]
+    """Takes memory back. Weights come first, and are undefined until a version is committed."""
     ScoreTokens: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ScoreTokensRequest, _rollout_pb2.ScoreTokensReply]
     """Log-probabilities of given tokens under the live weights, at temperature 1."""
     Checksums: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ChecksumsRequest, _rollout_pb2.ChecksumsReply]
@@ -71,6 +77,12 @@ class RolloutAsyncStub(RolloutStub):
     """The weight session: stage, then commit or roll back."""
     CommitWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsReply]  # type: ignore[assignment]
     RollbackWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RollbackWeightsRequest, _rollout_pb2.RollbackWeightsReply]  # type: ignore[assignment]
+    Release: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReleaseRequest, _rollout_pb2.ReleaseReply]  # type: ignore[assignment]
+    """Ends what runs, as Abort does, and gives the memory of weights, keys and values back. Until all of it is
+    restored, nothing is generated or scored.
+    """
+    Restore: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RestoreRequest, _rollout_pb2.RestoreReply]  # type: ignore[assignment]
+    """Takes memory back. Weights come first, and are undefined until a version is committed."""
     ScoreTokens: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ScoreTokensRequest, _rollout_pb2.ScoreTokensReply]  # type: ignore[assignment]
     """Log-probabilities of given tokens under the live weights, at temperature 1."""
     Checksums: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ChecksumsRequest, _rollout_pb2.ChecksumsReply]  # type: ignore[assignment]
@@ -135,6 +147,24 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.RollbackWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.RollbackWeightsReply, _abc.Awaitable[_rollout_pb2.RollbackWeightsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Release(
+        self,
+        request: _rollout_pb2.ReleaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.ReleaseReply, _abc.Awaitable[_rollout_pb2.ReleaseReply]]:
+        """Ends what runs, as Abort does, and gives the memory of weights, keys and values back. Until all of it is
+        restored, nothing is generated or scored.
+        """
+
+    @_abc_1.abstractmethod
+    def Restore(
+        self,
+        request: _rollout_pb2.RestoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.RestoreReply, _abc.Awaitable[_rollout_pb2.RestoreReply]]:
+        """Takes memory back. Weights come first, and are undefined until a version is committed."""
 
     @_abc_1.abstractmethod
     def ScoreTokens(

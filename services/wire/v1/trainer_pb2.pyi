@@ -723,15 +723,19 @@ class OffloadRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
+    KEEP_PARAMETERS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
+    keep_parameters: _builtins.bool
+    """offload gradients and optimizer state only"""
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
+        keep_parameters: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_parameters", b"keep_parameters", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from atoll.wire.v1 import rollout_pb2 as atoll_dot_wire_dot_v1_dot_rollout__pb2
 from atoll.wire.v1 import types_pb2 as atoll_dot_wire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x61toll/wire/v1/worker.proto\x12\x08\x61toll.v1\x1a\x1b\x61toll/wire/v1/rollout.proto\x1a\x19\x61toll/wire/v1/types.proto\"\x89\x01\n\rAttachRequest\x12\"\n\x07version\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Version\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\x12\x0f\n\x07staging\x18\x04 \x01(\t\x12\x1c\n\x04lora\x18\x05 \x01(\x0b\x32\x0e.atoll.v1.Lora\"4\n\x04Lora\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\r\n\x05\x61lpha\x18\x02 \x01(\x01\x12\x0f\n\x07targets\x18\x03 \x03(\t\"F\n\x0b\x41ttachReply\x12(\n\x0cshard_layout\x18\x01 \x01(\x0b\x32\x12.atoll.v1.BoxTable\x12\r\n\x05\x64type\x18\x02 \x01(\t\"4\n\x0ePrepareRequest\x12\"\n\x07version\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Version\"\x0e\n\x0cPrepareReply\"0\n\x0bReadRequest\x12!\n\x05\x62oxes\x18\x01 \x01(\x0b\x32\x12.atoll.v1.BoxTable\"\x19\n\tReadReply\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xcc\x02\n\x06Worker\x12\x38\n\x06\x41ttach\x12\x17.atoll.v1.AttachRequest\x1a\x15.atoll.v1.AttachReply\x12I\n\x07Receive\x12\x1f.atoll.v1.ReceiveWeightsRequest\x1a\x1d.atoll.v1.ReceiveWeightsReply\x12L\n\x08Rollback\x12 .atoll.v1.RollbackWeightsRequest\x1a\x1e.atoll.v1.RollbackWeightsReply\x12;\n\x07Prepare\x12\x18.atoll.v1.PrepareRequest\x1a\x16.atoll.v1.PrepareReply\x12\x32\n\x04Read\x12\x15.atoll.v1.ReadRequest\x1a\x13.atoll.v1.ReadReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x61toll/wire/v1/worker.proto\x12\x08\x61toll.v1\x1a\x1b\x61toll/wire/v1/rollout.proto\x1a\x19\x61toll/wire/v1/types.proto\"\x9e\x01\n\rAttachRequest\x12\"\n\x07version\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Version\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\x12\x0f\n\x07staging\x18\x04 \x01(\t\x12\x1c\n\x04lora\x18\x05 \x01(\x0b\x32\x0e.atoll.v1.Lora\x12\x13\n\x0btakes_turns\x18\x06 \x01(\x08\"4\n\x04Lora\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\r\n\x05\x61lpha\x18\x02 \x01(\x01\x12\x0f\n\x07targets\x18\x03 \x03(\t\"F\n\x0b\x41ttachReply\x12(\n\x0cshard_layout\x18\x01 \x01(\x0b\x32\x12.atoll.v1.BoxTable\x12\r\n\x05\x64type\x18\x02 \x01(\t\"4\n\x0ePrepareRequest\x12\"\n\x07version\x18\x01 \x01(\x0b\x32\x11.atoll.v1.Version\"\x0e\n\x0cPrepareReply\"0\n\x0bReadRequest\x12!\n\x05\x62oxes\x18\x01 \x01(\x0b\x32\x12.atoll.v1.BoxTable\"\x19\n\tReadReply\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xc6\x03\n\x06Worker\x12\x38\n\x06\x41ttach\x12\x17.atoll.v1.AttachRequest\x1a\x15.atoll.v1.AttachReply\x12I\n\x07Receive\x12\x1f.atoll.v1.ReceiveWeightsRequest\x1a\x1d.atoll.v1.ReceiveWeightsReply\x12L\n\x08Rollback\x12 .atoll.v1.RollbackWeightsRequest\x1a\x1e.atoll.v1.RollbackWeightsReply\x12;\n\x07Release\x12\x18.atoll.v1.ReleaseRequest\x1a\x16.atoll.v1.ReleaseReply\x12;\n\x07Restore\x12\x18.atoll.v1.RestoreRequest\x1a\x16.atoll.v1.RestoreReply\x12;\n\x07Prepare\x12\x18.atoll.v1.PrepareRequest\x1a\x16.atoll.v1.PrepareReply\x12\x32\n\x04Read\x12\x15.atoll.v1.ReadRequest\x1a\x13.atoll.v1.ReadReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'atoll.wire.v1.worker_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ATTACHREQUEST']._serialized_start=97
-  _globals['_ATTACHREQUEST']._serialized_end=234
-  _globals['_LORA']._serialized_start=236
-  _globals['_LORA']._serialized_end=288
-  _globals['_ATTACHREPLY']._serialized_start=290
-  _globals['_ATTACHREPLY']._serialized_end=360
-  _globals['_PREPAREREQUEST']._serialized_start=362
-  _globals['_PREPAREREQUEST']._serialized_end=414
-  _globals['_PREPAREREPLY']._serialized_start=416
-  _globals['_PREPAREREPLY']._serialized_end=430
-  _globals['_READREQUEST']._serialized_start=432
-  _globals['_READREQUEST']._serialized_end=480
-  _globals['_READREPLY']._serialized_start=482
-  _globals['_READREPLY']._serialized_end=507
-  _globals['_WORKER']._serialized_start=510
-  _globals['_WORKER']._serialized_end=842
+  _globals['_ATTACHREQUEST']._serialized_end=255
+  _globals['_LORA']._serialized_start=257
+  _globals['_LORA']._serialized_end=309
+  _globals['_ATTACHREPLY']._serialized_start=311
+  _globals['_ATTACHREPLY']._serialized_end=381
+  _globals['_PREPAREREQUEST']._serialized_start=383
+  _globals['_PREPAREREQUEST']._serialized_end=435
+  _globals['_PREPAREREPLY']._serialized_start=437
+  _globals['_PREPAREREPLY']._serialized_end=451
+  _globals['_READREQUEST']._serialized_start=453
+  _globals['_READREQUEST']._serialized_end=501
+  _globals['_READREPLY']._serialized_start=503
+  _globals['_READREPLY']._serialized_end=528
+  _globals['_WORKER']._serialized_start=531
+  _globals['_WORKER']._serialized_end=985
 # @@protoc_insertion_point(module_scope)

@@ -28,12 +28,15 @@ class AttachRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     STAGING_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    TAKES_TURNS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """as in [weights]"""
     deadline_s: _builtins.float
     """of the transport"""
     staging: _builtins.str
     """as in [weights]"""
+    takes_turns: _builtins.bool
+    """versions are received into the live weights"""
     @_builtins.property
     def version(self) -> _types_pb2.Version:
         """of the weights that the server has loaded"""
@@ -50,10 +53,11 @@ class AttachRequest(_message.Message):
         deadline_s: _builtins.float = ...,
         staging: _builtins.str = ...,
         lora: Global___Lora | None = ...,
+        takes_turns: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "lora", b"lora", "staging", b"staging", "transport", b"transport", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "lora", b"lora", "staging", b"staging", "takes_turns", b"takes_turns", "transport", b"transport", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

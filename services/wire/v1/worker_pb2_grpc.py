@@ -51,6 +51,16 @@ class WorkerStub(object):
                 request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
                 response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
                 _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/atoll.v1.Worker/Release',
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReleaseReply.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/atoll.v1.Worker/Restore',
+                request_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RestoreReply.FromString,
+                _registered_method=True)
         self.Prepare = channel.unary_unary(
                 '/atoll.v1.Worker/Prepare',
                 request_serializer=atoll_dot_wire_dot_v1_dot_worker__pb2.PrepareRequest.SerializeToString,
@@ -81,6 +91,19 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Rollback(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """The rank's parameters are given back: their bytes are lost, and nothing is received until Restore.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,6 +141,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Rollback,
                     request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.FromString,
                     response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReleaseRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RestoreRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_rollout__pb2.RestoreReply.SerializeToString,
             ),
             'Prepare': grpc.unary_unary_rpc_method_handler(
                     servicer.Prepare,
@@ -212,6 +245,60 @@ class Worker(object):
             '/atoll.v1.Worker/Rollback',
             atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsRequest.SerializeToString,
             atoll_dot_wire_dot_v1_dot_rollout__pb2.RollbackWeightsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Worker/Release',
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ReleaseRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Worker/Restore',
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.RestoreRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_rollout__pb2.RestoreReply.FromString,
             options,
             channel_credentials,
             insecure,

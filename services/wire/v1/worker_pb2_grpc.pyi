@@ -38,6 +38,9 @@ class WorkerStub:
     """Opens the staging buffer."""
     Receive: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsReply]
     Rollback: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RollbackWeightsRequest, _rollout_pb2.RollbackWeightsReply]
+    Release: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReleaseRequest, _rollout_pb2.ReleaseReply]
+    """The rank's parameters are given back: their bytes are lost, and nothing is received until Restore."""
+    Restore: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RestoreRequest, _rollout_pb2.RestoreReply]
     Prepare: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrepareRequest, _worker_pb2.PrepareReply]
     """Refuses a version that is not staged completely. SGLang's next call on its scheduler thread makes it live
     and records the outcome.
@@ -54,6 +57,9 @@ class WorkerAsyncStub(WorkerStub):
     """Opens the staging buffer."""
     Receive: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsReply]  # type: ignore[assignment]
     Rollback: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RollbackWeightsRequest, _rollout_pb2.RollbackWeightsReply]  # type: ignore[assignment]
+    Release: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReleaseRequest, _rollout_pb2.ReleaseReply]  # type: ignore[assignment]
+    """The rank's parameters are given back: their bytes are lost, and nothing is received until Restore."""
+    Restore: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RestoreRequest, _rollout_pb2.RestoreReply]  # type: ignore[assignment]
     Prepare: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrepareRequest, _worker_pb2.PrepareReply]  # type: ignore[assignment]
     """Refuses a version that is not staged completely. SGLang's next call on its scheduler thread makes it live
     and records the outcome.
@@ -85,6 +91,21 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.RollbackWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.RollbackWeightsReply, _abc.Awaitable[_rollout_pb2.RollbackWeightsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Release(
+        self,
+        request: _rollout_pb2.ReleaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.ReleaseReply, _abc.Awaitable[_rollout_pb2.ReleaseReply]]:
+        """The rank's parameters are given back: their bytes are lost, and nothing is received until Restore."""
+
+    @_abc_1.abstractmethod
+    def Restore(
+        self,
+        request: _rollout_pb2.RestoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.RestoreReply, _abc.Awaitable[_rollout_pb2.RestoreReply]]: ...
 
     @_abc_1.abstractmethod
     def Prepare(

@@ -8,7 +8,7 @@ that are live when they start.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +16,19 @@ from typing import Any, Final, Self, TypeVar
 
 from atoll.config.schema import SGLangConfig
 from atoll.rollout.engines.base import Completion, EngineInfo
-from atoll.rollout.engines.checks import check_request, check_sequence
+from atoll.rollout.engines.checks import check_awake, check_request, check_sequence
 from atoll.rollout.engines.sglang import messages
 from atoll.rollout.engines.sglang.arguments import arguments_of, environment_of, reserved_mib
+from atoll.rollout.engines.sglang.memory import ServerMemory
 from atoll.rollout.engines.sglang.messages import SGLangError
 from atoll.rollout.engines.sglang.parameters import num_elements
-from atoll.rollout.engines.sglang.server import SGLangServer
+from atoll.rollout.engines.sglang.server import ServerLimits, SGLangServer, limits_of
 from atoll.rollout.engines.sglang.workers import Workers
 from atoll.runtime.errors import EngineDiedError, UserError
 from atoll.runtime.memory import BYTES
 from atoll.runtime.model_spec import ModelSpec, check_router_replay, read_spec
 from atoll.wire.types import (
+    EngineMemory,
     FinishReason,
     Float32,
     Int32,
@@ -46,15 +48,6 @@ T = TypeVar("T")
 CONTROL_DEADLINES: Final = 3
 ABORT_AGAIN_S: Final = 0.5  # an abort that overtakes its request has no effect
 STOPPED_MODES: Final = {PauseMode.IN_PLACE: "in_place", PauseMode.RETRACT: "retract"}  # as SGLang calls them
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
-    """The server's limits."""
-
-    slots: int  # samples at once
-    max_length: int  # tokens of prompt and response
-    max_candidates: int  # tokens to choose from wherever some are cut off
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +93,9 @@ class SGLangEngine:
         self._pause: PauseMode | None = None
         self._committing = False
         self._stopped: PauseMode | None = None  # how SGLang is paused
-        self._control = asyncio.Lock()  # of what changes `_stopped`
+        self._released: Set[EngineMemory] = frozenset()  # nothing is admitted while there is any
+        self._memory = ServerMemory(server, workers)
+        self._control = asyncio.Lock()  # of what changes `_stopped` or SGLang's memory
         server.exit.add_done_callback(lambda _: self._fail())
 
     @classmethod
@@ -129,8 +124,9 @@ class SGLangEngine:
             "weight_version": messages.version_text(version),
             "enable_return_routed_experts": records_routes,
         }
-        arguments = arguments_of(config.model_extra or {}, ours, device, config.tp_size)
-        environment = environment_of(device, config.tp_size, threads)
+        user, turns = config.model_extra or {}, setup.takes_turns
+        arguments = arguments_of(user, ours, device, config.tp_size, takes_turns=turns)
+        environment = environment_of(device, config.tp_size, threads, takes_turns=turns)
         shard_bytes = num_elements(spec, config.tp_size) * BYTES[dtype]
         async with AsyncExitStack() as undo:
             workers = Workers(config.tp_size, version, setup)
@@ -139,7 +135,7 @@ class SGLangEngine:
                 arguments + workers.arguments,
                 environment | workers.environment,
                 reserved_mib=reserved_mib(
-                    shard_bytes, setup.transport, staging=setup.staging, takes_turns=False
+                    shard_bytes, setup.transport, staging=setup.staging, takes_turns=turns
                 )
                 if device == "cuda"
                 else 0,
@@ -179,6 +175,7 @@ class SGLangEngine:
         for request in requests:
             check_request(request, self._vocab_size, self._limits.max_length, "rollout.sglang.context_length")
             messages.check_sampling(request.sampling, self._vocab_size, self._limits.max_candidates)
+        check_awake(self._released)
         if self._server.exit.done():
             raise self._server.death()
         inbox: asyncio.Queue[Completion | Exception] = asyncio.Queue()
@@ -222,6 +219,7 @@ class SGLangEngine:
             check_sequence(
                 ids, self._vocab_size, self._limits.max_length - 1, "rollout.sglang.context_length"
             )
+        check_awake(self._released)
         async with self._control:  # a commit may be in progress
             if self._stopped is not None:
                 raise UserError(f"SGLang scores nothing while paused {self._stopped.name}: resume it first")
@@ -241,6 +239,12 @@ class SGLangEngine:
 
     async def rollback(self, version: Version) -> None:
         await self._workers.rollback(version)
+
+    async def release(self) -> None:
+        await self._to_its_end(self._release())
+
+    async def restore(self, memory: EngineMemory) -> None:
+        await self._to_its_end(self._restore(memory))
 
     async def checksums(self) -> tuple[Version, dict[str, int]]:
         sums = await self._workers.checksums()  # after a commit in progress
@@ -263,8 +267,24 @@ class SGLangEngine:
         task.add_done_callback(self._changes.discard)
         return await asyncio.shield(task)
 
+    async def _release(self) -> None:
+        if self._stopped is not None:  # what runs could not end
+            raise UserError(f"SGLang releases nothing while paused {self._stopped.name}: resume it first")
+        self._released = frozenset(EngineMemory)
+        self._end((*self._queue, *self._running))
+        while self._running:
+            await asyncio.wait(self._running.values())
+        async with self._control:
+            await self._memory.release()
+
+    async def _restore(self, memory: EngineMemory) -> None:
+        async with self._control:
+            await self._memory.restore(memory)
+            self._released -= {memory}
+        self._admit()
+
     async def _commit(self, version: Version) -> float:
-        if version == self._version:
+        if version == self._version and self._memory.has_weights:
             return 0.0
         async with self._control, self._workers.prepare(version):
             started = time.perf_counter()
@@ -273,7 +293,7 @@ class SGLangEngine:
             try:
                 await self._stand(stopped or PauseMode.IN_PLACE)
                 await self._workers.commit(version, self._server.control)
-                self._version = version
+                self._version, self._memory.has_weights = version, True
                 if stopped is PauseMode.RETRACT:  # its sequences keep their keys of the prefix cache
                     await self._server.control("/flush_cache", {})
             except EngineDiedError:  # or its ranks have parted
@@ -291,7 +311,7 @@ class SGLangEngine:
         while (
             self._queue
             and self._pause is None
-            and not self._committing
+            and not (self._committing or self._released)
             and len(self._running) < self._limits.slots
         ):
             job = self._queue.popleft()
@@ -381,15 +401,6 @@ class SGLangEngine:
         """The server died: ends every call with its error."""
         for inbox in self._inboxes:
             inbox.put_nowait(self._server.death())
-
-
-def limits_of(state: messages.Json) -> ServerLimits:
-    """Limits from the server's own state."""
-    return ServerLimits(
-        slots=state["internal_states"][0]["effective_max_running_requests_per_dp"],
-        max_length=state["max_req_input_len"],
-        max_candidates=state["sampling_mask_max_tokens"],
-    )
 
 
 def _completion(outcome: Completion | Exception) -> Completion:

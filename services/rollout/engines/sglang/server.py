@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any, Final, Self
 
@@ -22,6 +23,24 @@ _log = logging.getLogger(__name__)
 LAUNCH: Final = "atoll.rollout.engines.sglang.launch"  # it imports SGLang
 POLL_S: Final = 0.2  # between two polls of a starting server
 DEATH_S: Final = 15.0  # SGLang takes a second or two to end once one of its processes is gone
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """The server's limits."""
+
+    slots: int  # samples at once
+    max_length: int  # tokens of prompt and response
+    max_candidates: int  # tokens to choose from wherever some are cut off
+
+
+def limits_of(state: Json) -> ServerLimits:
+    """Limits from the server's own state."""
+    return ServerLimits(
+        slots=state["internal_states"][0]["effective_max_running_requests_per_dp"],
+        max_length=state["max_req_input_len"],
+        max_candidates=state["sampling_mask_max_tokens"],
+    )
 
 
 class SGLangServer:

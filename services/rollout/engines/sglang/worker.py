@@ -165,6 +165,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                     self._rank,
                     in_place=self._in_place,
                     staging=setup.staging,
+                    takes_turns=setup.takes_turns,
                 )
 
         self._refit = await asyncio.to_thread(stage)
@@ -187,6 +188,18 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._prepared = None
         await asyncio.to_thread(self._require_attached().rollback, decode_version(request.version))
         return rollout_pb2.RollbackWeightsReply()
+
+    async def Release(
+        self, request: rollout_pb2.ReleaseRequest, context: Context
+    ) -> rollout_pb2.ReleaseReply:
+        await asyncio.to_thread(self._require_attached().release)
+        return rollout_pb2.ReleaseReply()
+
+    async def Restore(
+        self, request: rollout_pb2.RestoreRequest, context: Context
+    ) -> rollout_pb2.RestoreReply:
+        await asyncio.to_thread(self._require_attached().restore)
+        return rollout_pb2.RestoreReply()
 
     async def Prepare(self, request: worker_pb2.PrepareRequest, context: Context) -> worker_pb2.PrepareReply:
         version = decode_version(request.version)

@@ -99,6 +99,16 @@ class Workers:
             if outcome != commit_outcome(version):
                 raise WeightPushError(f"rank {rank} should have committed {version}; it says: {outcome}")
 
+    async def release(self) -> None:
+        """Before SGLang releases the parameters."""
+        async with self._lock:
+            await asyncio.gather(*(client.release() for client in self._clients))
+
+    async def restore(self) -> None:
+        """Once SGLang has them again."""
+        async with self._lock:
+            await asyncio.gather(*(client.restore() for client in self._clients))
+
     async def rollback(self, version: Version) -> None:
         async with self._lock:
             await asyncio.gather(*(client.rollback(version) for client in self._clients))
