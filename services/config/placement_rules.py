@@ -17,17 +17,6 @@ def _the_local_engine_has_no_gpus(config: RunConfig) -> str | None:
     return None
 
 
-def _nccl_has_gpus_of_its_own_at_both_ends(config: RunConfig) -> str | None:
-    gpus = config.placement.gpus
-    shared = set(gpus.roles.get("actor", ())) & {gpu for replica in gpus.replicas for gpu in replica}
-    if config.weights.transport == "nccl" and (shared or config.placement.mode == "colocated"):
-        return (
-            'weights.transport = "nccl" needs different GPUs for the trainer and the replicas, but placement '
-            'lets them share: set the transport to "cuda_ipc", or placement.mode to "split"'
-        )
-    return None
-
-
 def _memory_is_shared_within_a_host(config: RunConfig) -> str | None:
     gpus, transport = config.placement.gpus, config.weights.transport
     hosts = {gpu.host for each in (gpus.roles.get("actor", ()), *gpus.replicas) for gpu in each}
@@ -53,7 +42,6 @@ def _other_hosts_reach_the_coordinator(config: RunConfig) -> str | None:
 
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _the_local_engine_has_no_gpus,
-    _nccl_has_gpus_of_its_own_at_both_ends,
     _memory_is_shared_within_a_host,
     _other_hosts_reach_the_coordinator,
 )

@@ -47,10 +47,10 @@ def resolve_for_gpus(config: RunConfig, count: int | None) -> RunConfig:
     """As `resolve`, for a machine with `count` GPUs, or as many as the file names; None: enough for models
     that share theirs."""
     gpus, mode = config.placement.gpus, config.placement.mode
+    config = _with_devices(config, has_gpus=True)
     named = {gpu.number for each in (*gpus.roles.values(), *gpus.replicas) for gpu in each if not gpu.host}
     if count is None:
-        needs = gpu_needs(_with_devices(config, has_gpus=not config.generates_on_cpu))
-        count = max(needs.total("split" if mode == AUTO else mode), 1)
+        count = max(gpu_needs(config).total("split" if mode == AUTO else mode), 1)
     return resolve(config, sorted(named) or range(count))
 
 

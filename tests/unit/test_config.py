@@ -365,7 +365,7 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             'trainer.attention = "flash" does not support float32: set trainer.dtype = "bfloat16"',
         ),
         (
-            ["trainer.attention=varlen"],
+            ["trainer.attention=varlen", "trainer.dtype=float32"],
             'trainer.attention = "varlen" does not support float32: set trainer.dtype = "bfloat16"',
         ),
         (

@@ -17,7 +17,7 @@ from atoll.config.gpus import Gpu, describe_gpus, parse_gpus
 from atoll.config.load import load, validate
 from atoll.config.placement import check_torchrun, other_hosts, replica_environment, trainer_environment
 from atoll.config.resolve import resolve
-from atoll.config.schema import ParallelConfig, RolloutSection, RunConfig
+from atoll.config.schema import ParallelConfig, RolloutSection, RunConfig, section_name
 from atoll.runtime.errors import UserError
 from atoll.runtime.gpus import installed_gpus, resolve_here
 from atoll.trainer.megatron.model import initialize_parallel
@@ -84,8 +84,13 @@ def test_without_gpus_everything_computes_on_the_cpu_in_float32() -> None:
     assert not config.trainer.offload
 
 
-def test_the_local_engine_stays_on_the_cpu_beside_a_trainer_on_gpus() -> None:
-    config = resolve(a_run(rollout={"engine": "local", "replicas": 9}), [0])
+def test_models_stay_on_the_cpu_with_the_local_engine_unless_their_device_is_set() -> None:
+    """So the examples train the same everywhere, also with a torch that cannot use this machine's GPUs."""
+    config = resolve(a_run(rollout={"engine": "local"}), [0])
+    assert (config.trainer.device, config.trainer.dtype) == ("cpu", "float32")
+    assert not config.placement.gpus.roles
+
+    config = resolve(a_run(rollout={"engine": "local", "replicas": 9}, trainer={"device": "cuda"}), [0])
     assert (config.trainer.device, config.rollout.device) == ("cuda", "cpu")
     assert (config.trainer.dtype, config.rollout.dtype) == ("bfloat16", "float32")
     assert config.weights.transport == "shm"
@@ -118,7 +123,7 @@ NAMED = {"actor": "0-3", "reference": "4-5", "rollout": ["6-7", "8-9"]}
     ("sections", "count", "message"),
     [
         (
-            {"coordinator": {"max_staleness": 1}, "weights": {"transport": "nccl"}},
+            {"coordinator": {"max_staleness": 1}},
             7,
             "the run (actor 4, reference 2, rollout 2 x 2) needs this many GPUs: 10 with placement.mode = "
             '"standalone", 8 with placement.mode = "split"; this machine has 7: lower trainer.parallel',
@@ -131,7 +136,7 @@ NAMED = {"actor": "0-3", "reference": "4-5", "rollout": ["6-7", "8-9"]}
         (
             {"placement": {"mode": "colocated"}, "weights": {"transport": "nccl"}},
             8,
-            'weights.transport = "nccl" needs different GPUs for the trainer and the replicas',
+            'weights.transport = "nccl" broadcasts: set it to "cuda_ipc" or "shm"',
         ),
         ({"trainer": FOUR | {"device": "cuda"}}, 0, "this machine has 0: lower trainer.parallel"),
         (
@@ -244,7 +249,11 @@ def test_every_example_gets_the_gpus_of_its_mode(
     """Each rank of a trainer uses the one GPU that it sees, before it meets the others."""
     monkeypatch.chdir(path.parents[1])
     nvidia_smi.install(monkeypatch, tmp_path, 1 if path.stem == "gpu_1" else 8)
-    config = resolve_here(load(path))
+    config = load(path)
+    if config.generates_on_cpu:  # then models use GPUs only if they are told to
+        assert not resolve_here(config).placement.gpus.roles
+        config = load(path, [f"{section_name(role)}.device=cuda" for role in config.started_roles])
+    config = resolve_here(config)
     used = dict[str, list[str]]()
     for service in (each for group in service_groups(config, "10.0.0.1:9") for each in group.services):
         kind = service.name.rpartition("-")[0]
