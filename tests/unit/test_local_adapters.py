@@ -47,7 +47,7 @@ def test_adapters_add_what_those_of_peft_add(
     ours.weights = layout.bind(buffer)
     prefix = ours.prefill(prompts_PS, lengths_P)
     torch.testing.assert_close(prefix.logits_PV, logits[:, 18], rtol=0, atol=1e-5)
-    cache = KVCache(spec, slots=2)
+    cache = KVCache(spec, 2, torch.empty(0, 0, dtype=torch.uint8))
     cache.reserve(20)
     cache.fill(0, prefix, torch.arange(2))
     decoded = ours.decode(cache, IDS[:, 19], torch.full((2,), 19), longest=19)

@@ -147,11 +147,8 @@ class Algorithm:
 
         unrouted = replace(segments, routes=None)  # the experts are the actor's
 
-        def actor_logprobs(model: ModelClient) -> Awaitable[Float32]:
-            return model.compute_logprobs(segments)
-
-        def logprobs(model: ModelClient) -> Awaitable[Float32]:
-            return model.compute_logprobs(unrouted)
+        def logprobs(asked: Segments) -> Question:
+            return lambda model: model.compute_logprobs(asked)
 
         def values(model: ModelClient) -> Awaitable[Float32]:
             return model.compute_values(unrouted)
@@ -171,8 +168,8 @@ class Algorithm:
 
         return _ModelOutputs(
             *await asyncio.gather(
-                ask("actor", "old_log_prob", actor_logprobs, needs_actor),
-                ask("reference", "ref", logprobs, kl is not None and kl.estimator != "full"),
+                ask("actor", "old_log_prob", logprobs(segments), needs_actor),
+                ask("reference", "ref", logprobs(unrouted), kl is not None and kl.estimator != "full"),
                 ask("critic", "values", values),
                 ask("cost_critic", "cost_values", values),
                 ask("reward_model", "reward_model", values),

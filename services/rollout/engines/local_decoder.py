@@ -21,13 +21,13 @@ from tokenizers import Tokenizer
 
 from atoll.rollout.engines.base import Completion
 from atoll.rollout.engines.local_model import KVCache, LocalModel, Prefix
+from atoll.rollout.engines.local_output import PartialOutput, empty_output
 from atoll.rollout.engines.local_sessions import SessionCache
 from atoll.rollout.engines.sampling import draw, stream_key, uniforms
-from atoll.wire.types import FinishReason, Float32, Int32, Routes, TurnId, TurnRequest, Version, VersionSpan
+from atoll.wire.types import FinishReason, Int32, Routes, TurnId, TurnRequest, Version
 
 Call = TypeVar("Call")  # identifies the caller; passed through
 
-NO_ROUTES = np.empty((0, 0, 0), np.uint8)
 PREFILL_TOKENS = 8192  # of one prefill, padding included; a longer prompt goes alone
 
 ROW = np.dtype(
@@ -46,24 +46,13 @@ ROW = np.dtype(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _PartialOutput:
-    """The partial output of a sample."""
-
-    token_ids_T: Int32
-    logprobs_T: Float32
-    versions: tuple[tuple[Version, int], ...]  # and the number of the first token of each
-    started: float  # Unix seconds
-    routes_NYC: Routes  # see Completion; empty if they are not recorded
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _DecodeRequest(Generic[Call]):
     """One requested turn."""
 
     call: Call
     request: TurnRequest
     id: TurnId
-    output: _PartialOutput | None = None  # of a retracted sample
+    output: PartialOutput | None = None  # of a retracted sample
 
     @property
     def num_produced(self) -> int:
@@ -250,7 +239,7 @@ class Decoder(Generic[Call]):
             self._stops_RW = _widen(self._stops_RW, len(stops), -1)
             self._stops_RW[row] = -1
             self._stops_RW[row, : len(stops)] = stops
-            output = ticket.output or _empty_output(now)
+            output = ticket.output or empty_output(now)
             versions = [*output.versions, (self.version, produced)]
             self._running.append(_RunningRow(ticket, output.started, versions))
             longest = max(longest, context_length + limit)
@@ -301,13 +290,13 @@ class Decoder(Generic[Call]):
         finished = []
         for row, reason, text in ended:
             ticket, output = self._running[row].ticket, self._output(row)
-            finished.append((ticket.call, _completion(ticket, output, reason, text)))
+            finished.append((ticket.call, output.complete(ticket.id, reason, text)))
             if ticket.request.session:
                 self._keep(row, ticket.request, output)
         self._close_gaps({row for row, _, _ in ended})
         return finished
 
-    def _keep(self, row: int, request: TurnRequest, output: _PartialOutput) -> None:
+    def _keep(self, row: int, request: TurnRequest, output: PartialOutput) -> None:
         """For the session's next turn. Keys and values that older weights computed are of no use to it."""
         if all(version == self.version for version, _ in output.versions):
             length = int(self._rows["length"][row])
@@ -316,13 +305,13 @@ class Decoder(Generic[Call]):
 
     def _unfinished(self, ticket: _DecodeRequest[Call]) -> Completion:
         """Of a sample that waits."""
-        output = ticket.output or _empty_output(time.time())
-        return _completion(ticket, output, FinishReason.ABORT, self._text(output.token_ids_T))
+        output = ticket.output or empty_output(time.time())
+        return output.complete(ticket.id, FinishReason.ABORT, self._text(output.token_ids_T))
 
-    def _output(self, row: int) -> _PartialOutput:
+    def _output(self, row: int) -> PartialOutput:
         running, token_ids_T = self._running[row], self._response(row).copy()
         logprobs_T, versions = self._logprobs_RT[row, : len(token_ids_T)].copy(), tuple(running.versions)
-        return _PartialOutput(token_ids_T, logprobs_T, versions, running.started, self._routes(row))
+        return PartialOutput(token_ids_T, logprobs_T, versions, running.started, self._routes(row))
 
     def _routes(self, row: int) -> Routes:
         """A retracted sample keeps what it had: the last layer does not compute a whole context again."""
@@ -363,38 +352,6 @@ class Decoder(Generic[Call]):
         text = self._text(ids_T)
         found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
         return text[: min(found)] if found else None
-
-
-def _empty_output(started: float) -> _PartialOutput:
-    return _PartialOutput(np.empty(0, np.int32), np.empty(0, np.float32), (), started, NO_ROUTES)
-
-
-def _completion(
-    ticket: _DecodeRequest[Any], output: _PartialOutput, reason: FinishReason, text: str
-) -> Completion:
-    return Completion(
-        id=ticket.id,
-        token_ids=output.token_ids_T,
-        logprobs=output.logprobs_T,
-        spans=_spans(output),
-        finish_reason=reason,
-        text=text,
-        started=output.started,
-        finished=time.time(),
-        routes=output.routes_NYC if output.routes_NYC.size else None,
-    )
-
-
-def _spans(output: _PartialOutput) -> tuple[VersionSpan, ...]:
-    """Merges neighbouring spans of one version, as after a retraction."""
-    spans: list[VersionSpan] = []
-    ends = [*(start for _, start in output.versions[1:]), len(output.token_ids_T)]
-    for (version, start), end in zip(output.versions, ends, strict=False):
-        if spans and spans[-1].version == version:
-            spans[-1] = spans[-1]._replace(end=end)
-        elif end > start:
-            spans.append(VersionSpan(version, start, end))
-    return tuple(spans)
 
 
 def _widen(array: NDArray[Any], columns: int, fill: int) -> NDArray[Any]:

@@ -22,7 +22,7 @@ from atoll.rollout.engines.sglang.arguments import arguments_of, environment_of,
 from atoll.rollout.engines.sglang.memory import ServerMemory
 from atoll.rollout.engines.sglang.messages import SGLangError
 from atoll.rollout.engines.sglang.parameters import num_elements
-from atoll.rollout.engines.sglang.server import ServerLimits, SGLangServer, limits_of
+from atoll.rollout.engines.sglang.server import CONTROL_DEADLINES, ServerLimits, SGLangServer, limits_of
 from atoll.rollout.engines.sglang.workers import Workers
 from atoll.runtime.errors import EngineDiedError, UserError
 from atoll.runtime.memory import BYTES
@@ -43,9 +43,6 @@ from atoll.wire.types import (
 
 T = TypeVar("T")
 
-# Deadlines of a part (weights.deadline_s) until a silent server is killed. Until its own deadline, a
-# broadcast that waits for a slow peer occupies the GPU, and perhaps a decode step behind it.
-CONTROL_DEADLINES: Final = 3
 ABORT_AGAIN_S: Final = 0.5  # an abort that overtakes its request has no effect
 STOPPED_MODES: Final = {PauseMode.IN_PLACE: "in_place", PauseMode.RETRACT: "retract"}  # as SGLang calls them
 
@@ -86,9 +83,7 @@ class SGLangEngine:
         self._inboxes: set[asyncio.Queue[Completion | Exception]] = set()  # of all `generate` calls
         self._aborting: set[asyncio.Task[None]] = set()
         self._changes: set[asyncio.Task[Any]] = set()  # of weights and of pausing
-        self._tries = 0
-        self._tokens_generated = 0
-        self._tokens_prefilled = 0
+        self._tries = self._tokens_generated = self._tokens_prefilled = 0
         self._answers = 0  # of its schedulers, to `progress`
         self._pause: PauseMode | None = None
         self._committing = False
@@ -190,7 +185,9 @@ class SGLangEngine:
                 while not inbox.empty():
                     outcomes.append(inbox.get_nowait())
                 missing -= len(outcomes)
-                yield [_completion(outcome) for outcome in outcomes]
+                if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
+                    raise errors[0]
+                yield [outcome for outcome in outcomes if isinstance(outcome, Completion)]
         finally:
             self._inboxes.remove(inbox)
             if missing:
@@ -401,9 +398,3 @@ class SGLangEngine:
         """The server died: ends every call with its error."""
         for inbox in self._inboxes:
             inbox.put_nowait(self._server.death())
-
-
-def _completion(outcome: Completion | Exception) -> Completion:
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome

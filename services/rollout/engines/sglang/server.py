@@ -23,6 +23,9 @@ _log = logging.getLogger(__name__)
 LAUNCH: Final = "atoll.rollout.engines.sglang.launch"  # it imports SGLang
 POLL_S: Final = 0.2  # between two polls of a starting server
 DEATH_S: Final = 15.0  # SGLang takes a second or two to end once one of its processes is gone
+# Deadlines of a part (weights.deadline_s) until a silent server is killed. Until its own deadline, a
+# broadcast that waits for a slow peer occupies the GPU, and perhaps a decode step behind it.
+CONTROL_DEADLINES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
