@@ -69,7 +69,7 @@ def hidden(policy: Any, segments: Segments) -> Tensor:
     from atoll.trainer.megatron.context import ContextSplit
 
     tokens, positions = torch.from_numpy(segments.token_ids).long(), torch.from_numpy(segments.positions)
-    return policy.output(tokens, positions, plan_rows(segments, CPU, ContextSplit())).squeeze(1)  # type: ignore[no-any-return]
+    return policy.output(tokens, positions, plan_rows(segments, CPU, ContextSplit()), None).squeeze(1)  # type: ignore[no-any-return]
 
 
 def logits(policy: Any, segments: Segments) -> Tensor:
