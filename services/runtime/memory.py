@@ -210,10 +210,10 @@ def _activations_by_layer(spec: ModelSpec, section: RoleSection, recompute: str)
     if spec.experts is None:  # gate and up; unless it is computed again, silu(gate) and its product with up
         elements += (2 if recompute == "selective" else 4) * spec.intermediate_size / tp
     else:  # of each token's experts: input, gate and up; unless they are computed again, silu(gate), its
-        # product with up, and that scaled; what the router reads and says
+        # product with up, and that scaled; what the router says
         routed, kept = spec.experts.per_token / sp, 2 if recompute == "selective" else 5
         elements += routed * (spec.hidden_size + kept * spec.experts.intermediate_size)
-        float32 += (spec.hidden_size + 2 * spec.experts.num) / sp
+        float32 += 2 * spec.experts.num / sp
     return int(elements * size + float32 * FP32)
 
 
@@ -232,6 +232,8 @@ def _working(spec: ModelSpec, section: RoleSection, stage: int, is_update: bool)
     if is_update:
         # gradients of gate, up and product, and one more product, where what the product was kept in is free
         layer = (3 * width + 2 * hidden) * size
+        if spec.experts is not None:  # of their outputs
+            layer += spec.experts.per_token * hidden * size
         if section.recompute == "selective":  # silu(gate) and the product again
             layer += 2 * width * size
         elif section.recompute in ("full", "offload"):  # all that a layer keeps

@@ -94,7 +94,8 @@ def check(folder: Path, sections: list[TrainerSection]) -> None:
         np.testing.assert_allclose(planned.gradients, got.gradients, rtol=padding, err_msg=what)
         np.testing.assert_allclose(planned.activations, got.activations, rtol=0.08, err_msg=what)
         # the arithmetic names the largest tensors of the moment: it errs upwards where they do not meet
-        assert 0.94 < (planned.activations + planned.working) / peak < 1.27, what
+        ratio = (planned.activations + planned.working) / peak
+        assert 0.94 < ratio < 1.27, f"{what}: {ratio:.3f} of {peak} bytes"
 
 
 def check_total(folder: Path, sections: list[TrainerSection]) -> None:
