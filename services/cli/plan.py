@@ -24,6 +24,7 @@ from atoll.runtime.memory import (
     RankMemory,
     host_memory,
     rank_memory,
+    segment_bytes,
 )
 from atoll.runtime.model_spec import ModelSpec, read_spec, with_value_head
 
@@ -149,6 +150,10 @@ def plan(config: RunConfig) -> Iterator[StageMemory]:
             if is_colocated:
                 forward, update = replace(forward, framework=0), replace(update, framework=0)
             pushed = BYTES[config.rollout.dtype] if role == "actor" else 0
+            if pushed and config.weights.transport == "cuda_ipc":  # its segment is on the GPU in either turn
+                segment = segment_bytes(num_elements(spec, 1) * pushed, parallel.world_size)
+                forward = replace(forward, framework=forward.framework + segment)
+                update, pushed = replace(update, framework=update.framework + segment), 0
             host = host_memory(spec, section, stage, pushed)
             num_ranks = parallel.world_size // parallel.pipeline
             yield StageMemory(role, stage, num_ranks, forward, update, host, section.offload)
@@ -161,7 +166,8 @@ def plan_replica(config: RunConfig, capacity: int) -> ReplicaMemory | None:
     spec, rollout = _spec(config, "actor"), config.rollout
     weights = num_elements(spec, rollout.tp_size) * BYTES[rollout.dtype]
     takes_turns = config.placement.mode == "colocated"
-    pushes = reserved_mib(weights, config.weights.transport, staging="device", takes_turns=takes_turns) << 20
+    pushed = config.weights
+    pushes = reserved_mib(weights, pushed.transport, staging=pushed.staging, takes_turns=takes_turns) << 20
     share = (rollout.sglang.model_extra or {}).get("mem_fraction_static")
     reserve = int((1 - share) * capacity) if share else sglang_reserve(rollout.tp_size)
     return ReplicaMemory(weights, pushes, reserve, capacity - weights - pushes - reserve)

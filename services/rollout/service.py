@@ -203,6 +203,7 @@ async def _start_sglang(config: RunConfig) -> Engine:
         version=AS_IN_FOLDER,
         setup=_receiver_setup(config),
         records_routes=config.trainer.router_replay,
+        trainer_ranks=config.trainer.parallel.world_size,
     )
 
 

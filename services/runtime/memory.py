@@ -132,6 +132,11 @@ def adapters(spec: ModelSpec, lora: LoraConfig, parallel: ParallelConfig) -> Par
     return ParameterCount(layers * lora.rank * sum(extents[target] for target in lora.targets), 0)
 
 
+def segment_bytes(model_bytes: int, num_ranks: int) -> int:
+    """Of a trainer rank: both halves of what replicas read (`shm`, `cuda_ipc`). Ranks send equal parts."""
+    return 2 * model_bytes // num_ranks
+
+
 def host_memory(spec: ModelSpec, section: RoleSection, stage: int, push_bytes: int) -> int:
     """Bytes of host memory per rank: both halves of the segment that weights are pushed through, in
     `push_bytes` per element (0: it pushes none), and what is off-loaded, activations among it."""

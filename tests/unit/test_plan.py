@@ -167,6 +167,8 @@ def test_a_replica_by_hand(run_file: Path, capsys: pytest.CaptureFixture[str]) -
     assert plan["placement"]["gpus"]["rollout"] == ["0"]
     (warning,) = (line for line in plan["warnings"] if line.startswith("rollout beside actor (stage 0)"))
     assert "GiB are left for keys and values, too little for one sequence of 1280 tokens" in warning
+    frameworks = [row["update"]["framework"] for row in plan["ranks"]]
+    assert frameworks == [GIB + 2 * weights, GIB]  # the actor's segment has two halves
 
 
 def test_communicators_and_fragmentation(tmp_path: Path) -> None:

@@ -191,13 +191,21 @@ def test_a_replica_that_takes_turns_on_a_gpu_can_release_its_memory() -> None:
         ("nccl", "device", False, 3 + 2 * 300),  # communicators with two senders
         ("nccl", "host", False, 2 * 300),
         ("cuda_ipc", "device", False, 3),
-        ("cuda_ipc", "device", True, 0),  # weights go straight into the parameters
+        (
+            "cuda_ipc",
+            "device",
+            True,
+            5,
+        ),  # weights go straight into the parameters, from the trainer's segment
+        ("shm", "device", True, 0),
         ("shm", "host", False, 0),
     ],
 )
 def test_memory_for_pushes(transport: str, staging: str, takes_turns: bool, expected: int) -> None:
     shard_bytes = 2 * (1 << 20) + 1
-    got = reserved_mib(shard_bytes, transport, staging=staging, takes_turns=takes_turns)
+    got = reserved_mib(
+        shard_bytes, transport, staging=staging, takes_turns=takes_turns, segment_bytes=5 << 20
+    )
     assert got == expected
 
 

@@ -68,11 +68,15 @@ def arguments_of(
     return arguments
 
 
-def reserved_mib(shard_bytes: int, transport: str, *, staging: str, takes_turns: bool) -> int:
+def reserved_mib(
+    shard_bytes: int, transport: str, *, staging: str, takes_turns: bool, segment_bytes: int = 0
+) -> int:
     """GPU memory per rank, in MiB, that weight pushes need beside SGLang's own: the staging buffer of
     `shard_bytes`, and the communicators of the transport. `takes_turns`: with the trainer, on the same GPUs;
-    weights then go straight into the parameters."""
-    staged = shard_bytes if staging == "device" and not takes_turns else 0
+    weights then go straight into the parameters, with `cuda_ipc` from `segment_bytes` of a trainer's rank."""
+    staged = shard_bytes if staging == "device" else 0
+    if takes_turns:
+        staged = segment_bytes if transport == "cuda_ipc" else 0
     traits = TRANSPORTS[transport]
     communicators = traits.max_senders if traits.on_gpus and not traits.stays_readable else 0
     return -(-staged // (1 << 20)) + communicators * COMMUNICATOR_MIB

@@ -25,7 +25,7 @@ from atoll.rollout.engines.sglang.parameters import num_elements
 from atoll.rollout.engines.sglang.server import CONTROL_DEADLINES, ServerLimits, SGLangServer, limits_of
 from atoll.rollout.engines.sglang.workers import Workers
 from atoll.runtime.errors import EngineDiedError, UserError
-from atoll.runtime.memory import BYTES
+from atoll.runtime.memory import BYTES, segment_bytes
 from atoll.runtime.model_spec import ModelSpec, check_router_replay, read_spec
 from atoll.wire.types import (
     EngineMemory,
@@ -83,8 +83,7 @@ class SGLangEngine:
         self._inboxes: set[asyncio.Queue[Completion | Exception]] = set()  # of all `generate` calls
         self._aborting: set[asyncio.Task[None]] = set()
         self._changes: set[asyncio.Task[Any]] = set()  # of weights and of pausing
-        self._tries = self._tokens_generated = self._tokens_prefilled = 0
-        self._answers = 0  # of its schedulers, to `progress`
+        self._tries = self._answers = self._tokens_generated = self._tokens_prefilled = 0
         self._pause: PauseMode | None = None
         self._committing = False
         self._stopped: PauseMode | None = None  # how SGLang is paused
@@ -106,6 +105,7 @@ class SGLangEngine:
         version: Version,
         setup: ReceiverSetup,
         records_routes: bool = False,
+        trainer_ranks: int = 1,
     ) -> Self:
         """Serves the model; `version` names the weights in the folder. `records_routes`: completions tell the
         experts of each token. Raises UserError for a model or an argument that SGLang refuses,
@@ -123,17 +123,17 @@ class SGLangEngine:
         arguments = arguments_of(user, ours, device, config.tp_size, takes_turns=turns)
         environment = environment_of(device, config.tp_size, threads, takes_turns=turns)
         shard_bytes = num_elements(spec, config.tp_size) * BYTES[dtype]
+        segment = segment_bytes(shard_bytes * config.tp_size, trainer_ranks)
+        reserved = reserved_mib(
+            shard_bytes, setup.transport, staging=setup.staging, takes_turns=turns, segment_bytes=segment
+        )
         async with AsyncExitStack() as undo:
             workers = Workers(config.tp_size, version, setup)
             undo.push_async_callback(workers.close)
             server = await SGLangServer.start(
                 arguments + workers.arguments,
                 environment | workers.environment,
-                reserved_mib=reserved_mib(
-                    shard_bytes, setup.transport, staging=setup.staging, takes_turns=turns
-                )
-                if device == "cuda"
-                else 0,
+                reserved_mib=reserved if device == "cuda" else 0,
                 start_timeout_s=start_timeout_s,
                 control_timeout_s=CONTROL_DEADLINES * setup.deadline_s,
             )
