@@ -79,8 +79,8 @@ def trainer_environment(config: RunConfig, role: Role, rank: int) -> Mapping[str
 
 def replica_environment(config: RunConfig, name: str) -> Mapping[str, str]:
     """As `trainer_environment`. SGLang's ranks take the first GPUs. With `cuda_ipc` a replica also sees the
-    actor's others, since it opens memory on the GPU that has it. A replica that the
-    config does not count, which a user has added, keeps the GPUs that its environment has."""
+    actor's other GPUs, since it opens memory on the GPU that has it. A replica that a user has added, so that
+    the config does not count it, keeps the GPUs of its environment."""
     if config.rollout.device != "cuda":
         return NO_GPU
     gpus = config.placement.gpus

@@ -50,9 +50,7 @@ BACKLOG: Final = 4096  # connections of agents that wait while a gateway is star
 COORDINATOR_TIMEOUT_S: Final = 3.0
 AWAY_PAUSE_S: Final = 1.0  # between attempts to reach an unavailable coordinator
 EXIT_RANK_LOST: Final = 3  # of a trainer rank that ends because another rank died
-EXIT_RESTARTS_EXHAUSTED: Final = (
-    4  # of a service that is not started again: it used up its restarts, or none helps
-)
+EXIT_RESTARTS_EXHAUSTED: Final = 4  # of a service that has used up its restarts, or that none would help
 
 
 @dataclass(frozen=True, slots=True)

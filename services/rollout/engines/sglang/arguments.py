@@ -85,9 +85,7 @@ def reserved_mib(
 def environment_of(device: str, tp_size: int, threads: int, *, takes_turns: bool = False) -> dict[str, str]:
     """Of the child, beside this process's own. `takes_turns`: with the trainer, on the same GPUs."""
     variables = {"HF_HUB_OFFLINE": "1"}
-    if (
-        takes_turns
-    ):  # the memory saver cannot release expandable segments, which a user may set for the trainer
+    if takes_turns:  # the memory saver cannot release expandable segments, which a user may have set
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
     if device == "cpu":
         variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads)}

@@ -77,8 +77,7 @@ class SGLangServer:
         control_timeout_s: float,
     ) -> Self:
         """Returns once it has answered its first request. `reserved_mib` of each GPU stay free for others;
-        `control_timeout_s` bounds later calls other than
-        generation. Raises UserError if SGLang refuses its
+        `control_timeout_s` bounds later calls other than generation. Raises UserError if SGLang refuses its
         arguments, EngineDiedError if it ends otherwise or takes longer than `start_timeout_s`."""
         folder = TemporaryDirectory(prefix="atoll-sglang-")  # its sockets, which a SIGKILL would leave behind
         with reserve_port() as port:
