@@ -198,8 +198,8 @@ async def test_who_comes_after_the_engine_broke_is_told(start_engine, diverged_q
 
 
 async def test_released_memory_goes_back_to_the_system_until_a_push(start_engine, tmp_path):
-    """Weights, keys and values of some 60 MB each. What is asked meanwhile is refused; afterwards the engine
-    generates as before, from weights that it has received anew."""
+    """Weights, keys and values of some 60 MB each. Requests are refused until both are back; then the engine
+    generates as before, from the weights that it received last."""
     folder = write_model(
         tmp_path, "qwen2", vocab_size=60_000, hidden_size=256, num_key_value_heads=4, tie_word_embeddings=True
     )

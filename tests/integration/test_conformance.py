@@ -317,7 +317,7 @@ async def test_tools_are_checked_too() -> None:
 
 
 class OneAtATime(reward_pb2_grpc.RewardServicer):
-    """Runs a program, and refuses what is asked meanwhile."""
+    """Refuses every request while it runs a program."""
 
     busy = False
 

@@ -148,7 +148,7 @@ def test_prompts_and_responses_are_recorded_but_for_the_last_token(layout: Batch
     ],
     ids=["tp2_sp_ep2", "pp2_vpp2_cp2_recompute"],
 )
-def test_layouts_replay_alike(
+def test_every_layout_replays_the_same(
     folders: tuple[Path, Path], layout: BatchLayout, norm: float, parallel: ParallelConfig, recompute: str
 ) -> None:
     for replayed, own, its_norm in run_ranks(

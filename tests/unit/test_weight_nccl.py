@@ -183,7 +183,7 @@ def test_an_abort_frees_nothing_that_a_broadcast_uses(nccl, gpus, monkeypatch):
     monkeypatch.setattr(nccl, "RETURN_S", 0.01)
     connect, freed = NcclCommunicator._wait, threading.Event()
 
-    def aborted_meanwhile(inner: NcclCommunicator) -> None:
+    def aborted_during_the_wait(inner: NcclCommunicator) -> None:
         if inner._in_use:
             aborting = threading.Thread(target=communicator.abort)
             aborting.start()
@@ -192,7 +192,7 @@ def test_an_abort_frees_nothing_that_a_broadcast_uses(nccl, gpus, monkeypatch):
         connect(inner)
 
     abort = NcclCommunicator.abort
-    monkeypatch.setattr(NcclCommunicator, "_wait", aborted_meanwhile)
+    monkeypatch.setattr(NcclCommunicator, "_wait", aborted_during_the_wait)
     monkeypatch.setattr(NcclCommunicator, "abort", lambda inner: (abort(inner), freed.set()))
     endless = SimpleNamespace(ptr=0, record=lambda: SimpleNamespace(done=False))
     monkeypatch.setattr(nccl.cupy.cuda, "Stream", lambda non_blocking: endless)
