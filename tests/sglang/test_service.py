@@ -1,7 +1,6 @@
 """A rollout service on SGLang in a process of its own: its engine dies, and then the service."""
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from atoll.config.load import write_resolved
 from atoll.coordinator.control import RunControl
 from atoll.coordinator.fleet.registry import Registry, ServiceJoined, ServiceLeft
 from atoll.coordinator.service import CoordinatorService
@@ -23,7 +23,7 @@ from atoll.runtime.errors import ServiceUnavailableError
 from atoll.runtime.server import Server
 from atoll.runtime.store import Store, run_embedded_server
 from atoll.wire.types import FinishReason, Sampling, ServiceEntry, Trajectory, TurnRequest
-from tests.builders import group_id, turn_request
+from tests.builders import group_id, run_config, turn_request
 from tests.contract.engines import ENDLESS, reference_logits
 from tests.tokens import TOKEN
 
@@ -36,18 +36,16 @@ pytestmark = [pytest.mark.long, pytest.mark.rerun_once]
 
 
 def config_file(folder: Path, model: Path) -> Path:
-    tree = {
-        "run": {"name": "toy", "steps": 1},
-        "model": {"path": str(model)},
-        "data": {"train": [{"path": "rows.jsonl"}]},
-        "rollout": {
+    config = run_config(
+        model={"path": model},
+        rollout={
             "engine": "sglang",
             "max_restarts": 1,
-            "sglang": {"device": "cpu", "log_level": "error", "max_running_requests": 16},
+            "sglang": {"log_level": "error", "max_running_requests": 16},
         },
-    }
+    )
     path = folder / "config.json"
-    path.write_text(json.dumps(tree))
+    write_resolved(config, path)
     return path
 
 
