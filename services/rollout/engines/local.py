@@ -5,7 +5,6 @@ the queue of each `generate` call.
 """
 
 import asyncio
-import ctypes
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
@@ -35,6 +34,7 @@ from atoll.runtime.errors import (
     UserError,
     WeightPushError,
 )
+from atoll.runtime.malloc import return_freed_memory
 from atoll.runtime.model_spec import check_length, check_router_replay, read_spec
 from atoll.weights.boxes import tensor_checksums
 from atoll.weights.transport.base import Receiver
@@ -241,7 +241,7 @@ class LocalEngine:
             self._released = frozenset(EngineMemory)
             self._decoder.release()
             memory.release()
-            ctypes.CDLL(None).malloc_trim(0)  # glibc would keep what was freed for this process
+            return_freed_memory()
 
         await self._between_tokens(command)
 

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from atoll.config.schema import LoraConfig, ParallelConfig
 from atoll.runtime.errors import UserError
+from atoll.runtime.malloc import keep_freed_memory
 from atoll.runtime.model_spec import ModelSpec
 from atoll.trainer.megatron import cpu_compat
 from atoll.trainer.megatron.activation_offload import OffloadedLayer
@@ -135,6 +136,8 @@ def initialize_parallel(
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(0)  # the only one that this process sees (config/placement.py)
+    else:
+        keep_freed_memory()
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=silence)
     if dist.get_world_size() != parallel.world_size:
         raise UserError(
