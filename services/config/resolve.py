@@ -169,7 +169,9 @@ def _does_not_fit(modes: Sequence[PlacementMode], needs: GpuNeeds, count: int) -
     sizes["rollout.replicas"] = needs.replicas * needs.tp_size
     advice = f"lower {max(sizes, key=sizes.__getitem__)}"
     others = [mode for mode in MODES if mode not in modes and needs.total(mode) <= count]
-    if len(modes) == 1 and others:
+    if not count:
+        advice = 'set device = "cpu" in the tables of roles and rollout'
+    elif len(modes) == 1 and others:
         advice = f'set placement.mode = "{others[0]}"'
     return (
         f"the run ({needs}) needs this many GPUs: {asked}; this machine has {count}: {advice}, or name GPUs "

@@ -138,7 +138,7 @@ NAMED = {"actor": "0-3", "reference": "4-5", "rollout": ["6-7", "8-9"]}
             8,
             'weights.transport = "nccl" broadcasts: set it to "cuda_ipc" or "shm"',
         ),
-        ({"trainer": FOUR | {"device": "cuda"}}, 0, "this machine has 0: lower trainer.parallel"),
+        ({"trainer": FOUR | {"device": "cuda"}}, 0, 'this machine has 0: set device = "cpu" in the tables'),
         (
             {"placement": {"gpus": NAMED | {"actor": "0-2"}}},
             10,
