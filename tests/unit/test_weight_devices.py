@@ -28,6 +28,7 @@ from atoll.wire.types import (
     StreamManifest,
     Version,
 )
+from tests.builders import model_spec
 from tests.unit.test_weight_boxes import words_sum
 from tests.unit.weight_layouts import Shard, random_model, shards
 
@@ -58,7 +59,7 @@ KINDS = {"host": torch.Tensor, "device": OnDevice}
 
 
 class Memory:
-    """Both ends of a transport whose parts lie in one kind of memory."""
+    """Sender and receiver of a transport that keeps its parts on the host or on a device."""
 
     def __init__(self, kind: str, part_bytes: Sequence[int]) -> None:
         self._rooms = [torch.zeros(size, dtype=torch.uint8).as_subclass(KINDS[kind]) for size in part_bytes]
@@ -214,19 +215,11 @@ def copy_launches(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
 def spec_of(num_experts: int) -> ModelSpec:
     """A small Qwen3: its layers have as many tensors as a large one's."""
     experts = Experts(num=num_experts, per_token=8, intermediate_size=16, norm_topk_prob=True)
-    return ModelSpec(
+    return model_spec(
         vocab_size=512,
         hidden_size=32,
         intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
         head_dim=8,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        max_positions=4096,
-        head="language",
-        tied=False,
         qkv_bias=False,
         qk_norm=True,
         experts=experts if num_experts else None,
