@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-H100_MIB = 81559
-
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, count: int, *, fails: str = "") -> None:
     """First on PATH. `fails`: what it says instead of listing GPUs."""
-    rows = "\n".join(f"{index}, GPU-{index:08d}, {H100_MIB}" for index in range(count))
+    rows = "\n".join(f"{index}, GPU-{index:08d}" for index in range(count))
     file = folder / "nvidia-smi"
     file.write_text(f"#!/bin/sh\necho {shlex.quote(fails or rows)}\nexit {9 if fails else 0}\n")
     file.chmod(0o755)

@@ -1,4 +1,7 @@
-"""What `atoll doctor` finds out about GPUs: by nvidia-smi, and by the environments that are to use them."""
+"""What `atoll doctor` finds out about GPUs: by nvidia-smi, and by the environments that are to use them.
+
+It asks nvidia-smi itself, since the packages that runtime/gpus.py imports may be what is missing.
+"""
 
 import json
 import re

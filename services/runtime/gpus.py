@@ -3,7 +3,6 @@
 import shutil
 import socket
 import subprocess
-from dataclasses import dataclass
 
 from atoll.config.load import set_environment, torchrun_place, visible_devices
 from atoll.config.placement import check_torchrun, trainer_environment
@@ -11,20 +10,13 @@ from atoll.config.resolve import may_use_gpus, resolve
 from atoll.config.schema import Role, RunConfig
 from atoll.runtime.errors import UserError
 
-QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+QUERY = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
 HIDE = "to compute on the CPU, set CUDA_VISIBLE_DEVICES to nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class InstalledGpu:
-    index: int
-    uuid: str
-    memory: int  # bytes
-
-
-def installed_gpus() -> list[InstalledGpu]:
-    """Those that CUDA_VISIBLE_DEVICES leaves, in its order. Raises UserError if there are some that cannot be
-    used."""
+def installed_gpus() -> list[int]:
+    """nvidia-smi's indices of those that CUDA_VISIBLE_DEVICES leaves, in its order. Raises UserError if there
+    are some that cannot be used."""
     allowed = visible_devices()
     if allowed == "" or not shutil.which(QUERY[0]):
         return []
@@ -36,10 +28,9 @@ def installed_gpus() -> list[InstalledGpu]:
         said = (answer.stdout or answer.stderr).strip()
         raise UserError(f"nvidia-smi failed: {said}: check the driver; {HIDE}")
     rows = [line.split(", ") for line in answer.stdout.splitlines() if line]
-    gpus = [InstalledGpu(int(index), uuid, int(mib) << 20) for index, uuid, mib in rows]
     if allowed is None:
-        return gpus
-    names = {name: gpu for gpu in gpus for name in (str(gpu.index), gpu.uuid)}
+        return [int(index) for index, _ in rows]
+    names = {name: int(index) for index, uuid in rows for name in (index, uuid)}
     chosen = [name.strip() for name in allowed.split(",")]
     if unknown := [name for name in chosen if name not in names]:
         raise UserError(
@@ -59,5 +50,5 @@ def take_gpu(config: RunConfig, role: Role, rank: int) -> None:
 
 def resolve_here(config: RunConfig) -> RunConfig:
     """`config` as it runs from this machine; see `resolve`. Raises UserError, ConfigError."""
-    there = [gpu.index for gpu in installed_gpus()] if may_use_gpus(config) else []
+    there = installed_gpus() if may_use_gpus(config) else []
     return resolve(config, there, socket.gethostname())

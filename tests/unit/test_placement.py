@@ -384,7 +384,7 @@ def test_gpus_that_the_environment_hides_do_not_count(
     nvidia_smi.install(monkeypatch, tmp_path, 3)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [gpu.index for gpu in installed_gpus()] == expected
+    assert installed_gpus() == expected
 
 
 def test_gpus_that_cannot_be_used_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
