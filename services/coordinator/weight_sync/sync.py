@@ -47,7 +47,6 @@ class WeightSync:
         self._replicas = replicas
         self._canary = canary
         self._dtype = dtype
-        self._takes_turns = takes_turns
         self._stays_readable = weights.stays_readable
         self._plans = PushPlans(dtype, weights.bucket_mb, weights.max_senders)
         self._epochs = Epochs(first_epoch)
@@ -82,7 +81,7 @@ class WeightSync:
         """If models and replicas take turns: begins the models', which lasts until the next push. Replicas
         have nothing to do until then.
         """
-        if self._takes_turns:
+        if self._turns.shared:
             async with self._lock:
                 await self._catch_up.stop()
                 self._last = None
@@ -90,7 +89,7 @@ class WeightSync:
 
     async def may_generate(self, replica: Replica) -> bool:
         """Whether a replica that is not routed has its memory; after a hand-over in progress."""
-        if not self._takes_turns:
+        if not self._turns.shared:
             return True
         async with self._lock:
             return await self._turns.may_generate(replica)
@@ -138,7 +137,7 @@ class WeightSync:
             raise next(iter(push.failed.values()))  # all replicas have a different model
         try:
             await push.transfer()
-            if self._takes_turns:
+            if self._turns.shared:
                 await push.check.wait_for_trainer()
                 await self._turns.to_replicas()
             live = await push.commit()

@@ -22,7 +22,7 @@ class DeviceTurns:
         """`shared`: whether there are turns; otherwise replicas have devices of their own, and nothing here
         does anything."""
         self._replicas = replicas
-        self._shared = shared
+        self.shared = shared
         self._models: Models = {}
         self._are_models = shared  # a replica that joins first waits for the first push
         self._timer = StepTimer()  # since `take_metrics`
@@ -35,7 +35,7 @@ class DeviceTurns:
     async def to_models(self) -> None:
         """Replicas end what they still run, which nobody waits for, and release their memory. One that does
         not is suspended, and asked again before it may rejoin."""
-        if not self._shared:
+        if not self.shared:
             return
         self._are_models = True
         with self._timer.phase("release"):
@@ -46,16 +46,14 @@ class DeviceTurns:
     async def make_room_for_weights(self) -> None:
         """The actor keeps its parameters, to publish them; gradients, optimizer state and all other models
         leave the devices."""
-        if not self._shared:
+        if not self.shared:
             return
         with self._timer.phase("offload"):
             for role, model in self._models.items():
                 await model.offload(keep_parameters=role == "actor")
 
     async def to_replicas(self) -> None:
-        """The models leave the devices."""
-        if not self._shared:
-            return
+        """The models leave the devices, which are shared."""
         with self._timer.phase("offload"):
             for model in self._models.values():
                 await model.offload()
