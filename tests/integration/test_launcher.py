@@ -145,7 +145,7 @@ async def test_deaths_of_more_than_an_hour_ago_do_not_count(tmp_path: Path) -> N
 
 
 async def test_a_group_starts_after_those_that_it_comes_after_serve(tmp_path: Path) -> None:
-    """Also if one of those needs a second start. The replica is told what the trainer has written by then."""
+    """The replica prints what the trainer has written before it serves."""
     told = tmp_path / "told"
     trainer = (
         "/bin/sh",

@@ -23,8 +23,8 @@ class OffloadedLayer(RoutedLayer):
 
     def forward(self, *args: Any, packed_seq_params: AttentionInputs, **kwargs: Any) -> Any:
         stays = {tensor.untyped_storage() for tensor in (*self.parameters(), *packed_seq_params.rotation)}
-        # Several tensors may lie in one storage, and an operation may write to it between two of them.
-        # Keeping the storages until the layer ends tells them apart from later ones at the same address.
+        # Tensors may share a storage, and its content may change before the next of them is packed: hence the
+        # version. The keys hold the storages until the layer ends, so that no other one gets their address.
         copies: dict[tuple[UntypedStorage, int], HostCopy] = {}
 
         def pack(tensor: Tensor) -> Restore:
