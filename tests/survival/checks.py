@@ -11,11 +11,15 @@ from atoll.cli.audit import audit
 from atoll.config.schema import RunConfig
 from atoll.runtime.dump import dumps, read_dump
 from atoll.wire.types import Group, Trajectory
-from tests.survival.moments import SOCKET
+from tests.survival.moments import SOCKET, moments_socket
 
 
 def rows(config: RunConfig) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def last_step(config: RunConfig) -> int:
+    return int(rows(config)[-1]["step"])
 
 
 def trained(config: RunConfig) -> dict[int, list[Group]]:
@@ -34,7 +38,7 @@ def check_history(config: RunConfig, steps: int) -> None:
     report = audit(config.folder)
     assert report.exit_code == 0, (report.wrong, report.unknown)
     assert {fate.kind for fate in report.fates.values()} <= {"trained", "pending"}, report.fates
-    assert [row["step"] for row in rows(config)] == list(range(steps + 1))
+    assert [row["step"] for row in rows(config) if row["step"]] == list(range(1, steps + 1))
     assert list(trained(config)) == list(range(1, steps + 1))
     assert list((config.folder / "dumps").glob("left-*")) == [], "a step was repeated"
     assert branches(config) == sorted(branches(config))
@@ -56,6 +60,18 @@ def branches(config: RunConfig) -> list[int]:
     return found
 
 
+def check_saved(config: RunConfig, step: int) -> None:
+    assert (config.folder / "checkpoints" / f"step-{step:06}").is_dir()
+
+
+def check_work_before(config: RunConfig, replica: str, step: int) -> None:
+    """It was given nothing after this step, during which it was told to leave: it held up no other one. One
+    version is generated with at a time, so a later step's samples are begun after this one's update."""
+    assert (
+        max(number for number, sample in samples(config) if sample.turns[0].origin.replica == replica) <= step
+    )
+
+
 def check_generated_once(config: RunConfig) -> None:
     """Nobody began a sample that another one had begun."""
     again = {str(sample.id): sample.attempt for _, sample in samples(config) if sample.attempt}
@@ -65,7 +81,7 @@ def check_generated_once(config: RunConfig) -> None:
 def check_nothing_left(config: RunConfig) -> None:
     """No process, and thereby no weights in shared memory, whose segments end with the processes that map
     them; no socket; no temporary file or folder; no address or token of the run."""
-    left = [process for process in psutil.process_iter() if _belongs(process)]
+    left = [process for process in psutil.process_iter() if _belongs(process, config)]
     _, alive = psutil.wait_procs(left, timeout=60)  # whose parent has ended may be ending still
     assert [process.cmdline() for process in alive] == []
     assert os.listdir(os.environ["TMPDIR"]) == []
@@ -74,9 +90,9 @@ def check_nothing_left(config: RunConfig) -> None:
     assert names & {"coordinator.address", "coordinator.token", "operator.token", "prometheus.json"} == set()
 
 
-def _belongs(process: psutil.Process) -> bool:
-    """Whether a service of this test started it, through others, too."""
+def _belongs(process: psutil.Process, config: RunConfig) -> bool:
+    """Whether it is a service of this run, or something that one started."""
     try:
-        return process.pid != os.getpid() and process.environ().get(SOCKET) == os.environ[SOCKET]
+        return process.environ().get(SOCKET) == str(moments_socket(config.run.dir))
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False

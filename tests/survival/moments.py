@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SOCKET = "SURVIVAL_SOCKET"
 
-# Runs a service as `python` would, and reports each decoding step that has work.
+# Runs a replica, and reports each decoding step that has work.
 DECODING = """#!{python}
 import runpy, sys
 sys.path.insert(0, "{root}")
@@ -36,8 +36,13 @@ def reporting(self, admit):
 
 Decoder.step = reporting
 sys.argv = sys.argv[2:]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+runpy.run_module("{module}", run_name="__main__", alter_sys=True)
 """
+
+
+def moments_socket(folder: Path) -> Path:
+    """Of the run in this folder."""
+    return folder / "moments"
 
 
 def report(moment: str) -> None:
@@ -62,27 +67,26 @@ def ppo_clip(tokens: Any) -> Any:
     return loss.ppo_clip(tokens)
 
 
-def decoding_python(folder: Path) -> Path:
-    """An interpreter for `rollout.python` whose replicas report their decoding steps."""
+def decoding_python(folder: Path, module: str = "atoll.rollout") -> Path:
+    """An interpreter for `rollout.python` whose replicas, run by `module`, report their decoding steps."""
     path = folder / "decoding_python"
-    path.write_text(DECODING.format(python=sys.executable, root=Path(__file__).parents[2]))
+    path.write_text(DECODING.format(python=sys.executable, root=Path(__file__).parents[2], module=module))
     path.chmod(0o755)
     return path
 
 
 @dataclass
 class Moments:
-    """Counts what the services report; the context listens on `path`."""
+    """Counts what the services of the run in `folder` report, for as long as the context lasts."""
 
-    path: Path
+    folder: Path
     counts: dict[str, int] = field(default_factory=dict)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _held: dict[str, int] = field(default_factory=dict)  # the count at which it is to be held
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     async def __aenter__(self) -> Self:
-        self.path.unlink(missing_ok=True)
-        server = await asyncio.start_unix_server(self._hear, self.path)
+        server = await asyncio.start_unix_server(self._hear, moments_socket(self.folder))
         await self._stack.enter_async_context(server)
         return self
 
@@ -90,7 +94,7 @@ class Moments:
         self._held.clear()
         await self._wake()
         await self._stack.aclose()
-        self.path.unlink()
+        moments_socket(self.folder).unlink()
 
     @asynccontextmanager
     async def at(self, moment: str, count: int) -> AsyncIterator[None]:

@@ -15,6 +15,7 @@ from atoll.config.schema import RunConfig
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.ports import reserve_port
+from tests.survival.moments import SOCKET, moments_socket
 from tests.tokens import TOKEN
 
 HANG_S = 120  # only a hang takes as long
@@ -28,6 +29,7 @@ class Services:
         self.config = config
         self.processes: dict[str, Process] = {}
         self._logs = config.folder / "logs"
+        self._environment = {"OMP_NUM_THREADS": "1", SOCKET: str(moments_socket(config.run.dir))}
         self._stack = AsyncExitStack()
         self._store_port = 0
 
@@ -108,7 +110,7 @@ class Services:
                 stdin=DEVNULL,
                 stdout=out or log,
                 stderr=STDOUT if out is None else log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                env={**os.environ, **self._environment, **environment},
                 start_new_session=True,
             )
         self.processes[name] = process
