@@ -21,6 +21,7 @@ from atoll.coordinator.rewards.servers import Servers
 from atoll.coordinator.service import OPERATORS_MAY, CoordinatorService
 from atoll.external.addresses import AddressPolicy, is_loopback
 from atoll.external.protocols import connect
+from atoll.runtime.awake_loop import AwakeLoop
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.process import GARBAGE, announce
@@ -44,9 +45,10 @@ def main() -> None:
     configure_logging("coordinator")
     gc.set_threshold(*GARBAGE)
     try:
-        asyncio.run(
-            run(read_resolved(arguments.config), arguments.store, arguments.ready_fd, arguments.resume)
-        )
+        with asyncio.Runner(loop_factory=AwakeLoop) as runner:
+            runner.run(
+                run(read_resolved(arguments.config), arguments.store, arguments.ready_fd, arguments.resume)
+            )
     except (ConfigError, UserError) as error:
         sys.exit(f"coordinator: {error}")
     except (AtollError, OSError) as error:
