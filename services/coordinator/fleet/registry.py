@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import astuple, dataclass
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import astuple, dataclass, field
 from typing import Any, Final
 
 from atoll.runtime.errors import ReplacedError, RunEndedError, UserError
@@ -34,7 +35,6 @@ local holder = redis.call('HGET', KEYS[2], name)
 if redis.call('SISMEMBER', KEYS[3], incarnation) == 1 then return holder end
 if holder and holder ~= incarnation then redis.call('SADD', KEYS[3], holder) end
 redis.call('HSET', KEYS[2], name, incarnation)
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 for _, entry in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
   if string.match(entry, '^(%S+)') == name then redis.call('ZREM', KEYS[1], entry) end
 end
@@ -42,15 +42,30 @@ redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 return ''
 """)
 
-# entry, lease in ms; answers 1 where the lease still ran
+# entry, lease in ms; answers 1 unless the entry was removed. A lease that has lapsed is renewed, too: only
+# _LOOK removes those, since the heartbeats may have waited for a coordinator that stood still.
 _RENEW: Final = _script("""
-local ends = redis.call('ZSCORE', KEYS[1], ARGV[1])
-if not ends or tonumber(ends) <= now then return 0 end
+if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 0 end
 redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 return 1
 """)
 
 _REMOVE: Final = _script("redis.call('ZREM', KEYS[1], ARGV[1])")
+
+# time of the last look in ms (0: none), lease in ms; answers the time, live entries, and lapsed ones, which
+# it removes. A late look first opens every lease again: nobody could renew one while the coordinator or the
+# store stood still. Only the store's clock shows all of it: a host's monotonic clock stops in a suspend.
+_LOOK: Final = _script("""
+local last, lease = tonumber(ARGV[1]), tonumber(ARGV[2])
+if last > 0 and now - last > lease / 2 then
+  for _, entry in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+    redis.call('ZADD', KEYS[1], now + lease, entry)
+  end
+end
+local lapsed = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+return {now, redis.call('ZRANGE', KEYS[1], 0, -1), lapsed}
+""")
 
 _LIVE: Final = _script("return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now, '+inf')")
 
@@ -65,10 +80,14 @@ class ServiceLeft:
     """Its lease lapsed, it deregistered, or a newer incarnation took its name."""
 
     entry: ServiceEntry
+    lapsed: bool = field(default=False, compare=False)  # it may be alive and just stand still
 
 
 class Registry:
-    """Outlives its coordinator: the next one finds the services that are still registered."""
+    """Outlives its coordinator: the next one finds the services that are still registered.
+
+    Only `changes` decides that a lease has lapsed, and never because the coordinator itself stood still.
+    """
 
     def __init__(self, store: Store, lease_s: float) -> None:
         self._store = store
@@ -76,6 +95,7 @@ class Registry:
         self._live: tuple[ServiceEntry, ...] = ()
         self._revision = 0
         self._has_ended = False
+        self._sent_home: dict[str, str] = {}  # name -> role of services that were told that the run has ended
         self._changed = asyncio.Condition()
 
     @property
@@ -87,9 +107,9 @@ class Registry:
         """Opens a lease and returns its duration in seconds; ends that of an earlier process of the same
         name.
 
-        Raises ReplacedError if a later process of that name is there already, RunEndedError after `dismiss`.
+        Raises ReplacedError if a later process of that name is there already, RunEndedError after `end`.
         """
-        self._check_running()
+        await self._check_running(entry)
         newer = (await self._write(_REGISTER, _line(entry), round(self._lease_s * 1000))).decode()
         if newer:
             raise ReplacedError(
@@ -100,22 +120,37 @@ class Registry:
         return self._lease_s
 
     async def renew(self, entry: ServiceEntry) -> bool:
-        """False if the lease has lapsed: register again. Raises RunEndedError after `dismiss`."""
-        self._check_running()
+        """False if the lease has lapsed: register again. Raises RunEndedError after `end`."""
+        await self._check_running(entry)
         return bool(await self._write(_RENEW, _line(entry), round(self._lease_s * 1000)))
 
     async def deregister(self, entry: ServiceEntry) -> None:
         await self._write(_REMOVE, _line(entry))
         await self._touch()
 
+    def end(self) -> None:
+        """From now on, services that register or send a heartbeat are told that the run has ended."""
+        self._has_ended = True
+
     async def dismiss(self) -> None:
         """Ends the run: services hear of it by their next heartbeat, and end. Returns once all have left,
         at the latest when the lease of one that hears nothing has lapsed."""
-        self._has_ended = True
+        self.end()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._lease_s), self._changed:
                 while await self._write(_LIVE):
                     await self._changed.wait()
+
+    async def send_home(self, expected: Mapping[str, int], timeout_s: float) -> None:
+        """Ends a run whose services may still be starting. Returns once `expected`, numbers by role, were
+        told and no other service came for a lease, at the latest after `timeout_s`."""
+        self.end()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: Counter(self._sent_home.values()) >= Counter(expected))
+                while True:
+                    async with asyncio.timeout(self._lease_s):
+                        await self._changed.wait()
 
     def services(self) -> tuple[ServiceEntry, ...]:
         """Those that `changes` saw last, by name."""
@@ -124,16 +159,19 @@ class Registry:
     async def changes(self) -> AsyncIterator[ServiceJoined | ServiceLeft]:
         """Yields every current service, then each join and leave; a replaced service leaves first.
 
-        Checks after each register and deregister, and four times per lease for lapsed ones.
+        Checks after each register and deregister, and four times per lease for lapsed ones. If the last check
+        was more than half a lease ago, it first gives every service another lease.
         """
         known: dict[ServiceEntry, None] = {}  # ordered, as a set is not
+        looked = 0
         while True:
             revision = self._revision
-            self._live = _entries(await self._write(_LIVE))
-            now = dict.fromkeys(self._live)
+            looked, live, lapsed = await self._write(_LOOK, looked, round(self._lease_s * 1000))
+            self._live = _entries(live)
+            now, gone = dict.fromkeys(self._live), _entries(lapsed)
             for entry in known:
                 if entry not in now:
-                    yield ServiceLeft(entry)
+                    yield ServiceLeft(entry, lapsed=entry in gone)
             for entry in now:
                 if entry not in known:
                     yield ServiceJoined(entry)
@@ -143,8 +181,10 @@ class Registry:
                     while self._revision == revision:
                         await self._changed.wait()
 
-    def _check_running(self) -> None:
+    async def _check_running(self, entry: ServiceEntry) -> None:
         if self._has_ended:
+            self._sent_home[entry.name] = entry.role
+            await self._touch()
             raise RunEndedError("the run has ended")
 
     async def _touch(self) -> None:
