@@ -158,6 +158,8 @@ async def serve(
         connect=connect,
     )
     await servers.restore(resume=resume)
+    is_launched = ready_fd is not None  # then services start and end with the launcher, not with the run
+    end = await read_end(store) if resume and not is_launched else None
     metrics = ProcessMetrics()
     metrics.registry.register(RunCollector(lambda: control.progress, registry.services))
     metrics.serve(config.prometheus)
@@ -174,14 +176,12 @@ async def serve(
     try:
         if ready_fd is not None:
             announce(ready_fd, server.address, metrics.address)
-        end = await read_end(store)
-        is_launched = ready_fd is not None
-        if resume and end and end.is_end_of(config.run) and not is_launched:
+        if end and end.is_end_of(config.run):
             await send_services_home(end, config, registry, control)
             return
         await clear_end(store)
         outcome = await Assembly(config, store, registry, servers, control, caller).run(resume)
-        if not is_launched:  # a launcher stops services itself
+        if not is_launched:
             await end_run(outcome, store, config, registry, control)
     except asyncio.CancelledError:
         raise
