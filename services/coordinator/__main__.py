@@ -15,6 +15,7 @@ from atoll.coordinator.assembly import Assembly
 from atoll.coordinator.background import first_cause
 from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.fleet.registry import Registry
+from atoll.coordinator.fleet.scaling import Scaling
 from atoll.coordinator.gauges import RunCollector
 from atoll.coordinator.rewards.registration import RegistrationRules
 from atoll.coordinator.rewards.servers import Servers
@@ -63,7 +64,10 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
     registry = Registry(
         store.new_connection(), config.coordinator.lease_s
     )  # heartbeats must not wait for the journal
-    control = RunControl(trains=config.run.mode != "rollout_only")
+    control = RunControl(
+        trains=config.run.mode != "rollout_only",
+        scaling=Scaling.of(config, has_launcher=ready_fd is not None),
+    )
     section = config.coordinator
     servers = Servers(
         store,
