@@ -54,9 +54,11 @@ class ServiceDirectory:
         self._gateways = gateways
         self._caller = caller
         self._timeout_s = request_timeout_s
+        self._weights = weights
         self._health = HealthWatch(replicas, model, weights, listener=self)
         self._connecting: set[ServiceEntry] = set()
         self._unseen: set[ServiceEntry] = set()  # replicas that have not generated yet
+        self._draining: set[ServiceEntry] = set()
         self._clients: dict[ServiceEntry, RewardClient | Replica | AgentsClient | GatewayClient] = {}
         self._trainers: dict[ServiceEntry, Trainer] = {}
         self._changed = asyncio.Condition()
@@ -90,8 +92,11 @@ class ServiceDirectory:
         UserError if a service of a missing role does not fit the run and the set was never complete."""
 
         def missing() -> dict[str, int]:
-            there = [*(entry.role for entry in self._clients.keys() - self._unseen), *self.models]
-            counts = {role: number - there.count(role) for role, number in expected.items()}
+            ready = self._clients.keys() - self._unseen - self._draining
+            there = [*(entry.role for entry in ready), *self.models]
+            # once the run was complete, one of each is enough: operators may have scaled it down since
+            needed = dict.fromkeys(expected, 1) if self._is_complete else expected
+            counts = {role: number - there.count(role) for role, number in needed.items()}
             return {role: number for role, number in counts.items() if number > 0}
 
         def misfits() -> list[str]:
@@ -111,6 +116,21 @@ class ServiceDirectory:
         if reasons := misfits():
             raise UserError("; ".join(reasons))
         self._is_complete = True
+
+    async def drain(self, entry: ServiceEntry) -> None:
+        """Gives the service no new work, nor weights; returns once none is in progress there. Trainers are
+        the loop's: they return at once."""
+        self._draining.add(entry)
+        match self._clients.get(entry):
+            case Replica() as replica:
+                await self._replicas.drain(replica)
+                await self._weights.wait_for_push()
+            case RewardClient() as reward:
+                await self._rewards.drain(reward)
+            case GatewayClient() as gateway:
+                await self._gateways.drain(gateway)
+            case AgentsClient() as host:
+                await self._agent_hosts.drain(host)
 
     async def watch_trainers(self) -> None:
         """Raises TrainerLostError once a trainer leaves, or has left since `reconnect`."""
@@ -151,7 +171,7 @@ class ServiceDirectory:
         its role may be taken. One that does not fit the run is not retried.
         """
         told = ""
-        while entry in self._registry.services():
+        while entry in self._registry.services() and entry not in self._draining:
             try:
                 await self._connect(entry)
                 return True
@@ -231,7 +251,7 @@ class ServiceDirectory:
         """Raises ServiceUnavailableError if it left during the call: its leaving would not be seen again, and
         its successor may have joined.
         """
-        if entry not in self._registry.services():
+        if entry not in self._registry.services() or entry in self._draining:
             raise ServiceUnavailableError("it left before it answered")
 
     def _check_is_free(self, roles: Collection[str]) -> None:
@@ -251,6 +271,7 @@ class ServiceDirectory:
     async def _leave(self, entry: ServiceEntry) -> None:
         log.info("%s leaves", entry.name)
         self._refused.pop(entry, None)
+        self._draining.discard(entry)
         if entry in self._trainers:
             await _close(self._trainers.pop(entry))
             self._lost = entry.name
