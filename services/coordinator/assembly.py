@@ -177,7 +177,7 @@ class Assembly:
         try:
             with suppress(TrainerLostError):
                 async with asyncio.timeout(2 * self._config.coordinator.lease_s):
-                    await self._membership.watch_trainers()
+                    await self._membership.watch_trainers(or_absent=True)
         except TimeoutError:
             raise error from None
         await self._membership.reconnect()
