@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from atoll.coordinator.fleet.departures import Departures
 from atoll.coordinator.fleet.scaling import Scaling
-from atoll.runtime.errors import UserError
+from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.wire.types import ServiceEntry
 
 T = TypeVar("T")
@@ -40,6 +40,10 @@ class RunProgress:
     revision: int = 1
 
 
+class TrainerLeavesError(ServiceUnavailableError):
+    """A trainer leaves; all that it has learned is in the last checkpoint."""
+
+
 # States in which a trainer holds steps that no checkpoint covers, and the loop can save them.
 _AT_WORK = (RunState.TRAINING, RunState.VALIDATING, RunState.PAUSED, RunState.SAVING)
 
@@ -54,9 +58,9 @@ class RunControl:
         self._trains = trains
         self._clock, self._started = clock, clock()
         self._earlier_s: float | None = None
-        self._stopping = False
-        self._interrupt = asyncio.Event()  # the run is to stop, or a trainer leaves
+        self._stop = asyncio.Event()
         self._leaving: set[str] = set()  # names of trainers
+        self._leave = asyncio.Event()  # there is one
         self._paused = False
         self._changed = asyncio.Condition()
         self._checkpoints: list[asyncio.Future[str]] = []  # asked for
@@ -107,13 +111,12 @@ class RunControl:
         await self._wake()
 
     async def stop(self) -> None:
-        self._stopping = True
-        self._interrupt.set()
+        self._stop.set()
         await self._wake()
 
     @property
     def stopping(self) -> bool:
-        return self._stopping
+        return self._stop.is_set()
 
     async def hand_over(self, trainer: str) -> None:
         """Has the loop save for a trainer that leaves, after the step in progress. Returns once it has, or if
@@ -121,7 +124,7 @@ class RunControl:
         if self.progress.state not in _AT_WORK:
             return
         self._leaving.add(trainer)
-        self._interrupt.set()
+        self._leave.set()
         await self._wake()
         async with self._changed:
             await self._changed.wait_for(
@@ -136,19 +139,16 @@ class RunControl:
     async def let_go(self) -> None:
         """Trainers that leave may do so now."""
         self._leaving.clear()
-        if not self._stopping:
-            self._interrupt.clear()
+        self._leave.clear()
         await self._wake()
 
     async def run_unless_stopped(self, work: Coroutine[None, None, T]) -> T | None:
         """The work's result; None if the run is stopped, or a trainer leaves, before the work is done."""
-        tasks = asyncio.create_task(work), asyncio.create_task(self._interrupt.wait())
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return tasks[0].result() if tasks[0].done() else None
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await _run_unless(work, self._stop, self._leave)
+
+    async def run_unless_left(self, work: Coroutine[None, None, T]) -> T | None:
+        """The work's result; None if a trainer leaves before the work is done."""
+        return await _run_unless(work, self._leave)
 
     async def gate(self, save: Callable[[], Awaitable[None]]) -> None:
         """The loop waits here between two steps while the run is paused; `save` serves checkpoint requests
@@ -211,3 +211,14 @@ class RunControl:
     async def _wake(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+async def _run_unless(work: Coroutine[None, None, T], *events: asyncio.Event) -> T | None:
+    working = asyncio.create_task(work)
+    tasks = [working, *(asyncio.create_task(event.wait()) for event in events)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
