@@ -1,6 +1,7 @@
 """`python -m atoll.trainer`: one trainer rank. Rank 0 serves and registers; the others follow."""
 
 import asyncio
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
@@ -54,6 +55,8 @@ def run_follower() -> None:
         rank = Rank(config, arguments.role, arguments.host)
         if arguments.ready_fd is not None:
             announce(arguments.ready_fd, "", metrics.address)
+        for number in (signal.SIGTERM, signal.SIGINT):  # a signal to all ranks: the leader ends them
+            signal.signal(number, signal.SIG_IGN)
         rank.follow()
         rank.close()
     except (UserError, ConfigError, MemoryExhaustedError) as error:
