@@ -14,7 +14,7 @@ from typing import Any
 
 from atoll.config.schema import CheckpointSection, GraderConfig, GuardsSection, RunSection, ValidationSection
 from atoll.coordinator.algorithm.algorithm import PreparedStep
-from atoll.coordinator.algorithm.guards import GuardLimits, check_divergence
+from atoll.coordinator.algorithm.guards import GuardError, GuardLimits, check_divergence
 from atoll.coordinator.algorithm.metrics import SCORE, timing_metrics
 from atoll.coordinator.control import RunControl, RunState, TrainerLeavesError
 from atoll.coordinator.journal.checkpoints import BestValidation, Checkpoints, CoordinatorState
@@ -34,13 +34,7 @@ WARMUP_EXPORT = "warm"  # folder in the run's: the policy after the warm-up, whe
 
 MAX_REFUSED = 2  # consecutive steps refused by the trainer before the run fails
 
-Push = Callable[
-    [Version], Coroutine[Any, Any, Mapping[str, float]]
-]  # pushes a version to every replica; returns metrics
-
-
-class GuardError(AtollError):
-    """A guard has stopped a diverging run."""
+Push = Callable[[Version], Coroutine[Any, Any, Mapping[str, float]]]  # to every replica; returns metrics
 
 
 async def skip_push(version: Version) -> Mapping[str, float]:
