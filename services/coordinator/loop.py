@@ -273,11 +273,10 @@ class Loop:
         pushed = await self._parts.control.run_unless_hurried(self._parts.push(self._version))
         if pushed is None:
             return {}
-        metrics = dict(pushed)
         # the reference in the actor's processes, after its loss
         await self._parts.learners.offload("actor", "reference")
         await self._parts.steps.on_published(self._version)
-        return metrics
+        return dict(pushed)
 
     async def _validate(self) -> dict[str, float]:
         """Metrics of every validation set; remembers the best one. Given up if a trainer leaves, and by a run
