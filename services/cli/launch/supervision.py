@@ -47,6 +47,8 @@ async def keep_replicas(fleet: Fleet, client: CoordinatorClient, replicas: Repli
             for group in replicas.first:
                 keep(group)
             async for status in statuses(client):
+                if status.state in ENDED:
+                    break  # the coordinator would wait for the end of another call
                 if not status.replicas:
                     continue
                 wanted = {f"rollout-{index}": index for index in range(status.replicas)}
