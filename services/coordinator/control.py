@@ -100,11 +100,11 @@ class RunControl:
 
     async def run_unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The work's result; None if the run is stopped before the work is done."""
-        return await _run_unless(self._stop, work)
+        return await _run_unless(work, self._stop)
 
     async def run_unless_hurried(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The work's result; None if the run is to stop in a hurry before the work is done."""
-        return await _run_unless(self._hurry, work)
+        return await _run_unless(work, self._hurry)
 
     async def gate(self, save: Callable[[], Awaitable[None]]) -> None:
         """The loop waits here between two steps while the run is paused; `save` serves checkpoint requests
@@ -167,7 +167,7 @@ class RunControl:
             self._changed.notify_all()
 
 
-async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def _run_unless(work: Coroutine[Any, Any, T], event: asyncio.Event) -> T | None:
     if event.is_set():
         work.close()
         return None
