@@ -56,8 +56,10 @@ class Lifeline:
             self.held.set()
             self._was_held = True
             with suppress(OSError):
-                while await reader.read(4096):  # the greeting of HTTP/2
-                    pass
+                if await reader.read(4096):  # HTTP/2's greeting
+                    await reader.read(
+                        4096
+                    )  # its goodbye: a server that stops waits for all connections to close
         finally:
             self.held.clear()
             writer.close()
