@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from atoll.coordinator.fleet.departures import Departures
 from atoll.coordinator.fleet.scaling import Scaling
@@ -142,11 +142,11 @@ class RunControl:
         self._leave.clear()
         await self._wake()
 
-    async def run_unless_stopped(self, work: Coroutine[None, None, T]) -> T | None:
+    async def run_unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The work's result; None if the run is stopped, or a trainer leaves, before the work is done."""
         return await _run_unless(work, self._stop, self._leave)
 
-    async def run_unless_left(self, work: Coroutine[None, None, T]) -> T | None:
+    async def run_unless_left(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The work's result; None if a trainer leaves before the work is done."""
         return await _run_unless(work, self._leave)
 
@@ -213,7 +213,10 @@ class RunControl:
             self._changed.notify_all()
 
 
-async def _run_unless(work: Coroutine[None, None, T], *events: asyncio.Event) -> T | None:
+async def _run_unless(work: Coroutine[Any, Any, T], *events: asyncio.Event) -> T | None:
+    if any(event.is_set() for event in events):
+        work.close()
+        return None
     working = asyncio.create_task(work)
     tasks = [working, *(asyncio.create_task(event.wait()) for event in events)]
     try:
