@@ -187,11 +187,13 @@ class Assembly:
         data = await asyncio.to_thread(read_data, config)
         # data errors have been raised by now; wait for the services
         await self._membership.wait_for(
-            (dict.fromkeys(config.roles, 1) if trains else {})
-            | ({"rollout": config.rollout.replicas} if generates else {})
-            | ({"reward": 1} if generates and config.has_reward_service else {})
-            | ({"gateway": config.gateway.instances} if config.has_agents else {})
-            | ({"agents": sum(agent.processes for agent in config.agents)} if config.has_agents else {}),
+            self._membership.needed(
+                (dict.fromkeys(config.roles, 1) if trains else {})
+                | ({"rollout": config.rollout.replicas} if generates else {})
+                | ({"reward": 1} if generates and config.has_reward_service else {})
+                | ({"gateway": config.gateway.instances} if config.has_agents else {})
+                | ({"agents": sum(agent.processes for agent in config.agents)} if config.has_agents else {})
+            ),
             config.coordinator.start_timeout_s,
         )
         if generates:
