@@ -91,6 +91,12 @@ class ServiceDirectory:
                 else:
                     await self._leave(change)
 
+    def needed(self, expected: Mapping[str, int]) -> Mapping[str, int]:
+        """How many services of each role the run needs. Once it was complete, one of each is enough:
+        operators may have scaled it down since.
+        """
+        return dict.fromkeys(expected, 1) if self._is_complete else expected
+
     async def wait_for(self, expected: Mapping[str, int], timeout_s: float) -> None:
         """Waits until that many services of each role are connected. Raises ServiceUnavailableError, and
         UserError if a service of a missing role does not fit the run and the set was never complete."""
@@ -98,9 +104,7 @@ class ServiceDirectory:
         def missing() -> dict[str, int]:
             ready = self._clients.keys() - self._unseen - self._draining
             there = [*(entry.role for entry in ready), *self.models]
-            # once the run was complete, one of each is enough: operators may have scaled it down since
-            needed = dict.fromkeys(expected, 1) if self._is_complete else expected
-            counts = {role: number - there.count(role) for role, number in needed.items()}
+            counts = {role: number - there.count(role) for role, number in expected.items()}
             return {role: number for role, number in counts.items() if number > 0}
 
         def misfits() -> list[str]:
