@@ -94,17 +94,15 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
 
 
 async def stop(serving: asyncio.Task[None], config: RunConfig, control: RunControl) -> None:
-    """Ends `serving` after the step in progress, within coordinator.drain_grace_s.
+    """Ends `serving` after the step in progress.
 
-    Waits for the run's end; unblocked by that, by the end of its grace, or if there is nothing to finish.
-    Raises StoppedUnsavedError if a finished step is not in a checkpoint.
+    Waits for the run's end; unblocked by that, or once there is no step to finish. Raises StoppedUnsavedError
+    if a finished step is not in a checkpoint.
     """
-    grace_s = config.coordinator.drain_grace_s
-    log.warning("stopping: finishing the step in progress within %g s (coordinator.drain_grace_s)", grace_s)
+    log.warning("stopping after the step in progress; a second signal ends this process at once")
     await control.stop(hurry=True)
     idle = asyncio.create_task(_until_idle(control))
-    await asyncio.wait((serving, idle), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-    is_late = not serving.done() and not idle.done()
+    await asyncio.wait((serving, idle), return_when=asyncio.FIRST_COMPLETED)
     idle.cancel()
     serving.cancel()
     [ended], _ = await asyncio.wait((serving,))
@@ -114,11 +112,9 @@ async def stop(serving: asyncio.Task[None], config: RunConfig, control: RunContr
     step = min(control.progress.step, int(rows[-1]["step"]) if rows else 0)  # a warm-up has steps of its own
     saved = await asyncio.to_thread(last_saved_step, config)
     if step > saved and not has_ended:
-        late = f"its last step did not end within {grace_s:g} s"
-        cause = late if is_late else failure or control.progress.error
         raise StoppedUnsavedError(
             f"the run was stopped after step {step}, but its last checkpoint is that of step {saved}: "
-            f"{cause}; --resume repeats the steps after it"
+            f"{failure or control.progress.error}; --resume repeats the steps after it"
         )
     log.info("the run was stopped after step %d and can continue with --resume", step)
 
