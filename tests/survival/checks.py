@@ -1,4 +1,4 @@
-"""What a run must have left, and what it must not."""
+"""What a run leaves: a whole history, and nothing else."""
 
 import json
 from collections.abc import Iterator
@@ -32,8 +32,7 @@ def samples(config: RunConfig) -> Iterator[tuple[int, Trajectory]]:
 
 
 def check_history(config: RunConfig, steps: int) -> None:
-    """A run of that many steps: each sample is trained on once, was dropped by nobody, and no step was
-    repeated."""
+    """A run of that many steps trained on each sample once, dropped none and repeated no step."""
     report = audit(config.folder)
     assert report.exit_code == 0, (report.wrong, report.unknown)
     assert {fate.kind for fate in report.fates.values()} <= {"trained", "pending"}, report.fates
@@ -51,7 +50,7 @@ def ledger(config: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def generated_step(config: RunConfig) -> int:
-    """The step whose samples an on-policy run generates, at a moment in which it does."""
+    """The step whose samples an on-policy run is generating."""
     return 1 + max((event["step"] for event in ledger(config) if event["event"] == "consume"), default=0)
 
 
@@ -60,13 +59,13 @@ def check_saved(config: RunConfig, step: int) -> None:
 
 
 def check_no_work_after(config: RunConfig, replica: str, step: int) -> None:
-    """A replica that was told to leave while this step's samples were generated has held up no other step."""
+    """The replica was told to leave while this step's samples were generated: it delayed no later step."""
     steps = [number for number, sample in samples(config) if sample.turns[0].origin.replica == replica]
     assert max(steps) <= step, (steps, step)
 
 
 def check_generated_once(config: RunConfig) -> None:
-    """Nobody began a sample that another one had begun."""
+    """Every sample was finished by its first attempt."""
     again = {str(sample.id): sample.attempt for _, sample in samples(config) if sample.attempt}
     assert again == {}
 
