@@ -16,6 +16,7 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "quickstart": "build the arithmetic task and train on it (two to three minutes on two cores)",
     "run": "run all services of a run on this machine and show progress",
+    "config": "resolve a config file and write it as JSON, for services that are started by hand",
     "status": "show a run's state, services, servers and latest metrics",
     "runs": "list the runs of a folder with state, step, reward and size",
     "compare": "show which settings and results of two runs differ",
@@ -31,6 +32,7 @@ COMMANDS = {
     "grade": "grade the responses in a file with a grader of your own or a built-in one",
     "plan": "estimate device memory and weight-push time before starting a run",
     "conformance": "test whether a reward, tool or environment server follows its protocol",
+    "health": "check that a service answers, for health checks of containers",
     "doctor": "check this machine and say what is missing",
     "data": "build data sets, tokenizers and small models",
     "examples": "copy the example configs, data and graders into a folder",

@@ -36,7 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
     if summary := read_summary(folder):
         print(describe_summary(summary, folder))
     else:
-        print(f"{folder} is not running and did not finish: see {folder / 'logs'}; continue with --resume")
+        print(
+            f"{folder} was not started by `atoll run`, or was cut off: if its services run elsewhere, give "
+            f"--coordinator HOST:PORT; otherwise see their logs, and continue with --resume"
+        )
     return 0
 
 

@@ -65,6 +65,14 @@ def may_use_gpus(config: RunConfig) -> bool:
     return any(device not in unused for device in devices)
 
 
+def asks_for_gpus(config: RunConfig) -> bool:
+    """Whether the config itself says that the run has GPUs: by a device, or by their numbers."""
+    devices = [config.roles[role].device for role in config.started_roles]
+    if config.num_replicas:
+        devices.append(config.rollout.device)
+    return config.placement.gpus != GpusConfig() or "cuda" in devices
+
+
 def gpu_needs(config: RunConfig) -> GpuNeeds:
     """Of a config whose devices are resolved."""
     sections = {role: config.roles[role] for role in config.started_roles}

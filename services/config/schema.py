@@ -184,8 +184,9 @@ class CoordinatorSection(Section):
         600.0  # time without coordinator after which a service exits; a restarted coordinator reuses services
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = (
-        14400.0  # timeout for a service to load its model and register
+        14400.0  # timeout for the store, and for a service to load its model and register
     )
+    drain_grace_s: Annotated[float, Field(gt=0)] = 20.0  # time for a process to end its work after SIGTERM
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # timeout without response or progress
     dump: Literal["recent", "all", "none"] = "recent"  # dumps to keep; recent: the last ten steps
     server_networks: tuple[IPvAnyNetwork, ...] = ()  # private networks that registered servers may use

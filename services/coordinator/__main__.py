@@ -4,9 +4,9 @@ import argparse
 import asyncio
 import gc
 import logging
-import secrets
 import sys
 from pathlib import Path
+from typing import Final
 
 from atoll.config.errors import ConfigError
 from atoll.config.load import OPERATOR_TOKEN, access_token, optional_token, read_resolved
@@ -15,15 +15,20 @@ from atoll.coordinator.assembly import Assembly
 from atoll.coordinator.background import first_cause
 from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.fleet.registry import Registry
+from atoll.coordinator.fleet.run_end import RunEnd, clear_end, expected_services, mark_end, read_end
 from atoll.coordinator.gauges import RunCollector
+from atoll.coordinator.journal.checkpoints import Checkpoints
+from atoll.coordinator.journal.run_folder import check_folder, run_id
 from atoll.coordinator.rewards.registration import RegistrationRules
 from atoll.coordinator.rewards.servers import Servers
 from atoll.coordinator.service import OPERATORS_MAY, CoordinatorService
+from atoll.coordinator.summary import Outcome
 from atoll.external.addresses import AddressPolicy, is_loopback
 from atoll.external.protocols import connect
 from atoll.runtime.clients.base import Caller
-from atoll.runtime.errors import AtollError, UserError
-from atoll.runtime.process import GARBAGE, announce
+from atoll.runtime.dump import DUMPS, last_dump
+from atoll.runtime.errors import AtollError, StoreError, UserError
+from atoll.runtime.process import GARBAGE, announce, stop_signal
 from atoll.runtime.prometheus import ProcessMetrics
 from atoll.runtime.server import Server, TokenGrant
 from atoll.runtime.store import Store
@@ -31,7 +36,12 @@ from atoll.runtime.telemetry import configure_logging
 
 log = logging.getLogger(__name__)
 
-STOP_GRACE_S = 2.0
+STOP_GRACE_S: Final = 2.0  # for calls in progress
+FOLLOW_S: Final = 60.0  # until a report that does not come is waited for again
+
+
+class StoppedUnsavedError(AtollError):
+    """The run was stopped by a signal, and finished steps are not in a checkpoint."""
 
 
 def main() -> None:
@@ -47,23 +57,92 @@ def main() -> None:
         asyncio.run(
             run(read_resolved(arguments.config), arguments.store, arguments.ready_fd, arguments.resume)
         )
-    except (ConfigError, UserError) as error:
+    except (ConfigError, UserError, StoppedUnsavedError) as error:
         sys.exit(f"coordinator: {error}")
+    except StoreError as error:
+        sys.exit(f"coordinator: {error}; the run needs its store: once that answers, continue with --resume")
     except (AtollError, OSError) as error:
         log.exception("the run failed")
         sys.exit(f"coordinator: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)  # by the second Ctrl-C
 
 
 async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: bool) -> None:
-    """Serves until the run has ended. Raises the error that ended it, if any."""
+    """Serves until the run has ended. Raises the error that ended it, if any.
+
+    Without a launcher, SIGTERM or SIGINT stops the run after the step in progress; a second signal ends the
+    process at once. A launcher stops the run by StopRun, and by SIGTERM ends the process at once.
+    """
+    control = RunControl(trains=config.run.mode != "rollout_only")
+    serving = asyncio.create_task(serve(config, store_url, ready_fd, resume, control))
+    if ready_fd is None:
+        with stop_signal() as asked:
+            await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            await stop(serving, config, control)
+            return
+    await serving
+
+
+async def stop(serving: asyncio.Task[None], config: RunConfig, control: RunControl) -> None:
+    """Ends `serving` after the step in progress, within coordinator.drain_grace_s.
+
+    Waits for the run's end; unblocked by that, by the end of its grace, or if there is nothing to finish.
+    Raises StoppedUnsavedError if a finished step is not in a checkpoint.
+    """
+    grace_s = config.coordinator.drain_grace_s
+    log.warning("stopping: finishing the step in progress within %g s (coordinator.drain_grace_s)", grace_s)
+    await control.stop(hurry=True)
+    idle = asyncio.create_task(_until_idle(control))
+    await asyncio.wait((serving, idle), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+    is_late = not serving.done() and not idle.done()
+    idle.cancel()
+    serving.cancel()
+    [ended], _ = await asyncio.wait((serving,))
+    failure = None if ended.cancelled() else ended.exception()
+    has_ended = not ended.cancelled() and failure is None
+    step, saved = control.progress.step, await asyncio.to_thread(last_saved_step, config)
+    if step > saved and not has_ended:
+        late = f"its last step did not end within {grace_s:g} s"
+        cause = late if is_late else failure or control.progress.error
+        raise StoppedUnsavedError(
+            f"the run was stopped after step {step}, but its last checkpoint is that of step {saved}: "
+            f"{cause}; --resume repeats the steps after it"
+        )
+    log.info("the run was stopped after step %d and can continue with --resume", step)
+
+
+async def _until_idle(control: RunControl) -> None:
+    """Returns once the run is in a state in which no step can be finished soon: before its first one, or
+    while a trainer is away."""
+    progress = control.progress
+    while progress.state not in (RunState.STARTING, RunState.RECOVERING):
+        progress = await control.follow(progress.revision, FOLLOW_S)
+
+
+def last_saved_step(config: RunConfig) -> int:
+    """The step from which a resume continues; 0 if it starts from scratch."""
+    if config.run.mode == "rollout_only":
+        dump = last_dump(config.folder / DUMPS)
+        return dump[0] if dump else 0
+    return max(Checkpoints(config.folder / "checkpoints", config.checkpoint.keep).steps(), default=0)
+
+
+async def serve(
+    config: RunConfig, store_url: str, ready_fd: int | None, resume: bool, control: RunControl
+) -> None:
+    """Runs the coordinator, whose run `control` stops. Raises the error that ended the run, if any."""
     token, operator_token = access_token(), optional_token(OPERATOR_TOKEN)
+    if not resume:
+        check_folder(config.folder, resume=False)
     store = Store(store_url, config.run.name)
+    await store.wait_until_ready(config.coordinator.start_timeout_s)
     await store.claim(run_id(config.folder))
     caller = Caller(await store.take_epoch(), token)
     registry = Registry(
         store.new_connection(), config.coordinator.lease_s
     )  # heartbeats must not wait for the journal
-    control = RunControl(trains=config.run.mode != "rollout_only")
     section = config.coordinator
     servers = Servers(
         store,
@@ -93,9 +172,17 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
     try:
         if ready_fd is not None:
             announce(ready_fd, server.address, metrics.address)
-        await Assembly(config, store, registry, servers, control, caller).run(resume)
-        if ready_fd is None:  # a launcher stops services itself
-            await registry.dismiss()
+        end = await read_end(store)
+        is_launched = ready_fd is not None
+        if resume and end and end.is_end_of(config.run) and not is_launched:
+            await send_services_home(end, config, registry, control)
+            return
+        await clear_end(store)
+        outcome = await Assembly(config, store, registry, servers, control, caller).run(resume)
+        if not is_launched:  # a launcher stops services itself
+            await end_run(outcome, store, config, registry, control)
+    except asyncio.CancelledError:
+        raise
     except BaseException as error:
         cause = first_cause(error)
         await control.report(state=RunState.FAILED, error=str(cause))
@@ -106,15 +193,34 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
         await store.close()
 
 
-def run_id(folder: Path) -> str:
-    """Identifies the run in this folder among runs of the same name in a shared store."""
-    path = folder / "run.id"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".partial")
-        new.write_text(secrets.token_hex(8))
-        new.rename(path)
-    return path.read_text()
+async def end_run(
+    outcome: Outcome, store: Store, config: RunConfig, registry: Registry, control: RunControl
+) -> None:
+    """Ends the services of a run that has ended. Those of a run that a signal has stopped wait for its next
+    coordinator."""
+    if outcome in (Outcome.FINISHED, Outcome.TARGET_REACHED):
+        await mark_end(store, RunEnd(control.progress.step, config.run.steps, config.run.target_reward))
+    elif control.hurries:
+        return
+    await registry.dismiss()
+
+
+async def send_services_home(end: RunEnd, config: RunConfig, registry: Registry, control: RunControl) -> None:
+    """For a run that ended in an earlier life of its coordinator: tells its services so as they start."""
+    log.info(
+        "the run has ended at step %d of %d; to train further, raise run.steps%s and start it again",
+        end.step,
+        end.num_steps,
+        "" if end.target_reward is None else " and run.target_reward",
+    )
+    expected = expected_services(config)
+    log.info(
+        "telling its services as they register, for at most %g s (coordinator.start_timeout_s): %s",
+        config.coordinator.start_timeout_s,
+        ", ".join(f"{number} x {role}" for role, number in expected.items()),
+    )
+    await control.report(state=RunState.FINISHED, step=end.step, num_steps=end.num_steps)
+    await control.run_unless_stopped(registry.send_home(expected, config.coordinator.start_timeout_s))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from atoll.coordinator.fleet.directory import ServiceDirectory, TrainerLostError
 from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.fleet.replicas import Replicas
+from atoll.coordinator.fleet.run_end import expected_services
 from atoll.coordinator.journal.checkpoints import Checkpoints, CoordinatorState
 from atoll.coordinator.journal.journal import Checkpoint, Journal, Restored
 from atoll.coordinator.journal.ledger import LEDGER, Ledger
@@ -32,6 +33,7 @@ from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.group_sources import GenerateSource, GroupSource, ReplaySource
 from atoll.coordinator.run_data import RunData, read_data
 from atoll.coordinator.steps import GroupSteps, NoRecipe, StepSource
+from atoll.coordinator.summary import Outcome
 from atoll.coordinator.supervised import SupervisedSteps
 from atoll.coordinator.validation import evaluate
 from atoll.coordinator.warmup import NoWarmUp, SupervisedWarmUp, WarmUp
@@ -108,9 +110,9 @@ class Assembly:
             POLICY,
         )
 
-    async def run(self, resume: bool) -> None:
+    async def run(self, resume: bool) -> Outcome:
         """Ends with the loop, or with the first error of a background task. If a trainer is lost and returns,
-        restarts the loop from the last checkpoint.
+        restarts the loop from the last checkpoint. Returns how the run ended.
         """
         async with asyncio.TaskGroup() as tasks:
             background = [
@@ -122,15 +124,16 @@ class Assembly:
             )
             while True:
                 try:
-                    await self._run_once(resume)
+                    outcome = await self._run_once(resume)
                     break
                 except* ServiceUnavailableError as errors:
                     await self._recover(first_cause(errors))
                     resume = True
             for task in background:
                 task.cancel()
+        return outcome
 
-    async def _run_once(self, resume: bool) -> None:
+    async def _run_once(self, resume: bool) -> Outcome:
         """Runs the loop to its end. Raises a group of errors, including TrainerLostError if a trainer leaves;
         the loop has ended by then.
         """
@@ -151,10 +154,11 @@ class Assembly:
             try:
                 loop = await self._build(resume, generation, background)
                 await self._control.report(error="")
-                await loop.run()
+                outcome = await loop.run()
             finally:
                 await background.end()
             watching.cancel()
+        return outcome
 
     async def _recover(self, error: BaseException) -> None:
         """Waits for lost trainers to return, while other services keep running.
@@ -180,11 +184,7 @@ class Assembly:
         data = await asyncio.to_thread(read_data, config)
         # data errors have been raised by now; wait for the services
         await self._membership.wait_for(
-            (dict.fromkeys(config.roles, 1) if trains else {})
-            | ({"rollout": config.rollout.replicas} if generates else {})
-            | ({"reward": 1} if generates and config.has_reward_service else {})
-            | ({"gateway": config.gateway.instances} if config.has_agents else {})
-            | ({"agents": sum(agent.processes for agent in config.agents)} if config.has_agents else {}),
+            expected_services(config) | (dict.fromkeys(config.roles, 1) if trains else {}),
             config.coordinator.start_timeout_s,
         )
         if generates:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from atoll.runtime.errors import UserError
 
@@ -44,6 +44,7 @@ class RunControl:
         self._clock, self._started = clock, clock()
         self._earlier_s: float | None = None
         self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._paused = False
         self._changed = asyncio.Condition()
         self._checkpoints: list[asyncio.Future[str]] = []  # asked for
@@ -81,23 +82,29 @@ class RunControl:
         self._paused = False
         await self._wake()
 
-    async def stop(self) -> None:
+    async def stop(self, *, hurry: bool = False) -> None:
+        """After the step in progress. `hurry`: without anything that its checkpoint does not need: pushes and
+        validations, which services may not answer any more."""
         self._stop.set()
+        if hurry:
+            self._hurry.set()
         await self._wake()
 
     @property
     def stopping(self) -> bool:
         return self._stop.is_set()
 
-    async def run_unless_stopped(self, work: Coroutine[None, None, T]) -> T | None:
+    @property
+    def hurries(self) -> bool:
+        return self._hurry.is_set()
+
+    async def run_unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The work's result; None if the run is stopped before the work is done."""
-        tasks = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return tasks[0].result() if tasks[0].done() else None
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await _run_unless(self._stop, work)
+
+    async def run_unless_hurried(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The work's result; None if the run is to stop in a hurry before the work is done."""
+        return await _run_unless(self._hurry, work)
 
     async def gate(self, save: Callable[[], Awaitable[None]]) -> None:
         """The loop waits here between two steps while the run is paused; `save` serves checkpoint requests
@@ -158,3 +165,16 @@ class RunControl:
     async def _wake(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    if event.is_set():
+        work.close()
+        return None
+    tasks = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -6,10 +6,11 @@ in how far the source may run ahead (coordinator.max_staleness) and whether a pu
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from atoll.config.schema import CheckpointSection, GraderConfig, GuardsSection, RunSection, ValidationSection
 from atoll.coordinator.algorithm.algorithm import PreparedStep
@@ -34,7 +35,7 @@ WARMUP_EXPORT = "warm"  # folder in the run's: the policy after the warm-up, whe
 MAX_REFUSED = 2  # consecutive steps refused by the trainer before the run fails
 
 Push = Callable[
-    [Version], Awaitable[Mapping[str, float]]
+    [Version], Coroutine[Any, Any, Mapping[str, float]]
 ]  # pushes a version to every replica; returns metrics
 
 
@@ -108,7 +109,7 @@ class Loop:
         self._can_save = start.resumed  # models are at `step`, and no guard has tripped
         self._num_refused = 0  # steps in a row of which the trainer took nothing
 
-    async def run(self) -> None:
+    async def run(self) -> Outcome:
         """Runs to the last step, the target reward, or a request to stop; then writes summary.json.
 
         If it ends with any other error than a lost trainer or divergence, the last complete step is
@@ -120,7 +121,7 @@ class Loop:
                 await self._parts.control.gate(self._answer_checkpoint)
                 if not self._ends():
                     await self._one_step()
-            await self._end()
+            return await self._end()
         except ServiceUnavailableError:
             raise  # a trainer is gone: the others go back to the last checkpoint with it
         except DivergedError as error:
@@ -157,7 +158,7 @@ class Loop:
             if not self._resumed and settings.checkpoint.every:
                 await self._checkpoint()
 
-    async def _end(self) -> None:
+    async def _end(self) -> Outcome:
         parts, settings = self._parts, self._settings
         await parts.control.report(state=RunState.SAVING)
         await parts.checkpoints.finish()
@@ -165,11 +166,13 @@ class Loop:
             await self._checkpoint()  # stopped between two steps
             await parts.checkpoints.finish()
         if self._has_reached_target():
-            self._summarize(Outcome.TARGET_REACHED)
+            outcome = Outcome.TARGET_REACHED
         else:
             is_complete = self._step >= settings.run.steps
-            self._summarize(Outcome.FINISHED if is_complete else Outcome.INTERRUPTED)
+            outcome = Outcome.FINISHED if is_complete else Outcome.INTERRUPTED
+        self._summarize(outcome)
         await parts.control.report(state=RunState.FINISHED)
+        return outcome
 
     def _summarize(self, outcome: Outcome, reason: str = "") -> None:
         settings, checkpoints = self._settings, self._parts.checkpoints
@@ -264,20 +267,25 @@ class Loop:
         return f"step {self._step}: {reason}; the last good checkpoint: {good}"
 
     async def _publish(self) -> dict[str, float]:
-        """Pushes the current version to every replica, then lets the source continue."""
-        metrics = dict(await self._parts.push(self._version))
+        """Pushes the current version to every replica, then lets the source continue. A run that stops at
+        once publishes nothing: its replicas would be given other weights when it resumes."""
+        pushed = await self._parts.control.run_unless_hurried(self._parts.push(self._version))
+        if pushed is None:
+            return {}
+        metrics = dict(pushed)
         # the reference in the actor's processes, after its loss
         await self._parts.learners.offload("actor", "reference")
         await self._parts.steps.on_published(self._version)
         return metrics
 
     async def _validate(self) -> dict[str, float]:
-        """Metrics of every validation set; remembers the best one."""
+        """Metrics of every validation set; remembers the best one. A run that stops at once has none."""
         if not self._settings.validation.sets:
             return {}
         control, before = self._parts.control, self._parts.control.progress.state
         await control.report(state=RunState.VALIDATING)
-        metrics = dict(await self._parts.steps.validate(self._step, self._version))
+        validation = self._parts.steps.validate(self._step, self._version)
+        metrics = dict(await control.run_unless_hurried(validation) or {})
         await control.report(state=before)
         value = metrics.get(f"val/{self._settings.validation.best}")
         if value is not None and (self._best is None or self._is_better(value, self._best.value)):

@@ -50,6 +50,7 @@ class GatewayInstance:
         chat_format = ChatFormat.of_section(config.model.path, section, max_length)
         await prove(chat_format)
         store = Store(context.store, config.run.name)
+        await store.wait_until_ready(config.coordinator.start_timeout_s)
         await store.follow_epoch()
         kept = SessionStore(store)
         sessions, draws = Sessions(kept), Draws()

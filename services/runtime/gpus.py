@@ -6,7 +6,7 @@ import subprocess
 
 from atoll.config.load import set_environment, torchrun_place, visible_devices
 from atoll.config.placement import check_torchrun, trainer_environment
-from atoll.config.resolve import may_use_gpus, resolve
+from atoll.config.resolve import asks_for_gpus, may_use_gpus, resolve, resolve_for_gpus
 from atoll.config.schema import Role, RunConfig
 from atoll.runtime.errors import UserError
 
@@ -52,3 +52,11 @@ def resolve_here(config: RunConfig) -> RunConfig:
     """`config` as it runs from this machine; see `resolve`. Raises UserError, ConfigError."""
     there = installed_gpus() if may_use_gpus(config) else []
     return resolve(config, there, socket.gethostname())
+
+
+def resolve_for_others(config: RunConfig) -> RunConfig:
+    """As `resolve_here`; but a machine without GPUs resolves a config that asks for some as a machine that
+    has enough of them would."""
+    if asks_for_gpus(config) and not installed_gpus():
+        return resolve_for_gpus(config, None)
+    return resolve_here(config)

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import typing
 from collections.abc import Awaitable, Callable, Iterator
@@ -153,11 +154,8 @@ def parse_arguments(service: str) -> argparse.Namespace:
         parser.set_defaults(agent="")
     parser.add_argument("--config", type=Path, required=True, help="path of the run's resolved config.json")
     ranked = service == "trainer"
-    parser.add_argument(
-        "--name",
-        required=not ranked,
-        help=f"name, unique in the run, such as {service}-0" + ("; default: ROLE-RANK" if ranked else ""),
-    )
+    default = "ROLE-RANK" if ranked else f"{service}-HOSTNAME"
+    parser.add_argument("--name", help=f"name, unique in the run; default: {default}")
     parser.add_argument(
         "--coordinator", metavar="HOST:PORT", help="coordinator to register at; default: run standalone"
     )
@@ -165,7 +163,8 @@ def parse_arguments(service: str) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="port; 0: any free port")
     arguments = parser.parse_args()
-    arguments.name = arguments.name or f"{arguments.role}-{trainer_rank()}"
+    if arguments.name is None:
+        arguments.name = f"{arguments.role}-{trainer_rank() if ranked else socket.gethostname()}"
     return arguments
 
 

@@ -9,6 +9,7 @@ import copy
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import time
@@ -31,6 +32,9 @@ TIMEOUT_S: Final = 10.0  # of a call
 START_TIMEOUT_S: Final = 60.0  # without any answer
 LOCK_TIMEOUT_S: Final = 5.0  # a server whose parent was killed needs a moment to end
 POLL_S: Final = 0.02
+RETRY_S: Final = 0.5  # between two attempts to reach a store that is not ready
+
+_log = logging.getLogger(__name__)
 
 # Runs before the body of every script; the body then sees only its own KEYS and ARGV.
 _CHECK_FENCE = """
@@ -115,6 +119,24 @@ class Store:
     def epoch(self) -> int:
         assert self._epoch is not None, "take_epoch() comes before the first write"
         return self._epoch
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Waits while the store starts or loads its data. Raises StoreError after `timeout_s`, UserError if
+        it refuses the login."""
+        clock, told = asyncio.get_running_loop().time, ""
+        deadline = clock() + timeout_s
+        while True:
+            try:
+                return await self.ping()
+            except StoreError as error:
+                if clock() >= deadline:
+                    raise StoreError(
+                        f"not ready within {timeout_s:g} s (coordinator.start_timeout_s): {error}"
+                    ) from None
+                if str(error) != told:
+                    told = str(error)
+                    _log.warning("waiting up to %g s for the store: %s", deadline - clock(), error)
+            await asyncio.sleep(min(RETRY_S, max(deadline - clock(), 0.0)))
 
     async def claim(self, run_id: str) -> None:
         """The keys belong to the run of this id from now on. Raises UserError if they are another's, which

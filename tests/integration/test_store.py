@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from atoll.coordinator.__main__ import run, run_id
+from atoll.coordinator.__main__ import run
+from atoll.coordinator.journal.run_folder import run_id
 from atoll.runtime.errors import StaleFenceError, StoreError, UserError
 from atoll.runtime.ports import reserve_port
 from atoll.runtime.store import EmbeddedServer, Script, Store, run_embedded_server

@@ -22,13 +22,13 @@ from atoll.config.load import write_private, write_resolved
 from atoll.config.placement import NO_GPU, other_hosts, replica_environment, trainer_environment
 from atoll.config.schema import Role, RunConfig
 from atoll.coordinator.journal.checkpoints import Checkpoints
+from atoll.coordinator.journal.run_folder import check_folder
 from atoll.coordinator.summary import SUMMARY_FILE, Outcome, complete_summary
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.process import BACKLOG
 from atoll.runtime.store import run_embedded_server
-from atoll.runtime.telemetry import METRICS_FILE
 
 _log = logging.getLogger(__name__)
 
@@ -300,26 +300,6 @@ def claim_folder(folder: Path, *, resume: bool) -> None:
     """Creates the run's folder. Raises UserError as check_folder does."""
     check_folder(folder, resume=resume)
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def check_folder(folder: Path, *, resume: bool) -> None:
-    """A folder belongs to the run that recorded a step in it; a failed start does not claim it.
-
-    Raises UserError if it is another run's, or cannot be written to.
-    """
-    rows = folder / METRICS_FILE
-    taken = rows.exists() and rows.stat().st_size > 0
-    if taken and not resume:
-        raise UserError(
-            f"{folder} already contains a run: resume it (--resume), choose another name "
-            f"(--set run.name=NAME), or delete the folder"
-        )
-    if resume and not taken:
-        raise UserError(f"--resume: {folder} contains no run; start without --resume")
-    existing = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        problem = "is not writable" if existing.is_dir() else "is not a folder"
-        raise UserError(f"{existing} {problem}: the run writes to {folder}; set run.dir to another folder")
 
 
 def go_back(folder: Path, step: int) -> None:

@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from atoll.cli.launch.findings import Finding, FindingState, loopback
-from atoll.cli.launch.launcher import check_folder, check_interpreter, gateway_listeners, listen
+from atoll.cli.launch.launcher import check_interpreter, gateway_listeners, listen
 from atoll.config.errors import ConfigError
 from atoll.config.load import secret
 from atoll.config.placement import describe_placement, other_hosts
 from atoll.config.schema import AgentConfig, LoraConfig, Role, RunConfig, TrackerName, section_name
+from atoll.coordinator.journal.run_folder import check_folder
 from atoll.coordinator.run_data import data_checks
 from atoll.runtime.errors import AtollError, UserError
 from atoll.runtime.model_spec import HEADS, check_layout, check_length, check_router_replay, read_spec

@@ -106,7 +106,7 @@ class ServiceDirectory:
             refused = "".join(f"; {entry.name} was refused: {why}" for entry, why in self._refused.items())
             raise ServiceUnavailableError(
                 f"after {timeout_s:g} s (coordinator.start_timeout_s) still missing: {numbers}{refused}; "
-                "see logs/*.log of the run"
+                "see the logs of these services"
             ) from None
         if reasons := misfits():
             raise UserError("; ".join(reasons))

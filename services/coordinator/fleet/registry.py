@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, Final
 
@@ -76,6 +77,7 @@ class Registry:
         self._live: tuple[ServiceEntry, ...] = ()
         self._revision = 0
         self._has_ended = False
+        self._sent_home: dict[str, str] = {}  # name -> role of services that were told that the run has ended
         self._changed = asyncio.Condition()
 
     @property
@@ -87,9 +89,9 @@ class Registry:
         """Opens a lease and returns its duration in seconds; ends that of an earlier process of the same
         name.
 
-        Raises ReplacedError if a later process of that name is there already, RunEndedError after `dismiss`.
+        Raises ReplacedError if a later process of that name is there already, RunEndedError after `end`.
         """
-        self._check_running()
+        await self._check_running(entry)
         newer = (await self._write(_REGISTER, _line(entry), round(self._lease_s * 1000))).decode()
         if newer:
             raise ReplacedError(
@@ -100,22 +102,37 @@ class Registry:
         return self._lease_s
 
     async def renew(self, entry: ServiceEntry) -> bool:
-        """False if the lease has lapsed: register again. Raises RunEndedError after `dismiss`."""
-        self._check_running()
+        """False if the lease has lapsed: register again. Raises RunEndedError after `end`."""
+        await self._check_running(entry)
         return bool(await self._write(_RENEW, _line(entry), round(self._lease_s * 1000)))
 
     async def deregister(self, entry: ServiceEntry) -> None:
         await self._write(_REMOVE, _line(entry))
         await self._touch()
 
+    def end(self) -> None:
+        """From now on, services that register or send a heartbeat are told that the run has ended."""
+        self._has_ended = True
+
     async def dismiss(self) -> None:
         """Ends the run: services hear of it by their next heartbeat, and end. Returns once all have left,
         at the latest when the lease of one that hears nothing has lapsed."""
-        self._has_ended = True
+        self.end()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._lease_s), self._changed:
                 while await self._write(_LIVE):
                     await self._changed.wait()
+
+    async def send_home(self, expected: Mapping[str, int], timeout_s: float) -> None:
+        """Ends a run whose services may still be starting. Returns once `expected`, numbers by role, were
+        told and no other service came for a lease, at the latest after `timeout_s`."""
+        self.end()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: Counter(self._sent_home.values()) >= Counter(expected))
+                while True:
+                    async with asyncio.timeout(self._lease_s):
+                        await self._changed.wait()
 
     def services(self) -> tuple[ServiceEntry, ...]:
         """Those that `changes` saw last, by name."""
@@ -143,8 +160,10 @@ class Registry:
                     while self._revision == revision:
                         await self._changed.wait()
 
-    def _check_running(self) -> None:
+    async def _check_running(self, entry: ServiceEntry) -> None:
         if self._has_ended:
+            self._sent_home[entry.name] = entry.role
+            await self._touch()
             raise RunEndedError("the run has ended")
 
     async def _touch(self) -> None:

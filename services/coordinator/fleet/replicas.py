@@ -207,7 +207,7 @@ class Replicas:
             )
             raise ServiceUnavailableError(
                 f"{len(self)} of {count} rollout replicas are ready after {timeout_s:g} s{others}; "
-                "see logs/rollout-*.log of the run"
+                "see the logs of the rollout services"
             ) from None
 
     async def wait_for_room(self, timeout_s: float) -> None:

@@ -119,7 +119,7 @@ class RewardServices:
                 causes = "; ".join(service.cause for service in self._services) or "none is registered"
                 raise ServiceUnavailableError(
                     f"no reward service took {count} responses or gave a verdict for "
-                    f"{self._wait_timeout_s:g} s ({causes}); see logs/reward-*.log"
+                    f"{self._wait_timeout_s:g} s ({causes}); see the logs of the reward services"
                 )
             self._changed.clear()
             with suppress(TimeoutError):
