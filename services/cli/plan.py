@@ -129,7 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def planned_run(arguments: argparse.Namespace) -> RunConfig:
-    return resolve_for_gpus(load(arguments.config, arguments.overrides), arguments.gpus)
+    overrides = [*arguments.overrides, "placement.use_visible_gpus=false"]  # as if on one machine
+    return resolve_for_gpus(load(arguments.config, overrides), arguments.gpus)
 
 
 def plan(config: RunConfig) -> Iterator[StageMemory]:

@@ -1,6 +1,6 @@
 """Where models and replicas compute: the default layout, and what the process of each rank may see. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from atoll.config.errors import ConfigError
@@ -67,11 +67,15 @@ def describe_placement(config: RunConfig) -> str:
 
 def trainer_environment(config: RunConfig, role: Role, rank: int) -> Mapping[str, str]:
     """What makes a trainer rank compute where the config says. Set it before CUDA is used."""
-    gpus = config.placement.gpus.roles.get(role)
-    if not gpus:
-        return NO_GPU
+    gpus = config.placement.gpus.roles.get(role, ())
+    numbers = [gpu.number for gpu in gpus[rank : rank + 1]]
+    return rank_environment(config, role, numbers) if gpus else NO_GPU
+
+
+def rank_environment(config: RunConfig, role: Role, numbers: Sequence[int]) -> Mapping[str, str]:
+    """Of a rank that computes on these GPUs."""
     # Micro-batches differ in shape, so that fixed segments would fragment
-    variables = _visible(gpus[rank : rank + 1]) | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    variables = visible_environment(numbers) | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     if config.roles[role].parallel.tensor > 1:  # Megatron overlaps collectives and matrices in launch order
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return variables
@@ -88,9 +92,9 @@ def replica_environment(config: RunConfig, name: str) -> Mapping[str, str]:
     if own is None:
         return {}
     if config.weights.transport != "cuda_ipc":
-        return _visible(own)
+        return visible_environment(gpu.number for gpu in own)
     others = (gpu for gpu in gpus.roles.get("actor", ()) if gpu not in own)  # on one host, as a rule demands
-    return _visible((*own, *others))
+    return visible_environment(gpu.number for gpu in (*own, *others))
 
 
 def check_torchrun(gpus: Sequence[Gpu], rank: int, host_number: int, local_rank: int) -> None:
@@ -109,6 +113,6 @@ def check_torchrun(gpus: Sequence[Gpu], rank: int, host_number: int, local_rank:
         )
 
 
-def _visible(gpus: Sequence[Gpu]) -> dict[str, str]:
-    indices = ",".join(str(gpu.number) for gpu in gpus)
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": indices}  # the order of nvidia-smi
+def visible_environment(numbers: Iterable[int]) -> dict[str, str]:
+    """`numbers`: nvidia-smi's, whose order is that of the PCI bus."""
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}

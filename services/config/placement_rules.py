@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from atoll.config.placement import other_hosts
-from atoll.config.schema import RunConfig
+from atoll.config.schema import GpusConfig, RunConfig
 
 UNREACHABLE = ("127.0.0.1", "localhost", "::1", "0.0.0.0")  # by this address, from another host
 
@@ -40,8 +40,27 @@ def _other_hosts_reach_the_coordinator(config: RunConfig) -> str | None:
     return None
 
 
+def _visible_gpus_have_no_names(config: RunConfig) -> str | None:
+    placement = config.placement
+    if not placement.use_visible_gpus:
+        return None
+    if placement.gpus != GpusConfig():
+        return (
+            "placement.use_visible_gpus = true, but [placement.gpus] names GPUs: remove one of them, since "
+            "services take the GPUs that they see, or those that the file names"
+        )
+    if placement.mode == "colocated":
+        return (
+            'placement.mode = "colocated" needs [placement.gpus], which says what trainers and replicas '
+            "share, but placement.use_visible_gpus = true: remove it, or set the mode to "
+            '"standalone" or "split"'
+        )
+    return None
+
+
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _the_local_engine_has_no_gpus,
     _memory_is_shared_within_a_host,
     _other_hosts_reach_the_coordinator,
+    _visible_gpus_have_no_names,
 )

@@ -18,18 +18,22 @@ ROLE_TABLES = ("trainer", "critic", "cost_critic", "reference", "reward_model", 
 def resolve(config: RunConfig, there: Sequence[int], host: str = "") -> RunConfig:
     """`config` without "auto", and with the GPUs of every rank. Resolving twice changes nothing.
 
-    `there`: the GPUs of this machine, by their index in nvidia-smi. `host`: its name. Raises ConfigError if
-    the run does not fit on them, or a rule forbids what "auto" became.
+    `there`: the GPUs of this machine, by their index in nvidia-smi; with `use_visible_gpus`, they do not
+    count. `host`: its name. Raises ConfigError if the run does not fit on them, or a rule forbids what "auto"
+    became.
     """
     named = _with_this_host_unnamed(config.placement.gpus, host)
     is_named = bool(named.roles or named.replicas)
-    config = _with_devices(config, has_gpus=is_named or (bool(there) and not config.generates_on_cpu))
+    uses_visible, mode = config.placement.use_visible_gpus, config.placement.mode
+    has_gpus = is_named or uses_visible or (bool(there) and not config.generates_on_cpu)
+    config = _with_devices(config, has_gpus=has_gpus)
+    if uses_visible:
+        return _placed(config, MODES[0] if mode == AUTO else mode, named)
     needs = gpu_needs(config)
     if is_named:
         _check_named(config, named, needs, there)
-        mode = config.placement.mode
         return _placed(config, mode_of(named) if mode == AUTO else mode, named)
-    modes = MODES if config.placement.mode == AUTO else (config.placement.mode,)
+    modes = MODES if mode == AUTO else (mode,)
     fitting = [mode for mode in modes if needs.total(mode) <= len(there)]
     if not fitting:
         raise ConfigError(_does_not_fit(modes, needs, len(there)))
@@ -56,6 +60,8 @@ def resolve_for_gpus(config: RunConfig, count: int | None) -> RunConfig:
 
 def may_use_gpus(config: RunConfig) -> bool:
     """Whether the run depends on this machine's GPUs."""
+    if config.placement.use_visible_gpus:
+        return False
     if config.placement.gpus != GpusConfig():
         return True
     devices = [config.roles[role].device for role in config.started_roles]
@@ -96,13 +102,15 @@ def _with_devices(config: RunConfig, *, has_gpus: bool) -> RunConfig:
 def _placed(config: RunConfig, mode: PlacementMode, gpus: GpusConfig) -> RunConfig:
     """Models that share GPUs are off-loaded while others compute."""
     tree = config.model_dump(mode="json")
-    tree["placement"] = {"mode": mode, "gpus": gpus.model_dump(mode="json")}
+    tree["placement"] |= {"mode": mode, "gpus": gpus.model_dump(mode="json")}
     if config.weights.transport == AUTO:
         tree["weights"]["transport"] = _transport(config, mode, gpus)
+    uses_visible = config.placement.use_visible_gpus
     users = Counter(gpu for each in (*gpus.roles.values(), *gpus.replicas) for gpu in each)
+    shares_visible = uses_visible and mode == "split" and len(config.started_roles) > 1
     for role in config.roles:
         held = gpus.roles.get(role if role in config.started_roles else "actor", ())
-        if mode == "colocated" or any(users[gpu] > 1 for gpu in held):
+        if mode == "colocated" or shares_visible or any(users[gpu] > 1 for gpu in held):
             tree[section_name(role)]["offload"] = True
     placed = RunConfig.model_validate(tree)
     if sentences := violations(placed, is_resolved=True):
@@ -113,7 +121,7 @@ def _placed(config: RunConfig, mode: PlacementMode, gpus: GpusConfig) -> RunConf
 def _transport(config: RunConfig, mode: PlacementMode, gpus: GpusConfig) -> str:
     hosts = {gpu.host for each in (gpus.roles.get("actor", ()), *gpus.replicas) for gpu in each} or {""}
     if "cpu" in (config.trainer.device, config.rollout.device) or config.run.mode != "train":
-        return "shm" if hosts == {""} else "tcp"
+        return "shm" if hosts == {""} and not config.placement.use_visible_gpus else "tcp"
     if mode == "colocated":
         return "cuda_ipc" if len(hosts) == 1 else "tcp"
     return "nccl"

@@ -679,6 +679,7 @@ class PlacementSection(Section):
     mode: PlacementMode = (
         "auto"  # split: models share GPUs; colocated: replicas, too; auto: the first that fits
     )
+    use_visible_gpus: bool = False  # services take GPUs that they see where they start, as in containers
     gpus: GpusConfig = GpusConfig()
 
 

@@ -152,6 +152,13 @@ def parse_arguments(service: str) -> argparse.Namespace:
         parser.add_argument("--agent", default="", help="name of the agent that it runs; default: all")
     else:
         parser.set_defaults(agent="")
+    if service == "rollout":
+        parser.add_argument(
+            "--claim-gpus",
+            type=Path,
+            metavar="DIR",
+            help="take free GPUs by locks in a folder of all replicas",
+        )
     parser.add_argument("--config", type=Path, required=True, help="path of the run's resolved config.json")
     ranked = service == "trainer"
     default = "ROLE-RANK" if ranked else f"{service}-HOSTNAME"

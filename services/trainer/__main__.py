@@ -1,6 +1,7 @@
 """`python -m atoll.trainer`: one trainer rank. Rank 0 serves and registers; the others follow."""
 
 import asyncio
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
@@ -26,7 +27,7 @@ if __name__ == "__main__":  # before torch, which the next imports load, looks f
         rank, arguments = trainer_rank(), parse_arguments("trainer")
         if arguments.ready_fd is None:  # the launcher has chosen the GPUs of those that it starts
             take_gpu(read_resolved(arguments.config), arguments.role, rank)
-    except ConfigError as error:
+    except (ConfigError, UserError) as error:
         sys.exit(f"trainer: {error}")
 
 from atoll.trainer.command_channel import LEADER, RankLostError, SetupRefusedError, translate_rank_loss
@@ -45,13 +46,16 @@ async def build_leader(context: ServiceContext) -> TrainerService:
 
 
 def run_follower() -> None:
-    """Runs the leader's commands until it stops. Raises RankLostError if a rank dies."""
+    """Runs the leader's commands until it stops, whatever signal says so. Raises RankLostError if a rank
+    dies."""
     arguments = parse_arguments("trainer")
     configure_logging(arguments.name)
     try:
         config, metrics = read_resolved(arguments.config), ProcessMetrics()
         metrics.serve(config.prometheus)
         rank = Rank(config, arguments.role, arguments.host)
+        for number in (signal.SIGTERM, signal.SIGINT):  # torchrun's, for all ranks: the leader may need this
+            signal.signal(number, signal.SIG_IGN)
         if arguments.ready_fd is not None:
             announce(arguments.ready_fd, "", metrics.address)
         rank.follow()

@@ -2,6 +2,7 @@
 process of each rank sees. GPUs are those of a fake nvidia-smi."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,20 @@ import torch
 import torch.distributed as dist
 
 from atoll.cli.launch.launcher import service_groups
+from atoll.cli.launch.preflight import examine
 from atoll.cli.launch.processes import ServiceGroup
 from atoll.config.errors import ConfigError
 from atoll.config.gpus import Gpu, describe_gpus, parse_gpus
 from atoll.config.load import load, validate
 from atoll.config.placement import check_torchrun, other_hosts, replica_environment, trainer_environment
-from atoll.config.resolve import resolve
+from atoll.config.resolve import resolve, resolve_for_gpus
 from atoll.config.schema import ParallelConfig, RolloutSection, RunConfig, section_name
 from atoll.runtime.errors import UserError
-from atoll.runtime.gpus import installed_gpus, resolve_here
+from atoll.runtime.gpus import installed_gpus, resolve_here, take_gpu
 from atoll.trainer.megatron.model import initialize_parallel
 from tests import nvidia_smi
 
+VISIBLE = {"use_visible_gpus": True}
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 FOUR = {"parallel": {"tensor": 2, "data": 2}}
 
@@ -174,6 +177,16 @@ NAMED = {"actor": "0-3", "reference": "4-5", "rollout": ["6-7", "8-9"]}
             {"placement": {"mode": "colocated", "gpus": NAMED}},
             10,
             'placement.mode = "colocated", but the GPUs in placement.gpus are those of "standalone"',
+        ),
+        (
+            {"placement": VISIBLE | {"gpus": NAMED}},
+            10,
+            "placement.use_visible_gpus = true, but [placement.gpus] names GPUs: remove one of them",
+        ),
+        (
+            {"placement": VISIBLE | {"mode": "colocated"}, "coordinator": {"max_staleness": 0}},
+            10,
+            'placement.mode = "colocated" needs [placement.gpus], which says what trainers and replicas',
         ),
         (
             {"placement": {"gpus": NAMED | {"rollout": ["node1:6-7", "node1:8-9"]}}},
@@ -373,6 +386,64 @@ def test_a_torchrun_that_differs_from_the_file_is_refused(
         return
     with pytest.raises(ConfigError, match=message):
         check_torchrun(gpus, rank, host_number, local_rank)
+
+
+@pytest.mark.parametrize("mode", ["auto", "standalone", "split"])
+def test_services_that_take_what_they_see_have_no_gpus_in_the_file(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the config is the same wherever it is resolved, and needs no address that other hosts reach."""
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    config = resolve_here(with_reference(placement=VISIBLE | {"mode": mode}, coordinator={"host": "0.0.0.0"}))
+    assert resolve(config, range(8)) == resolve_for_gpus(config, None) == config
+    assert config.placement.mode == ("split" if mode == "split" else "standalone")
+    assert config.placement.gpus.model_dump(exclude_defaults=True) == {}
+    assert {config.trainer.device, config.reference.device, config.rollout.device} == {"cuda"}
+    assert {config.trainer.offload, config.reference.offload} == {mode == "split"}
+    assert config.weights.transport == "nccl"
+    assert replica_environment(config, "rollout-0") == replica_environment(config, "rollout-3f2a91") == {}
+    refusals = [finding.found for finding in examine(config, resume=False) if finding.what == "placement"]
+    assert refusals[0].startswith("placement.use_visible_gpus = true is for services that are started one by")
+
+
+def test_containers_without_gpus_push_their_weights_by_tcp() -> None:
+    sections = {"trainer": {"device": "cpu"}, "rollout": {"engine": "sglang", "device": "cpu"}}
+    assert resolve(a_run(placement=VISIBLE, **sections), ()).weights.transport == "tcp"
+
+
+@pytest.mark.parametrize(
+    ("rank", "place", "visible", "expected"),
+    [
+        (1, {}, None, "1"),  # all ranks in one container, started by hand
+        (1, {}, "3,GPU-00000002", "2"),
+        (5, {"GROUP_RANK": "1", "LOCAL_RANK": "1"}, None, "1"),  # the second of the second container
+        (2, {}, "0,1", "rank 2 needs GPU number 3 of those that it sees, but it sees 2"),
+    ],
+)
+def test_a_rank_takes_its_own_of_the_gpus_that_it_sees(
+    rank: int,
+    place: Mapping[str, str],
+    visible: str | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    config = resolve(with_reference(placement=VISIBLE), ())
+    nvidia_smi.install(monkeypatch, tmp_path, 4)
+    for variable, value in place.items():
+        monkeypatch.setenv(variable, value)
+    for variable in trainer_environment(resolve(with_reference(), range(8)), "actor", 0):
+        monkeypatch.setenv(variable, "")  # as they were before, once this test ends
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if expected.startswith("rank"):
+        with pytest.raises(UserError, match=expected):
+            take_gpu(config, "actor", rank)
+        return
+    take_gpu(config, "actor", rank)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def examine(config: RunConfig, *, resume: bool) -> Iterator[Finding]:
     """One finding per check, in the order in which a start would meet them. `config` is resolved."""
     yield loopback()
     yield _finding("run folder", partial(_run_folder, config, resume=resume))
-    if describe_placement(config):
+    if config.placement.use_visible_gpus or describe_placement(config):
         yield _finding("placement", partial(_placement, config))
     for what, check in (*_environment_checks(config), *_model_checks(config)):
         yield _finding(what, check)
@@ -103,7 +103,12 @@ def _run_folder(config: RunConfig, *, resume: bool) -> str:
 
 
 def _placement(config: RunConfig) -> str:
-    """Raises UserError if the name of another host is unknown."""
+    """Raises UserError if the name of another host is unknown, or if services find their GPUs themselves."""
+    if config.placement.use_visible_gpus:
+        raise UserError(
+            "placement.use_visible_gpus = true is for services that are started one by one, as in "
+            "containers: remove it to let `atoll run` give out the GPUs of this machine"
+        )
     for host in sorted(other_hosts(config)):
         try:
             socket.getaddrinfo(host, None)
