@@ -25,6 +25,7 @@ from atoll.coordinator.service import OPERATORS_MAY, CoordinatorService
 from atoll.coordinator.summary import Outcome
 from atoll.external.addresses import AddressPolicy, is_loopback
 from atoll.external.protocols import connect
+from atoll.runtime.awake_loop import AwakeLoop
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.dump import DUMPS, last_dump
 from atoll.runtime.errors import AtollError, StoreError, UserError
@@ -54,9 +55,10 @@ def main() -> None:
     configure_logging("coordinator")
     gc.set_threshold(*GARBAGE)
     try:
-        asyncio.run(
-            run(read_resolved(arguments.config), arguments.store, arguments.ready_fd, arguments.resume)
-        )
+        with asyncio.Runner(loop_factory=AwakeLoop) as runner:
+            runner.run(
+                run(read_resolved(arguments.config), arguments.store, arguments.ready_fd, arguments.resume)
+            )
     except (ConfigError, UserError, StoppedUnsavedError) as error:
         sys.exit(f"coordinator: {error}")
     except StoreError as error:
@@ -156,6 +158,8 @@ async def serve(
         connect=connect,
     )
     await servers.restore(resume=resume)
+    is_launched = ready_fd is not None  # then services start and end with the launcher, not with the run
+    end = await read_end(store) if resume and not is_launched else None
     metrics = ProcessMetrics()
     metrics.registry.register(RunCollector(lambda: control.progress, registry.services))
     metrics.serve(config.prometheus)
@@ -172,14 +176,12 @@ async def serve(
     try:
         if ready_fd is not None:
             announce(ready_fd, server.address, metrics.address)
-        end = await read_end(store)
-        is_launched = ready_fd is not None
-        if resume and end and end.is_end_of(config.run) and not is_launched:
+        if end and end.is_end_of(config.run):
             await send_services_home(end, config, registry, control)
             return
         await clear_end(store)
         outcome = await Assembly(config, store, registry, servers, control, caller).run(resume)
-        if not is_launched:  # a launcher stops services itself
+        if not is_launched:
             await end_run(outcome, store, config, registry, control)
     except asyncio.CancelledError:
         raise

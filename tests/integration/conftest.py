@@ -1,5 +1,7 @@
 """A real store server and the arithmetic task's files, once per session; each test has its own run's keys."""
 
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 
 from atoll.cli.tasks.arithmetic import build_arithmetic
 from atoll.runtime.store import EmbeddedServer, Store, run_embedded_server
+from tests.survival.moments import SOCKET, moments_socket
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +32,16 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arithmetic")
     build_arithmetic(folder, seed=0, digits=1)
     return folder
+
+
+@pytest.fixture
+def survival(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a run whose services report moments, and put temporary files into a folder of their own.
+    Its name is short, as paths of sockets must be."""
+    folder = Path(tempfile.mkdtemp(prefix="survival-"))
+    (folder / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
+    monkeypatch.setenv("SCRIPTED_LOG", str(folder / "engine.jsonl"))
+    monkeypatch.setenv(SOCKET, str(moments_socket(folder)))
+    yield folder
+    shutil.rmtree(folder)

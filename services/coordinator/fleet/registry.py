@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, Final
 
 from atoll.runtime.errors import ReplacedError, RunEndedError, UserError
@@ -35,7 +35,6 @@ local holder = redis.call('HGET', KEYS[2], name)
 if redis.call('SISMEMBER', KEYS[3], incarnation) == 1 then return holder end
 if holder and holder ~= incarnation then redis.call('SADD', KEYS[3], holder) end
 redis.call('HSET', KEYS[2], name, incarnation)
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 for _, entry in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
   if string.match(entry, '^(%S+)') == name then redis.call('ZREM', KEYS[1], entry) end
 end
@@ -43,15 +42,30 @@ redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 return ''
 """)
 
-# entry, lease in ms; answers 1 where the lease still ran
+# entry, lease in ms; answers 1 unless the entry was removed. A lease that has lapsed is renewed, too: only
+# _LOOK removes those, since the heartbeats may have waited for a coordinator that stood still.
 _RENEW: Final = _script("""
-local ends = redis.call('ZSCORE', KEYS[1], ARGV[1])
-if not ends or tonumber(ends) <= now then return 0 end
+if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 0 end
 redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 return 1
 """)
 
 _REMOVE: Final = _script("redis.call('ZREM', KEYS[1], ARGV[1])")
+
+# time of the last look in ms (0: none), lease in ms; answers the time, live entries, and lapsed ones, which
+# it removes. A late look first opens every lease again: nobody could renew one while the coordinator or the
+# store stood still. Only the store's clock shows all of it: a host's monotonic clock stops in a suspend.
+_LOOK: Final = _script("""
+local last, lease = tonumber(ARGV[1]), tonumber(ARGV[2])
+if last > 0 and now - last > lease / 2 then
+  for _, entry in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+    redis.call('ZADD', KEYS[1], now + lease, entry)
+  end
+end
+local lapsed = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+return {now, redis.call('ZRANGE', KEYS[1], 0, -1), lapsed}
+""")
 
 _LIVE: Final = _script("return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now, '+inf')")
 
@@ -66,10 +80,14 @@ class ServiceLeft:
     """Its lease lapsed, it deregistered, or a newer incarnation took its name."""
 
     entry: ServiceEntry
+    lapsed: bool = field(default=False, compare=False)  # it may be alive and just stand still
 
 
 class Registry:
-    """Outlives its coordinator: the next one finds the services that are still registered."""
+    """Outlives its coordinator: the next one finds the services that are still registered.
+
+    Only `changes` decides that a lease has lapsed, and never because the coordinator itself stood still.
+    """
 
     def __init__(self, store: Store, lease_s: float) -> None:
         self._store = store
@@ -141,16 +159,19 @@ class Registry:
     async def changes(self) -> AsyncIterator[ServiceJoined | ServiceLeft]:
         """Yields every current service, then each join and leave; a replaced service leaves first.
 
-        Checks after each register and deregister, and four times per lease for lapsed ones.
+        Checks after each register and deregister, and four times per lease for lapsed ones. If the last check
+        was more than half a lease ago, it first gives every service another lease.
         """
         known: dict[ServiceEntry, None] = {}  # ordered, as a set is not
+        looked = 0
         while True:
             revision = self._revision
-            self._live = _entries(await self._write(_LIVE))
-            now = dict.fromkeys(self._live)
+            looked, live, lapsed = await self._write(_LOOK, looked, round(self._lease_s * 1000))
+            self._live = _entries(live)
+            now, gone = dict.fromkeys(self._live), _entries(lapsed)
             for entry in known:
                 if entry not in now:
-                    yield ServiceLeft(entry)
+                    yield ServiceLeft(entry, lapsed=entry in gone)
             for entry in now:
                 if entry not in known:
                     yield ServiceJoined(entry)

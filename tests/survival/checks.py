@@ -1,0 +1,98 @@
+"""What a run must have left, and what it must not."""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+
+from atoll.cli.audit import audit
+from atoll.config.schema import RunConfig
+from atoll.runtime.dump import dumps, read_dump
+from atoll.wire.types import Group, Trajectory
+from tests.survival.moments import SOCKET, moments_socket
+
+
+def rows(config: RunConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def last_step(config: RunConfig) -> int:
+    return int(rows(config)[-1]["step"])
+
+
+def trained(config: RunConfig) -> dict[int, list[Group]]:
+    """Groups by step."""
+    return dict(read_dump(path) for path in dumps(config.folder / "dumps"))
+
+
+def samples(config: RunConfig) -> Iterator[tuple[int, Trajectory]]:
+    """With the step that trained on each."""
+    return ((step, s) for step, groups in trained(config).items() for group in groups for s in group.samples)
+
+
+def check_history(config: RunConfig, steps: int) -> None:
+    """A run of that many steps: each sample is trained on once, was dropped by nobody, and no step was
+    repeated."""
+    report = audit(config.folder)
+    assert report.exit_code == 0, (report.wrong, report.unknown)
+    assert {fate.kind for fate in report.fates.values()} <= {"trained", "pending"}, report.fates
+    assert [row["step"] for row in rows(config) if row["step"]] == list(range(1, steps + 1))
+    assert list(trained(config)) == list(range(1, steps + 1))
+    assert list((config.folder / "dumps").glob("left-*")) == [], "a step was repeated"
+    assert branches(config) == sorted(branches(config))
+    size = config.coordinator.prompts_per_step * config.coordinator.samples_per_prompt
+    ids = [str(sample.id) for _, sample in samples(config)]
+    assert len(ids) == len(set(ids)) == steps * size
+
+
+def branches(config: RunConfig) -> list[int]:
+    """The steps after which a coordinator began, or began again; each is behind all that were consumed."""
+    found, consumed = [], 0
+    for line in (config.folder / "ledger.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "consume":
+            consumed = event["step"]
+        elif event["event"] == "branch":
+            assert event["step"] == consumed, "a step was repeated"
+            found.append(event["step"])
+    return found
+
+
+def check_saved(config: RunConfig, step: int) -> None:
+    assert (config.folder / "checkpoints" / f"step-{step:06}").is_dir()
+
+
+def check_work_before(config: RunConfig, replica: str, step: int) -> None:
+    """It was given nothing after this step, during which it was told to leave: it held up no other one. One
+    version is generated with at a time, so a later step's samples are begun after this one's update."""
+    assert (
+        max(number for number, sample in samples(config) if sample.turns[0].origin.replica == replica) <= step
+    )
+
+
+def check_generated_once(config: RunConfig) -> None:
+    """Nobody began a sample that another one had begun."""
+    again = {str(sample.id): sample.attempt for _, sample in samples(config) if sample.attempt}
+    assert again == {}
+
+
+def check_nothing_left(config: RunConfig) -> None:
+    """No process, and thereby no weights in shared memory, whose segments end with the processes that map
+    them; no socket; no temporary file or folder; no address or token of the run."""
+    left = [process for process in psutil.process_iter() if _belongs(process, config)]
+    _, alive = psutil.wait_procs(left, timeout=60)  # whose parent has ended may be ending still
+    assert [process.cmdline() for process in alive] == []
+    assert os.listdir(os.environ["TMPDIR"]) == []
+    assert [path for path in config.folder.rglob("*") if path.is_socket()] == []
+    names = {path.name for path in config.folder.iterdir()}
+    assert names & {"coordinator.address", "coordinator.token", "operator.token", "prometheus.json"} == set()
+
+
+def _belongs(process: psutil.Process, config: RunConfig) -> bool:
+    """Whether it is a service of this run, or something that one started."""
+    try:
+        return process.environ().get(SOCKET) == str(moments_socket(config.run.dir))
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
