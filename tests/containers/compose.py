@@ -21,9 +21,14 @@ def docker(*words: str) -> str:
 
 
 def run(*words: str, environment: Mapping[str, str] | None = None) -> str:
-    """Its standard output. Raises AssertionError if it fails."""
+    """Its standard output, from the folder in which Compose is called. Raises AssertionError if it fails."""
     answer = subprocess.run(
-        words, capture_output=True, text=True, timeout=3 * HANG_S, env={**os.environ, **(environment or {})}
+        words,
+        cwd=FILES,  # Compose 1.29 looks for the seccomp profile there
+        capture_output=True,
+        text=True,
+        timeout=3 * HANG_S,
+        env={**os.environ, **(environment or {})},
     )
     assert answer.returncode == 0, f"{words}: {answer.stdout}{answer.stderr}"
     return answer.stdout
@@ -61,8 +66,8 @@ class Project:
     program: str = os.environ.get("COMPOSE_2", "")
 
     def compose(self, *words: str) -> str:
-        files = [word for name in ("compose", *self.overlays) for word in ("-f", str(FILES / f"{name}.yaml"))]
-        command = (self.program, "-p", self.name, "--env-file", os.devnull, *files, "--profile", "cpu", *words)
+        files = [word for name in ("compose", *self.overlays) for word in ("-f", f"{name}.yaml")]
+        command = (self.program, "-p", self.name, "--env-file", ".env.example", *files, "--profile", "cpu", *words)
         return run(*command, environment=self.environment)
 
     def up(self, *words: str) -> None:
