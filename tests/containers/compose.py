@@ -94,6 +94,10 @@ class Project:
         return docker("run", "--rm", "--volume", f"{self.name}_runs:/app/runs:ro", self.image, "cat", path)
 
     @property
+    def run_name(self) -> str:
+        return self.environment.get("RUN_NAME", "quickstart")
+
+    @property
     def image(self) -> str:
         return self.environment["LIGHT_IMAGE"]
 
@@ -102,7 +106,7 @@ class Project:
         """Waits for a step's metrics that fit, from the first one on; survives stops of the run."""
         watch = f"{self.name}-watch"
         mount = ("--volume", f"{self.name}_runs:/app/runs:ro", "--network", "none")
-        tail = ("tail", "--lines", "+1", "-F", f"runs/{self.environment['RUN_NAME']}/metrics.jsonl")
+        tail = ("tail", "--lines", "+1", "-F", f"runs/{self.run_name}/metrics.jsonl")
         lines = Lines("docker", "run", "--rm", "--name", watch, *mount, self.image, *tail)
 
         def wait(fits: Callable[[Row], bool]) -> Row:
@@ -127,13 +131,15 @@ def main_process(container: str) -> int:
     return int(inspect(container)["State"]["Pid"])
 
 
-def kill_and_wait_for_restart(container: str) -> None:
-    """By SIGKILL from outside of Docker, which does not restart what `docker kill` ended."""
+def kill_and_wait_for_restart(container: str) -> float:
+    """By SIGKILL from outside of Docker, which does not restart what `docker kill` ended. Returns when it
+    started again, in Unix seconds."""
     now = docker("info", "--format", "{{.SystemTime}}").strip()
     starts = Lines(
-        *("docker", "events", "--since", now, "--format", "{{.Action}}"),
+        *("docker", "events", "--since", now, "--format", "{{.TimeNano}}"),
         *("--filter", f"container={container}", "--filter", "event=start"),
     )
     os.kill(main_process(container), signal.SIGKILL)
-    starts.wait(lambda line: line == "start\n")
+    nanoseconds = starts.wait(lambda line: True)
     starts.close()
+    return int(nanoseconds) / 1e9
