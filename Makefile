@@ -3,12 +3,12 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 LEARNING := tests/integration/test_learning.py tests/integration/test_recipes.py
 RUNS := $(patsubst %,tests/integration/test_%.py,agent_clients agents_learn bad_input colocation double_restart \
-	external_servers first_hour fleet gateway_kills run sglang_run supervised)
+	external_servers first_hour fleet gateway_kills run sglang_run supervised survival)
 TWO_AT_A_TIME = $(MAKE) --no-print-directory --jobs 2 --keep-going
 SAYING_WHOSE = 2>&1 | sed --unbuffered 's/^/$@: /'
 
 .PHONY: quickstart test test-units test-integration test-runs test-long test-learning test-long-runs test-services \
-	test-first-hour test-sglang test-gateway test-gpu lint proto docs
+	test-first-hour test-sglang test-gateway test-survival test-gpu lint proto docs
 
 quickstart: .venv/installed
 	$(BIN)/atoll quickstart
@@ -57,6 +57,11 @@ test-gateway: .venv/installed .venv-gateway/installed .venv-sglang/installed
 		tests/gateway/learning_run.py $(SAYING_WHOSE)
 	GATEWAY_KILLS=100 $(BIN)/pytest -s tests/integration/test_gateway_kills.py $(SAYING_WHOSE)
 	$(BIN)/pytest -q tests/gateway/test_history.py --edits 100000 $(SAYING_WHOSE)
+
+# Services that join, leave, get SIGTERM and stand still, at the moments of ten seeds; the long tests have one seed.
+test-survival: .venv/installed
+	SURVIVAL_SEEDS=10 $(BIN)/pytest -v tests/integration/test_survival.py \
+		tests/integration/standstills.py $(SAYING_WHOSE)
 
 # Kernels and device memory, in an environment with CUDA; each test skips with its reason where there is no GPU.
 # All other tests run on the CPU, whatever the machine has.

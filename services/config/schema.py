@@ -186,7 +186,9 @@ class CoordinatorSection(Section):
     start_timeout_s: Annotated[float, Field(gt=0)] = (
         14400.0  # timeout for the store, and for a service to load its model and register
     )
-    drain_grace_s: Annotated[float, Field(gt=0)] = 20.0  # time for a process to end its work after SIGTERM
+    drain_grace_s: NonNegativeFloat = (
+        20.0  # time for a service that leaves to finish its work; keep it below a container's stop grace
+    )
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # timeout without response or progress
     dump: Literal["recent", "all", "none"] = "recent"  # dumps to keep; recent: the last ten steps
     server_networks: tuple[IPvAnyNetwork, ...] = ()  # private networks that registered servers may use

@@ -16,6 +16,7 @@ from atoll.coordinator.background import first_cause
 from atoll.coordinator.control import RunControl, RunState
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.fleet.run_end import RunEnd, clear_end, expected_services, mark_end, read_end
+from atoll.coordinator.fleet.scaling import Scaling
 from atoll.coordinator.gauges import RunCollector
 from atoll.coordinator.journal.checkpoints import Checkpoints
 from atoll.coordinator.journal.run_folder import check_folder, run_id
@@ -76,7 +77,10 @@ async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: b
     Without a launcher, SIGTERM or SIGINT stops the run after the step in progress; a second signal ends the
     process at once. A launcher stops the run by StopRun, and by SIGTERM ends the process at once.
     """
-    control = RunControl(trains=config.run.mode != "rollout_only")
+    control = RunControl(
+        trains=config.run.mode != "rollout_only",
+        scaling=Scaling.of(config, has_launcher=ready_fd is not None),
+    )
     serving = asyncio.create_task(serve(config, store_url, ready_fd, resume, control))
     if ready_fd is None:
         with stop_signal() as asked:

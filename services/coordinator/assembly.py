@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from atoll.config.schema import Role, RunConfig
 from atoll.coordinator.algorithm.algorithm import Algorithm, AlgorithmState
@@ -45,8 +44,8 @@ from atoll.runtime.dump import DUMPS, DumpFolder, last_dump, set_dumps_aside
 from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.runtime.rendering import Renderer
 from atoll.runtime.store import Store
-from atoll.runtime.telemetry import METRICS_FILE, MetricsFile, load_metrics, metrics_of
-from atoll.wire.types import ExternalServer, Group, Version
+from atoll.runtime.telemetry import METRICS_FILE, MetricsFile, rows_before
+from atoll.wire.types import ExternalServer, Group, ServiceEntry, Version
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +108,13 @@ class Assembly:
             self._sync or OwnWeights(self._replicas),
             POLICY,
         )
+        control.departures.serve(self._let_go)
+
+    async def _let_go(self, entry: ServiceEntry) -> None:
+        """Returns once a service that leaves has nothing in progress; a trainer, once the loop has saved."""
+        await self._membership.drain(entry)
+        if entry.role in self._config.roles:
+            await self._control.hand_over(entry.name)
 
     async def run(self, resume: bool) -> Outcome:
         """Ends with the loop, or with the first error of a background task. If a trainer is lost and returns,
@@ -165,12 +171,13 @@ class Assembly:
 
         A failed call is not enough: a trainer is lost once the registry says so. Raises `error` if none is.
         """
-        log.warning("aborting the current step: %s", error)
+        log.warning("the loop stops: %s", error)
         await self._control.report(state=RunState.RECOVERING, error=str(error))
+        await self._control.let_go()
         try:
             with suppress(TrainerLostError):
                 async with asyncio.timeout(2 * self._config.coordinator.lease_s):
-                    await self._membership.watch_trainers()
+                    await self._membership.watch_trainers(or_absent=True)
         except TimeoutError:
             raise error from None
         await self._membership.reconnect()
@@ -228,7 +235,7 @@ class Assembly:
             restored = await self._journal.restore(checkpoint)
         version = Version(restored.lineage, checkpoint.version.number if checkpoint else 0)
         metrics = MetricsFile(config.folder / METRICS_FILE, step if checkpoint else None)
-        push = _pushes(self._sync) if self._sync else skip_push
+        push = self._sync.push_and_measure if self._sync else skip_push
         parts = LoopParts(
             steps=self._steps(data, models, generation, background, restored, version, state),
             learners=Learners(
@@ -246,6 +253,7 @@ class Assembly:
             metrics=metrics,
             journal=self._journal,
             checkpoints=self._checkpoints,
+            finish_running=generation.finish_running,
         )
         rows = rows_before(config.folder)
         self._control.continue_from(state.seconds if state else 0.0)
@@ -386,15 +394,3 @@ class Assembly:
                 f"the {role}'s model folder {info.model} has a different tokenizer.json than the "
                 f"coordinator's {self._config.model.path}: use the same folder for both"
             )
-
-
-def _pushes(sync: WeightSync) -> Push:
-    async def push(version: Version) -> Mapping[str, float]:
-        return (await sync.push(version)).metrics() | sync.take_metrics()
-
-    return push
-
-
-def rows_before(folder: Path) -> dict[int, dict[str, float]]:
-    """The metrics of each step in a run's folder."""
-    return {int(row["step"]): metrics_of(row) for row in load_metrics(folder)}

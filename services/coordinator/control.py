@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar
 
+from atoll.coordinator.fleet.departures import Departures
+from atoll.coordinator.fleet.scaling import Scaling
 from atoll.runtime.errors import UserError
+from atoll.wire.types import ServiceEntry
 
 T = TypeVar("T")
 
@@ -37,14 +40,24 @@ class RunProgress:
     revision: int = 1
 
 
+# States in which a trainer holds steps that no checkpoint covers, and the loop can save them.
+_AT_WORK = (RunState.TRAINING, RunState.VALIDATING, RunState.PAUSED, RunState.SAVING)
+
+
 class RunControl:
-    def __init__(self, *, trains: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, trains: bool, scaling: Scaling | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.progress = RunProgress()
+        self.departures = Departures()
+        self.scaling = scaling or Scaling()
         self._trains = trains
         self._clock, self._started = clock, clock()
         self._earlier_s: float | None = None
-        self._stop = asyncio.Event()
+        self._stopping = False
+        self._interrupt = asyncio.Event()  # the run is to stop, or a trainer leaves
         self._hurry = asyncio.Event()
+        self._leaving: set[str] = set()  # names of trainers
         self._paused = False
         self._changed = asyncio.Condition()
         self._checkpoints: list[asyncio.Future[str]] = []  # asked for
@@ -73,6 +86,18 @@ class RunControl:
                 await self._changed.wait_for(lambda: self.progress.revision != seen)
         return self.progress
 
+    async def tell_to_leave(self, name: str, services: Collection[ServiceEntry]) -> tuple[ServiceEntry, str]:
+        """As `Departures.tell`."""
+        told = self.departures.tell(name, services)
+        await self.report()
+        return told
+
+    async def scale(self, role: str, number: int) -> None:
+        """As `Scaling.change`. Replicas that operators have drained may come back."""
+        self.scaling.change(role, number)
+        self.departures.take_back([f"{role}-{index}" for index in range(number)])
+        await self.report()
+
     async def pause(self, reason: str = "") -> None:
         """Between two steps. `reason` is shown until the run resumes."""
         self._paused = True
@@ -85,22 +110,48 @@ class RunControl:
     async def stop(self, *, hurry: bool = False) -> None:
         """After the step in progress. `hurry`: without anything that its checkpoint does not need: pushes and
         validations, which services may not answer any more."""
-        self._stop.set()
+        self._stopping = True
+        self._interrupt.set()
         if hurry:
             self._hurry.set()
         await self._wake()
 
     @property
     def stopping(self) -> bool:
-        return self._stop.is_set()
+        return self._stopping
+
+    async def hand_over(self, trainer: str) -> None:
+        """Has the loop save for a trainer that leaves, after the step in progress. Returns once it has, or if
+        there is nothing to save: the run waits for its trainers, or has ended."""
+        if self.progress.state not in _AT_WORK:
+            return
+        self._leaving.add(trainer)
+        self._interrupt.set()
+        await self._wake()
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: trainer not in self._leaving or self.progress.state not in _AT_WORK
+            )
+
+    @property
+    def leaving(self) -> str:
+        """The names of the trainers that leave; "": none."""
+        return ", ".join(sorted(self._leaving))
+
+    async def let_go(self) -> None:
+        """Trainers that leave may do so now."""
+        self._leaving.clear()
+        if not self._stopping:
+            self._interrupt.clear()
+        await self._wake()
 
     @property
     def hurries(self) -> bool:
         return self._hurry.is_set()
 
     async def run_unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The work's result; None if the run is stopped before the work is done."""
-        return await _run_unless(self._stop, work)
+        """The work's result; None if the run is stopped, or a trainer leaves, before the work is done."""
+        return await _run_unless(self._interrupt, work)
 
     async def run_unless_hurried(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The work's result; None if the run is to stop in a hurry before the work is done."""
@@ -108,14 +159,16 @@ class RunControl:
 
     async def gate(self, save: Callable[[], Awaitable[None]]) -> None:
         """The loop waits here between two steps while the run is paused; `save` serves checkpoint requests
-        during that time.
+        during that time, and trainers that leave, also if it is not.
         """
+        if self._leaving:
+            await save()
         if not self._paused or self.stopping:
             return
         before = self.progress.state
         await self.report(state=RunState.PAUSED)
         while self._paused and not self.stopping:
-            if self._checkpoints:
+            if self.checkpoint_requested:
                 await save()
             async with self._changed:
                 await self._changed.wait_for(
@@ -139,7 +192,7 @@ class RunControl:
 
     @property
     def checkpoint_requested(self) -> bool:
-        return bool(self._checkpoints)
+        return bool(self._checkpoints or self._leaving)
 
     def begin_checkpoint(self) -> None:
         """Requests made so far are served by the checkpoint that begins now."""

@@ -6,7 +6,7 @@ in how far the source may run ahead (coordinator.max_staleness) and whether a pu
 """
 
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +39,10 @@ Push = Callable[
 ]  # pushes a version to every replica; returns metrics
 
 
+class TrainerLeavesError(ServiceUnavailableError):
+    """A trainer leaves; all that it has learned is in the last checkpoint."""
+
+
 class GuardError(AtollError):
     """A guard has stopped a diverging run."""
 
@@ -46,6 +50,10 @@ class GuardError(AtollError):
 async def skip_push(version: Version) -> Mapping[str, float]:
     """For modes without weight pushes."""
     return {}
+
+
+async def no_generation() -> None:
+    """For runs that generate nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,7 @@ class LoopParts:
     metrics: MetricsFile
     journal: Journal
     checkpoints: Checkpoints
+    finish_running: Callable[[], Awaitable[None]] = no_generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +119,8 @@ class Loop:
         self._num_refused = 0  # steps in a row of which the trainer took nothing
 
     async def run(self) -> Outcome:
-        """Runs to the last step, the target reward, or a request to stop; then writes summary.json.
+        """Runs to the last step, the target reward, or a request to stop; then writes summary.json. Raises
+        TrainerLeavesError once it has saved for a trainer that leaves.
 
         If it ends with any other error than a lost trainer or divergence, the last complete step is
         checkpointed first.
@@ -250,6 +260,7 @@ class Loop:
 
         async def refuse() -> None:
             control.refuse_checkpoint(f"Checkpoint: a guard has paused the run: {reason}; resume or stop it")
+            await control.let_go()  # trainers that leave take with them what nobody wants
 
         if guards.action == "pause" and not control.stopping:
             log.warning("the run pauses: %s", reason)
@@ -326,12 +337,17 @@ class Loop:
         await parts.learners.offload(*trained)
 
     async def _answer_checkpoint(self) -> None:
-        """Of a paused run, that of its last step; there may be one."""
+        """Between two steps, that of the last step; there may be one. For a trainer that leaves, also waits
+        for the samples that replicas are generating: the next life of the loop finds them in the journal."""
         parts = self._parts
         await self._checkpoint()
         parts.control.begin_checkpoint()
         await parts.checkpoints.finish()
         parts.control.finish_checkpoint(str(parts.checkpoints.path(self._step)))
+        if names := parts.control.leaving:
+            await parts.finish_running()
+            await parts.control.let_go()
+            raise TrainerLeavesError(f"{names} leaves; step {self._step} is saved")
 
     async def _save_after(self, error: Exception) -> None:
         """Saves the last step of a failing run."""

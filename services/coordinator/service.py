@@ -8,13 +8,16 @@ import grpc.aio
 from atoll.coordinator.control import RunControl
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.rewards.servers import Servers
-from atoll.wire.codec.fleet import decode_server, decode_service, encode_run_status
+from atoll.wire.codec.fleet import decode_server, decode_service, encode_run_status, encode_service
 from atoll.wire.info import RunStatus
 from atoll.wire.v1 import coordinator_pb2 as pb
 from atoll.wire.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 
 OPERATORS_MAY: Final = frozenset(  # methods for operators
-    {"Status", "AddServer", "RemoveServer", "PauseRun", "ResumeRun", "StopRun", "Checkpoint"}
+    {
+        *("Status", "AddServer", "RemoveServer", "PauseRun", "ResumeRun", "StopRun", "Checkpoint"),
+        *("DrainService", "Scale"),
+    }
 )
 ANSWER_BEFORE_DEADLINE_S = 3.0  # lets a briefly busy coordinator still answer in time
 
@@ -36,14 +39,30 @@ class CoordinatorService(CoordinatorServicer):
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatReply:
-        known = await self._registry.renew(decode_service(request.service))
-        return pb.HeartbeatReply(known=known, epoch=self._registry.epoch)
+        entry = decode_service(request.service)
+        known = await self._registry.renew(entry)
+        drain = self._control.departures.is_told(entry)
+        return pb.HeartbeatReply(known=known, epoch=self._registry.epoch, drain=drain)
 
     async def Deregister(
         self, request: pb.DeregisterRequest, context: grpc.ServicerContext
     ) -> pb.DeregisterReply:
         await self._registry.deregister(decode_service(request.service))
         return pb.DeregisterReply()
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainReply:
+        await self._control.departures.drain(decode_service(request.service))
+        return pb.DrainReply()
+
+    async def DrainService(
+        self, request: pb.DrainServiceRequest, context: grpc.ServicerContext
+    ) -> pb.DrainServiceReply:
+        entry, warning = await self._control.tell_to_leave(request.name, self._registry.services())
+        return pb.DrainServiceReply(service=encode_service(entry), warning=warning)
+
+    async def Scale(self, request: pb.ScaleRequest, context: grpc.ServicerContext) -> pb.ScaleReply:
+        await self._control.scale(request.role, request.number)
+        return pb.ScaleReply()
 
     async def AddServer(
         self, request: pb.AddServerRequest, context: grpc.ServicerContext
@@ -73,6 +92,8 @@ class CoordinatorService(CoordinatorServicer):
                 revision=progress.revision,
                 servers=tuple(self._servers.health()),
                 seconds=self._control.seconds,
+                replicas=self._control.scaling.number,
+                drained=self._control.departures.told,
             )
         )
 

@@ -224,7 +224,8 @@ async def _serve_one(
     lease = None
     if arguments.coordinator is not None:
         client = CoordinatorClient(arguments.coordinator, Caller(token=token), COORDINATOR_TIMEOUT_S)
-        lease = _Lease(client, context.config.coordinator.away_timeout_s)
+        section = context.config.coordinator
+        lease = _Lease(client, section.away_timeout_s, section.drain_grace_s)
     with stop_signal() as asked:
         try:
             server = await Server.start(
@@ -264,13 +265,16 @@ async def _serve_one(
 
 @contextmanager
 def stop_signal() -> Iterator[asyncio.Future[None]]:
-    """Completes at SIGTERM or SIGINT; before and afterwards, these end the process at once."""
+    """Completes at the first SIGTERM or SIGINT; before and afterwards, and for a second time, these end the
+    process at once."""
     loop, signals = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
     asked = loop.create_future()
 
     def ask() -> None:
-        if not asked.done():
-            asked.set_result(None)
+        asked.set_result(None)
+        for number in signals:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
 
     for number in signals:
         loop.add_signal_handler(number, ask)
@@ -283,34 +287,67 @@ def stop_signal() -> Iterator[asyncio.Future[None]]:
 
 class _Lease:
     """A service's place in its run: it registers, then sends three heartbeats per lease; the replies say
-    which coordinator's epoch is valid.
+    which coordinator's epoch is valid, and whether an operator wants the service to leave.
     """
 
-    def __init__(self, client: CoordinatorClient, away_timeout_s: float) -> None:
+    def __init__(self, client: CoordinatorClient, away_timeout_s: float, drain_grace_s: float) -> None:
         self._client = client
         self._away_timeout_s = away_timeout_s
+        self._drain_grace_s = drain_grace_s
+        self._told_to_leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_away = False  # the coordinator did not answer last
         self._registered = asyncio.Event()
         self._entry: ServiceEntry | None = None  # as it was registered first
         self.fence = Fence(self._epoch)
 
-    async def hold(self, entry: ServiceEntry, *ends: asyncio.Future[None]) -> None:
-        """Keeps `entry` registered until the first of `ends` is done or the run has ended, even if the
-        coordinator is unavailable for a while; then deregisters.
+    async def hold(
+        self, entry: ServiceEntry, asked: asyncio.Future[None], failed: asyncio.Future[None]
+    ) -> None:
+        """Keeps `entry` registered until it is `asked` or told to leave, has `failed` or the run has ended,
+        even if the coordinator is unavailable for a while. A service that leaves finishes its work first;
+        then deregisters.
 
         Raises ReplacedError if a newer process took the name, UnauthenticatedError for a wrong token,
         ServiceUnavailableError if the coordinator stays away.
         """
         lease = asyncio.create_task(self._renew(entry))
         try:
-            await asyncio.wait((lease, *ends), return_when=asyncio.FIRST_COMPLETED)
+            ends = (lease, failed, asked, self._told_to_leave)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not (lease.done() or failed.done()):
+                await self._drain(entry, lease, failed)
             if lease.done():
                 await lease
             lease.cancel()  # otherwise its next heartbeat would register again
             await asyncio.wait((lease,))
-            with suppress(AtollError):  # ignore a coordinator that is gone
-                await self._client.deregister(entry)
+            if not self._is_away:
+                with suppress(AtollError):  # ignore a coordinator that is gone
+                    await self._client.deregister(entry)
         finally:
             lease.cancel()
+
+    async def _drain(self, entry: ServiceEntry, *ends: asyncio.Future[None]) -> None:
+        """Gets no new work, and waits until none is in progress here: at most `coordinator.drain_grace_s`,
+        not at all if the coordinator is away, and until the first of `ends` is done."""
+        if self._is_away:
+            return
+        _log.info("drains: gets no new work, and leaves once its work in progress is finished")
+        grace_s = self._drain_grace_s
+        drained = asyncio.create_task(self._client.drain(entry, grace_s + COORDINATOR_TIMEOUT_S))
+        try:
+            await asyncio.wait((drained, *ends), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if drained.done():
+                await drained
+            elif not any(end.done() for end in ends):
+                _log.warning(
+                    "leaves after %g s (coordinator.drain_grace_s); others repeat its work in progress",
+                    grace_s,
+                )
+        except AtollError as error:
+            self._is_away = isinstance(error, ServiceUnavailableError)
+            _log.warning("leaves at once: %s", error)
+        finally:
+            drained.cancel()
 
     async def close(self) -> None:
         await self._client.close()
@@ -323,19 +360,24 @@ class _Lease:
         while True:
             try:
                 if registered:
-                    registered, epoch = await self._client.heartbeat(entry)
+                    renewal = await self._client.heartbeat(entry)
+                    registered, epoch = renewal.known, renewal.epoch
+                    if renewal.drain and not self._told_to_leave.done():
+                        _log.info("an operator wants this service to leave")
+                        self._told_to_leave.set_result(None)
                 if not registered:
                     lease_s, epoch = await self._client.register(entry)
                     pause_s, registered = lease_s / 3, True
                     _log.info("registered at %s as %s", self._client.address, entry.incarnation)
                 self._heard(entry, epoch)
-                away_since = None
+                away_since, self._is_away = None, False
             except RunEndedError:
                 _log.info("the run has ended")
                 return
             except (ReplacedError, UnauthenticatedError):
                 raise
             except AtollError as error:  # it is away, or has lost its store, or another one takes over
+                self._is_away = isinstance(error, ServiceUnavailableError)
                 if away_since is None:
                     away_since = clock()
                     _log.warning("could not renew the lease, retrying: %s", error)
@@ -355,5 +397,4 @@ class _Lease:
         """Waits for the first registration, whose answer a coordinator's first order may overtake."""
         await self._registered.wait()
         assert self._entry is not None
-        _, epoch = await self._client.heartbeat(self._entry)
-        return epoch
+        return (await self._client.heartbeat(self._entry)).epoch

@@ -107,3 +107,8 @@ def load_metrics(folder: str | Path) -> list[dict[str, float]]:
 def metrics_of(row: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a row that `load_metrics` returns."""
     return {name: value for name, value in row.items() if name not in ROW_KEYS}
+
+
+def rows_before(folder: str | Path) -> dict[int, dict[str, float]]:
+    """The metrics of each step in a run's folder, by step. Raises as `load_metrics` does."""
+    return {int(row["step"]): metrics_of(row) for row in load_metrics(folder)}

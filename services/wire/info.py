@@ -59,6 +59,17 @@ class RunStatus:
     revision: int  # changes with state, step, services and servers
     servers: tuple[ServerHealth, ...]
     seconds: float = 0.0  # that the run has taken, over all its starts
+    replicas: int = 0  # that the launcher is to run, by `atoll scale`; 0: as the config says
+    drained: tuple[str, ...] = ()  # services that operators have drained: the launcher does not restart them
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """The reply to a heartbeat."""
+
+    known: bool  # False: register again
+    epoch: int  # of the coordinator
+    drain: bool  # an operator wants the service to leave
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 
 from atoll.cli.tasks.arithmetic import build_arithmetic
 from atoll.runtime.store import EmbeddedServer, Store, run_embedded_server
-from tests.survival.moments import SOCKET, moments_socket
+from tests.survival.moments import environment
 
 
 @pytest.fixture(scope="session")
@@ -39,9 +39,8 @@ def survival(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of a run whose services report moments, and put temporary files into a folder of their own.
     Its name is short, as paths of sockets must be."""
     folder = Path(tempfile.mkdtemp(prefix="survival-"))
-    (folder / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
+    for name, value in environment(folder).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("SCRIPTED_LOG", str(folder / "engine.jsonl"))
-    monkeypatch.setenv(SOCKET, str(moments_socket(folder)))
     yield folder
     shutil.rmtree(folder)

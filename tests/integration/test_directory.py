@@ -14,7 +14,7 @@ import pytest
 from atoll.coordinator.assembly import Assembly
 from atoll.coordinator.control import RunControl
 from atoll.coordinator.fleet.agent_hosts import AgentHosts
-from atoll.coordinator.fleet.directory import ServiceDirectory
+from atoll.coordinator.fleet.directory import ServiceDirectory, TrainerLostError
 from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.registry import Registry
 from atoll.coordinator.fleet.replicas import Replica, Replicas, ReplicaState
@@ -85,6 +85,26 @@ async def log(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Log]:
     logger.addHandler(handler)
     yield records
     logger.removeHandler(handler)
+
+
+def directory(registry: Registry, replicas: Replicas) -> ServiceDirectory:
+    return ServiceDirectory(
+        registry, replicas, Rewards(0), AgentHosts(), Gateways(), CALLER, 60, NobodyGenerates(), "actor"
+    )
+
+
+async def logged(log: Log, text: str) -> None:
+    async with asyncio.timeout(30):
+        while text not in (await log.get()).getMessage():
+            pass
+
+
+async def lapse(store: Store, registry: Registry, membership: ServiceDirectory, entry: ServiceEntry) -> None:
+    """Its heartbeats stay out for a lease while its connection is held."""
+    await asyncio.wait_for(membership._lifelines[entry].held.wait(), 30)
+    words = (entry.name, entry.incarnation, entry.role, entry.address)
+    await store.read("ZADD", "leases", 1, " ".join(words))
+    await registry._touch()
 
 
 async def test_a_replica_that_answers_after_it_was_replaced_stays_away(store: Store, log: Log) -> None:
@@ -222,6 +242,81 @@ async def test_a_service_that_does_not_fit_ends_the_run_only_before_it_has_begun
             await membership.wait_for({"actor": 2}, 0.01)
         assert not following.done()
         following.cancel()
+
+
+async def test_a_service_whose_process_ends_is_lost_at_once_and_its_successor_is_not(
+    store: Store, log: Log
+) -> None:
+    registry, replicas = Registry(store, lease_s=3600), Replicas(CALLER, 60)
+    membership = directory(registry, replicas)
+    replica, trainer = SlowToDescribe(), OneOfEach()
+    replica.may_answer.set()
+    following = asyncio.create_task(membership.follow())
+    async with serving(replica) as address, serving(trainer) as trainer_address:
+        await registry.register(ServiceEntry("rollout", "rollout-0", "0001-a", address))
+        await registry.register(ServiceEntry("actor", "actor", "0001-b", trainer_address))
+        await membership.wait_for({"actor": 1}, 60)
+        await logged(log, f"rollout-0 joins at {address}")
+    await logged(log, "rollout-0 leaves")
+    with pytest.raises(TrainerLostError, match="actor was lost"):
+        await asyncio.wait_for(membership.watch_trainers(), 30)
+    assert (registry.services(), replicas.everyone, membership.models) == ((), [], {})
+    async with serving(replica) as address:
+        await registry.register(ServiceEntry("rollout", "rollout-0", "0002-c", address))
+        await logged(log, f"rollout-0 joins at {address}")
+        await registry.deregister(ServiceEntry("rollout", "rollout-0", "0001-a", address))
+        await membership.wait_for({"actor": 0}, 60)
+        assert [member.entry.incarnation for member in replicas.everyone] == ["0002-c"]
+    following.cancel()
+
+
+async def test_a_trainer_that_only_stands_still_is_lost_once_another_takes_its_role(
+    store: Store, log: Log
+) -> None:
+    """Its lease ends, but its weights are there, and so are its calls in progress."""
+    registry = Registry(store, lease_s=3600)
+    membership = directory(registry, Replicas(CALLER, 60))
+    following = asyncio.create_task(membership.follow())
+    lost = asyncio.create_task(membership.watch_trainers())
+    async with serving(OneOfEach()) as address, serving(OneOfEach()) as other_address:
+        actor = ServiceEntry("actor", "actor", "0001-a", address)
+        await registry.register(actor)
+        await membership.wait_for({"actor": 1}, 60)
+        client = membership.model("actor")
+        for _ in range(2):
+            await lapse(store, registry, membership, actor)
+            await logged(log, "actor stands still: it sends no heartbeats")
+            assert not await registry.renew(actor)
+            await registry.register(actor)
+            await logged(log, "actor is back, with all that it had")
+        assert membership.model("actor") is client
+        assert not lost.done()
+        await lapse(store, registry, membership, actor)
+        await logged(log, "actor stands still")
+        with pytest.raises(TrainerLostError, match="actor was lost"):
+            await membership.watch_trainers(or_absent=True)  # as after a call that failed
+        await registry.register(ServiceEntry("actor", "spare", "0002-b", other_address))
+        await logged(log, f"spare joins at {other_address}")
+        assert membership.model("actor").address == other_address
+        with pytest.raises(TrainerLostError, match="actor was lost"):
+            await lost
+    following.cancel()
+
+
+async def test_a_trainer_that_stands_still_and_then_dies_is_lost(store: Store, log: Log) -> None:
+    registry = Registry(store, lease_s=3600)
+    membership = directory(registry, Replicas(CALLER, 60))
+    following = asyncio.create_task(membership.follow())
+    async with serving(OneOfEach()) as address:
+        actor = ServiceEntry("actor", "actor", "0001-a", address)
+        await registry.register(actor)
+        await membership.wait_for({"actor": 1}, 60)
+        await lapse(store, registry, membership, actor)
+        await logged(log, "actor stands still")
+    with pytest.raises(TrainerLostError, match="actor was lost"):
+        await asyncio.wait_for(membership.watch_trainers(), 30)
+    assert membership.models == {}
+    following.cancel()
 
 
 class NobodyGenerates:

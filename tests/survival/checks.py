@@ -1,7 +1,6 @@
 """What a run must have left, and what it must not."""
 
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ from atoll.cli.audit import audit
 from atoll.config.schema import RunConfig
 from atoll.runtime.dump import dumps, read_dump
 from atoll.wire.types import Group, Trajectory
-from tests.survival.moments import SOCKET, moments_socket
+from tests.survival.moments import SOCKET, moments_socket, temporary_folder
 
 
 def rows(config: RunConfig) -> list[dict[str, Any]]:
@@ -83,8 +82,9 @@ def check_nothing_left(config: RunConfig) -> None:
     them; no socket; no temporary file or folder; no address or token of the run."""
     left = [process for process in psutil.process_iter() if _belongs(process, config)]
     _, alive = psutil.wait_procs(left, timeout=60)  # whose parent has ended may be ending still
-    assert [process.cmdline() for process in alive] == []
-    assert os.listdir(os.environ["TMPDIR"]) == []
+    assert alive == [], [process.cmdline() for process in alive]
+    left_files = list(temporary_folder(config.run.dir).rglob("*"))
+    assert left_files == [], left_files
     assert [path for path in config.folder.rglob("*") if path.is_socket()] == []
     names = {path.name for path in config.folder.iterdir()}
     assert names & {"coordinator.address", "coordinator.token", "operator.token", "prometheus.json"} == set()

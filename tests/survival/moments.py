@@ -40,8 +40,21 @@ runpy.run_module("{module}", run_name="__main__", alter_sys=True)
 """
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """Of the services of the run in `folder`; their temporary files go to a folder of their own."""
+    temporary_folder(folder).mkdir(parents=True, exist_ok=True)
+    return {
+        SOCKET: str(moments_socket(folder)),
+        "TMPDIR": str(temporary_folder(folder)),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "torchinductor"),  # it is for later processes
+    }
+
+
+def temporary_folder(folder: Path) -> Path:
+    return folder / "tmp"
+
+
 def moments_socket(folder: Path) -> Path:
-    """Of the run in this folder."""
     return folder / "moments"
 
 

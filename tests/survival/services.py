@@ -15,7 +15,7 @@ from atoll.config.schema import RunConfig
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.ports import reserve_port
-from tests.survival.moments import SOCKET, moments_socket
+from tests.survival.moments import environment
 from tests.tokens import TOKEN
 
 HANG_S = 120  # only a hang takes as long
@@ -29,7 +29,7 @@ class Services:
         self.config = config
         self.processes: dict[str, Process] = {}
         self._logs = config.folder / "logs"
-        self._environment = {"OMP_NUM_THREADS": "1", SOCKET: str(moments_socket(config.run.dir))}
+        self._environment = {"OMP_NUM_THREADS": "1", **environment(config.run.dir)}
         self._stack = AsyncExitStack()
         self._store_port = 0
 

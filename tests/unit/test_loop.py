@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll.coordinator.assembly import rows_before
 from atoll.coordinator.control import RunState
 from atoll.coordinator.data.datasets import SupervisedSource
 from atoll.coordinator.journal.checkpoints import BestValidation
@@ -17,7 +16,7 @@ from atoll.coordinator.rollouts.group_sources import ReplaySource
 from atoll.coordinator.supervised import HeldOutSet, SupervisedSteps
 from atoll.runtime.dump import dumps, last_dump, read_dump, write_dump
 from atoll.runtime.errors import AtollError, DivergedError, ServiceUnavailableError, UserError
-from atoll.runtime.telemetry import MetricsFile
+from atoll.runtime.telemetry import MetricsFile, rows_before
 from atoll.wire.types import Group, StepKey, Trajectory, Version
 from tests.builders import group, node, sample, sample_id
 from tests.fakes import ACTOR_METRICS, FakeRun, ListSource, batch

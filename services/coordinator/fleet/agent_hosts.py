@@ -21,9 +21,15 @@ class AgentHosts:
             self._hosts[client] = concurrency
             self._changed.notify_all()
 
+    async def drain(self, client: AgentsClient) -> None:
+        """It gets no new sessions; returns once all of its own have ended."""
+        self.remove(client)
+        async with self._changed:
+            await self._changed.wait_for(lambda: not any(host is client for host, _ in self._taken))
+
     def remove(self, client: AgentsClient) -> None:
         """Its calls fail once the client is closed."""
-        del self._hosts[client]
+        self._hosts.pop(client, None)
 
     @asynccontextmanager
     async def place(self, agent: str) -> AsyncIterator[AgentsClient]:

@@ -8,7 +8,8 @@ from contextlib import AsyncExitStack
 from atoll.coordinator.fleet.agent_hosts import AgentHosts
 from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.fleet.health import RETRY_S, HealthWatch, WeightProvider
-from atoll.coordinator.fleet.registry import Registry, ServiceJoined
+from atoll.coordinator.fleet.lifeline import Lifeline
+from atoll.coordinator.fleet.registry import Registry, ServiceJoined, ServiceLeft
 from atoll.coordinator.fleet.replicas import Replica, Replicas
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.runtime.clients.agents import AgentsClient
@@ -54,11 +55,16 @@ class ServiceDirectory:
         self._gateways = gateways
         self._caller = caller
         self._timeout_s = request_timeout_s
+        self._weights = weights
         self._health = HealthWatch(replicas, model, weights, listener=self)
         self._connecting: set[ServiceEntry] = set()
         self._unseen: set[ServiceEntry] = set()  # replicas that have not generated yet
+        self._draining: set[ServiceEntry] = set()
         self._clients: dict[ServiceEntry, RewardClient | Replica | AgentsClient | GatewayClient] = {}
         self._trainers: dict[ServiceEntry, Trainer] = {}
+        self._absent: set[ServiceEntry] = set()  # trainers that stand still beyond their lease
+        self._lifelines: dict[ServiceEntry, Lifeline] = {}
+        self._holding: dict[ServiceEntry, asyncio.Task[None]] = {}  # of lifelines
         self._changed = asyncio.Condition()
         self._lost = ""  # the last trainer that left since `reconnect`
         self._refused: dict[ServiceEntry, str] = {}  # services that do not fit the run, and why
@@ -81,17 +87,20 @@ class ServiceDirectory:
         async with asyncio.TaskGroup() as joining:
             async for change in self._registry.changes():
                 if isinstance(change, ServiceJoined):
-                    joining.create_task(self._join(change.entry))
+                    joining.create_task(self._join(change.entry, joining))
                 else:
-                    await self._leave(change.entry)
+                    await self._leave(change)
 
     async def wait_for(self, expected: Mapping[str, int], timeout_s: float) -> None:
         """Waits until that many services of each role are connected. Raises ServiceUnavailableError, and
         UserError if a service of a missing role does not fit the run and the set was never complete."""
 
         def missing() -> dict[str, int]:
-            there = [*(entry.role for entry in self._clients.keys() - self._unseen), *self.models]
-            counts = {role: number - there.count(role) for role, number in expected.items()}
+            ready = self._clients.keys() - self._unseen - self._draining
+            there = [*(entry.role for entry in ready), *self.models]
+            # once the run was complete, one of each is enough: operators may have scaled it down since
+            needed = dict.fromkeys(expected, 1) if self._is_complete else expected
+            counts = {role: number - there.count(role) for role, number in needed.items()}
             return {role: number for role, number in counts.items() if number > 0}
 
         def misfits() -> list[str]:
@@ -112,26 +121,49 @@ class ServiceDirectory:
             raise UserError("; ".join(reasons))
         self._is_complete = True
 
-    async def watch_trainers(self) -> None:
-        """Raises TrainerLostError once a trainer leaves, or has left since `reconnect`."""
+    async def drain(self, entry: ServiceEntry) -> None:
+        """Gives the service no new work, nor weights; returns once none is in progress there. Trainers are
+        the loop's: they return at once."""
+        self._draining.add(entry)
+        match self._clients.get(entry):
+            case Replica() as replica:
+                await self._replicas.drain(replica)
+                await self._weights.wait_for_push()
+            case RewardClient() as reward:
+                await self._rewards.drain(reward)
+            case GatewayClient() as gateway:
+                await self._gateways.drain(gateway)
+            case AgentsClient() as host:
+                await self._agent_hosts.drain(host)
+
+    async def watch_trainers(self, *, or_absent: bool = False) -> None:
+        """Raises TrainerLostError once a trainer is lost, or has been lost since `reconnect`; if `or_absent`,
+        also if one stands still.
+        """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._lost)
-        raise TrainerLostError(f"{self._lost} was lost")
+            await self._changed.wait_for(lambda: self._lost or (or_absent and self._absent))
+        raise TrainerLostError(f"{self._lost or min(entry.name for entry in self._absent)} was lost")
 
     async def reconnect(self) -> None:
-        """Creates new clients for all current trainers.
+        """Creates new clients for all current trainers; those that are absent are lost.
 
         Old clients are closed, so that calls of an aborted step reach no trainer, and pending responses are
         discarded.
         """
+        for entry in [*self._absent]:
+            await self._lose_trainer(entry)
         self._lost, old = "", list(self._trainers.values())
         for entry, trainer in self._trainers.items():
             self._trainers[entry] = {role: self._client(entry, role) for role in trainer}
         for trainer in old:
             await _close(trainer)
 
-    async def _join(self, entry: ServiceEntry) -> None:
+    async def _join(self, entry: ServiceEntry, tasks: asyncio.TaskGroup) -> None:
         """Connects to a service; watches a replica's health until it leaves."""
+        if entry in self._absent:
+            self._absent.discard(entry)
+            log.info("%s is back, with all that it had", entry.name)
+            return
         if entry in self._connecting:
             return  # its lease lapsed and it came back during the call
         self._connecting.add(entry)
@@ -141,17 +173,34 @@ class ServiceDirectory:
             self._connecting.discard(entry)
         if not is_there:
             return
+        self._lifelines[entry] = Lifeline(entry.address)
+        self._holding[entry] = tasks.create_task(self._hold(entry, self._lifelines[entry]))
         log.info("%s joins at %s", entry.name, entry.address)
         await self._notify()
         if isinstance(replica := self._clients.get(entry), Replica):
             await self._health.watch(replica)
+
+    async def _hold(self, entry: ServiceEntry, lifeline: Lifeline) -> None:
+        """Ends the lease of a service whose process is gone, or whose host does not answer. A trainer's host
+        may be silent until the lease ends, since a loss costs the steps since the last checkpoint.
+        """
+
+        def is_patient() -> bool:
+            return entry in self._trainers and entry not in self._absent
+
+        why = await lifeline.wait_for_loss(is_patient)
+        log.warning("%s at %s is lost: %s", entry.name, entry.address, why)
+        if entry in self._absent:
+            await self._lose_trainer(entry)
+        else:
+            await self._registry.deregister(entry)
 
     async def _connect_once_it_answers(self, entry: ServiceEntry) -> bool:
         """False if it does not answer while registered: it may be busy, its lease may outlive its process, or
         its role may be taken. One that does not fit the run is not retried.
         """
         told = ""
-        while entry in self._registry.services():
+        while entry in self._registry.services() and entry not in self._draining:
             try:
                 await self._connect(entry)
                 return True
@@ -220,6 +269,8 @@ class ServiceDirectory:
                     undo.push_async_callback(client.close)
                     roles = (await client.info()).roles  # one, or the actor with its reference
                     self._check_is_there(entry)
+                    for absent in [other for other in self._absent if {*roles} & {*self._trainers[other]}]:
+                        await self._lose_trainer(absent)
                     self._check_is_free({entry.role, *roles})
                     others = {role: self._client(entry, role) for role in roles if role != entry.role}
                     self._trainers[entry] = {entry.role: client, **others}
@@ -231,7 +282,7 @@ class ServiceDirectory:
         """Raises ServiceUnavailableError if it left during the call: its leaving would not be seen again, and
         its successor may have joined.
         """
-        if entry not in self._registry.services():
+        if entry not in self._registry.services() or entry in self._draining:
             raise ServiceUnavailableError("it left before it answered")
 
     def _check_is_free(self, roles: Collection[str]) -> None:
@@ -248,13 +299,22 @@ class ServiceDirectory:
     def _client(self, entry: ServiceEntry, role: str) -> TrainerClient:
         return TrainerClient(entry.address, self._caller, self._timeout_s, role)
 
-    async def _leave(self, entry: ServiceEntry) -> None:
+    async def _leave(self, change: ServiceLeft) -> None:
+        """A trainer that only stands still is absent: its calls wait, and it is not lost before another one
+        takes its role.
+        """
+        entry, lifeline = change.entry, self._lifelines.get(change.entry)
+        if entry in self._trainers and change.lapsed and lifeline and lifeline.held.is_set():
+            log.warning("%s stands still: it sends no heartbeats; the run waits for it", entry.name)
+            self._absent.add(entry)
+            await self._notify()
+            return
         log.info("%s leaves", entry.name)
         self._refused.pop(entry, None)
+        self._draining.discard(entry)
         if entry in self._trainers:
-            await _close(self._trainers.pop(entry))
-            self._lost = entry.name
-            await self._notify()
+            await self._lose_trainer(entry)
+        self._let_go(entry)
         match self._clients.pop(entry, None):
             case Replica() as replica:
                 self._unseen.discard(entry)
@@ -269,6 +329,18 @@ class ServiceDirectory:
             case AgentsClient() as host:
                 self._agent_hosts.remove(host)
                 await host.close()
+
+    async def _lose_trainer(self, entry: ServiceEntry) -> None:
+        self._absent.discard(entry)
+        await _close(self._trainers.pop(entry))
+        self._lost = entry.name
+        await self._notify()
+        self._let_go(entry)
+
+    def _let_go(self, entry: ServiceEntry) -> None:
+        self._lifelines.pop(entry, None)
+        if holding := self._holding.pop(entry, None):
+            holding.cancel()
 
 
 async def _close(trainer: Trainer) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from atoll.runtime.clients.gateway import GatewayClient
 from atoll.runtime.errors import AtollError
-from atoll.wire.types import Trajectory, TurnRequest, UndrawnTurn
+from atoll.wire.types import Trajectory, TurnId, TurnRequest, UndrawnTurn
 
 log = logging.getLogger(__name__)
 
@@ -26,11 +26,25 @@ class GatewayLink:
         self.client = client
         self._answers: Answers = ([], [])
         self._filled = asyncio.Event()
+        self._wanted: set[TurnId] = set()  # and not answered yet
+        self.is_draining = False
+        self._is_idle = asyncio.Event()  # of one that drains: all that it wanted was answered
 
     def answer(self, drawn: Sequence[Trajectory], undrawn: Sequence[UndrawnTurn]) -> None:
         self._answers[0].extend(drawn)
         self._answers[1].extend(undrawn)
         self._filled.set()
+
+    async def drain(self) -> None:
+        """It gets no turns but those that it wants already; returns once it was sent these. What its sessions
+        ask for next, they ask for again from the gateway that takes them over."""
+        self.is_draining = True
+        self._note_idle()
+        await self._is_idle.wait()
+
+    def _note_idle(self) -> None:
+        if self.is_draining and not self._wanted:
+            self._is_idle.set()
 
     async def follow(self, want: "Want") -> None:
         """Consumes turns that the gateway wants; waits for them; ends when cancelled. A stream that breaks is
@@ -39,6 +53,9 @@ class GatewayLink:
             try:
                 async with aclosing(self.client.draw(self._take_answers())) as stream:
                     async for requests in stream:
+                        if self.is_draining:
+                            requests = [r for r in requests if self._wanted.issuperset(r.ids)]
+                        self._wanted.update(id for request in requests for id in request.ids)
                         want(self, requests)
             except AtollError as error:
                 log.warning("%s: its stream of turns broke: %s", self.name, error)
@@ -53,6 +70,16 @@ class GatewayLink:
             answers, self._answers = self._answers, ([], [])
             if any(answers):
                 yield answers
+                self._forget(answers)
+
+    def _forget(self, answers: Answers) -> None:
+        """What was answered is not wanted any more."""
+        drawn, undrawn = answers
+        for sample in drawn:
+            [turn] = sample.turns
+            self._wanted.discard(TurnId(sample.id, sample.attempt, turn.number, turn.branch))
+        self._wanted.difference_update(turn.id for turn in undrawn)
+        self._note_idle()
 
 
 Want = Callable[[GatewayLink, Sequence[TurnRequest]], None]
@@ -78,8 +105,16 @@ class Gateways:
         self._follow(name)
         self._changed.set()
 
+    async def drain(self, client: GatewayClient) -> None:
+        """It gets no new sessions; returns once the turns that those in progress wait for have arrived."""
+        for link in self._of(client):
+            await link.drain()
+
+    def _of(self, client: GatewayClient) -> list[GatewayLink]:
+        return [link for link in self._links.values() if link.client is client]
+
     def remove(self, client: GatewayClient) -> None:
-        for link in [link for link in self._links.values() if link.client is client]:
+        for link in self._of(client):
             del self._links[link.name]
             self._stop(link.name)
             if self._leave is not None:
@@ -103,11 +138,10 @@ class Gateways:
 
     async def choose(self) -> GatewayLink:
         """The one with the fewest sessions; waits until there is one."""
-        while not self._links:
+        while not (staying := [link for link in self._links.values() if not link.is_draining]):
             self._changed.clear()
             await self._changed.wait()
-        name = min(self._links, key=lambda name: self._num_sessions[name])
-        return self._links[name]
+        return min(staying, key=lambda link: self._num_sessions[link.name])
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[GatewayLink]:

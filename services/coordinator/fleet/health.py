@@ -33,6 +33,10 @@ class WeightProvider(Protocol):
         any. Raises UserError if it does not fit the run, AtollError if it fails."""
         ...
 
+    async def wait_for_push(self) -> None:
+        """Waits for the end of the push in progress, if there is one."""
+        ...
+
 
 class ReplicaListener(Protocol):
     """Is notified of admitted and refused replicas."""

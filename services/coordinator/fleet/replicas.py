@@ -26,6 +26,7 @@ class ReplicaState(Enum):
     UNHEALTHY = "unhealthy"  # it has not generated since it joined, or has failed to
     HELD = "held"  # it generates and waits for the current weights
     ROUTED = "routed"
+    DRAINING = "draining"  # it leaves: it finishes its work, and gets neither traffic nor weights
     LOST = "lost"  # permanently: a later incarnation of the same name is another replica
 
 
@@ -178,6 +179,12 @@ class Replicas:
             self.blame(replica, why)
         replica.last_refused = group
 
+    async def drain(self, replica: Replica) -> None:
+        """Stops traffic permanently; returns once its samples have arrived, or it is lost."""
+        self._enter(replica, ReplicaState.DRAINING, "it leaves")
+        while replica.load.in_hand:
+            await self._next_change()
+
     def lose(self, replica: Replica, why: object) -> None:
         """Stops traffic permanently; a later incarnation of the same name is another replica."""
         self._enter(replica, ReplicaState.LOST, str(why))
@@ -270,9 +277,15 @@ class Replicas:
         return [replica for replica in self._all.values() if replica.state is state]
 
     def _enter(self, replica: Replica, state: ReplicaState, why: str) -> None:
-        """The one place where a replica's state changes."""
+        """The one place where a replica's state changes. One that leaves does not return: what would suspend
+        it loses it."""
         if replica.state is ReplicaState.LOST:
             return
+        if replica.state is ReplicaState.DRAINING:
+            if state in (ReplicaState.HELD, ReplicaState.ROUTED):
+                return
+            if state is ReplicaState.UNHEALTHY:
+                state = ReplicaState.LOST
         name, before = replica.entry.name, self._all.get(replica.entry.name)
         if before is not None and before is not replica:
             self._enter(before, ReplicaState.LOST, "replaced by a later process of that name")

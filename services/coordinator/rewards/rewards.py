@@ -53,6 +53,10 @@ class Rewards:
         """`max_queued`: the service's limit of concurrent responses; 0: unknown."""
         self._own.add(client, max_queued)
 
+    async def drain(self, client: RewardClient) -> None:
+        """It gets no new responses; returns once its verdicts have arrived."""
+        await self._own.drain(client)
+
     def remove(self, client: RewardClient) -> None:
         self._own.remove(client)
 

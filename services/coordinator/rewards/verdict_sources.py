@@ -77,6 +77,14 @@ class RewardServices:
         self._services.append(_ServiceSlots(client, max_queued or MAX_CALL))
         self._changed.set()
 
+    async def drain(self, client: RewardClient) -> None:
+        """It gets no new calls; returns once its verdicts have arrived."""
+        draining = [service for service in self._services if service.client is client]
+        self.remove(client)
+        while any(service.held for service in draining):
+            self._changed.clear()
+            await self._changed.wait()
+
     def remove(self, client: RewardClient) -> None:
         self._services = [service for service in self._services if service.client is not client]
 

@@ -45,6 +45,8 @@ class Dispatch(Generic[W]):
         self._waiting: OrderedDict[Hashable, W] = OrderedDict()  # waiting for a replica with room
         self._filled = asyncio.Event()
         self._calls: dict[Hashable, list[GenerateCall[W]]] = {}  # calls by work
+        self._ended = asyncio.Event()  # a call has
+        self._sending: asyncio.Task[None] | None = None
         self._aborts: set[asyncio.Task[None]] = set()
 
     def submit(self, works: Sequence[W]) -> None:
@@ -77,7 +79,15 @@ class Dispatch(Generic[W]):
             log.warning("%s did not abort %s: %s", replica.entry.name, prefix, error)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        tasks.create_task(self._send(tasks))
+        self._sending = tasks.create_task(self._send(tasks))
+
+    async def finish_running(self) -> None:
+        """Sends nothing more; returns once all calls have ended."""
+        if self._sending is not None:
+            self._sending.cancel()
+        while self._calls:
+            self._ended.clear()
+            await self._ended.wait()
 
     def stop(self) -> None:
         """Once the tasks have ended: nobody waits for what is being aborted, either."""
@@ -131,6 +141,7 @@ class Dispatch(Generic[W]):
                 self._calls[work.key].remove(call)
                 if not self._calls[work.key]:
                     del self._calls[work.key]
+            self._ended.set()
         lost = list(call.lost())
         if call.is_refused and len(call.works) > 1:  # caused by one of them
             for work, _ in lost:

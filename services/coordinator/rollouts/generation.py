@@ -87,6 +87,11 @@ class Generation:
     def cut(self, groups: Sequence[PendingGroup]) -> None:
         self._sessions.cut(groups)
 
+    async def finish_running(self) -> None:
+        """Returns once replicas have delivered the single turns that they are generating; no other is begun.
+        The journal lets agents' open sessions continue."""
+        await self._dispatch.finish_running()
+
     def take_metrics(self) -> dict[str, float]:
         """Metrics of the replicas since the last call."""
         return self._replicas.take_metrics()

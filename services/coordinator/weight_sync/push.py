@@ -7,7 +7,7 @@ from functools import partial
 from itertools import count
 from typing import TypeVar
 
-from atoll.coordinator.fleet.replicas import Replica
+from atoll.coordinator.fleet.replicas import Replica, ReplicaState
 from atoll.coordinator.weight_sync.canary import CanaryCheck
 from atoll.coordinator.weight_sync.delivery import Delivery
 from atoll.coordinator.weight_sync.epochs import EpochMember, Epochs
@@ -89,7 +89,8 @@ class WeightPush:
         no replica is to blame.
         """
         self.check.ask_trainer()
-        staged = [replica for replica in self.members if replica not in self.failed]
+        left = {replica for replica in self.members if replica.state is ReplicaState.DRAINING}
+        staged = [replica for replica in self.members if replica not in self.failed.keys() | left]
         live, failed = await _all_at_once(staged, partial(self._delivery.go_live, self.version, self.check))
         self.failed |= failed
         await self.check.wait_for_trainer()

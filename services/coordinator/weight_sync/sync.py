@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 from atoll.config.schema import WeightsSection
 from atoll.coordinator.algorithm.models import Models
@@ -94,6 +95,11 @@ class WeightSync:
         async with self._lock:
             return await self._turns.may_generate(replica)
 
+    async def wait_for_push(self) -> None:
+        """If one of its members left in its midst, the others might have to begin it again."""
+        async with self._lock:
+            pass
+
     def take_metrics(self) -> dict[str, float]:
         """Seconds of the hand-overs since the last call."""
         return self._turns.take_metrics()
@@ -107,6 +113,10 @@ class WeightSync:
         """
         async with self._lock:
             return await self._push_to_all(version)
+
+    async def push_and_measure(self, version: Version) -> Mapping[str, float]:
+        """As `push`; returns the metrics of the push, and of the hand-overs since the last one."""
+        return (await self.push(version)).metrics() | self.take_metrics()
 
     async def catch_up(self, replica: Replica) -> None:
         """Gives a replica that generates the current version and routes to it.
@@ -196,3 +206,5 @@ class OwnWeights:
 
     async def catch_up(self, replica: Replica) -> None:
         await self._replicas.route(replica)
+
+    async def wait_for_push(self) -> None: ...

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 
 from atoll.runtime.clients.base import CEILING_S, Caller, Client
 from atoll.runtime.errors import ServiceUnavailableError
-from atoll.wire.codec.fleet import decode_run_status, encode_server, encode_service
-from atoll.wire.info import RunStatus
+from atoll.wire.codec.fleet import decode_run_status, decode_service, encode_server, encode_service
+from atoll.wire.info import Renewal, RunStatus
 from atoll.wire.types import ExternalServer, ServerKind, ServiceEntry
 from atoll.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
@@ -23,11 +23,27 @@ class CoordinatorClient(Client):
         reply = await self._call(self._stub.Register, request)
         return reply.lease_s, reply.epoch
 
-    async def heartbeat(self, entry: ServiceEntry) -> tuple[bool, int]:
-        """Whether the coordinator knows this service, which else registers again, and its epoch."""
+    async def heartbeat(self, entry: ServiceEntry) -> Renewal:
         request = coordinator_pb2.HeartbeatRequest(service=encode_service(entry))
         reply = await self._call(self._stub.Heartbeat, request)
-        return reply.known, reply.epoch
+        return Renewal(known=reply.known, epoch=reply.epoch, drain=reply.drain)
+
+    async def drain(self, entry: ServiceEntry, timeout_s: float) -> None:
+        """This service gets no new work from now on. Returns once none is in progress here; raises
+        ServiceUnavailableError if that takes longer than `timeout_s`."""
+        request = coordinator_pb2.DrainRequest(service=encode_service(entry))
+        await self._call(self._stub.Drain, request, timeout_s)
+
+    async def drain_service(self, name: str) -> tuple[ServiceEntry, str]:
+        """Tells the service to drain and to end. Returns its entry, and what the run waits for without it, if
+        anything. Raises UserError if there is no service of that name."""
+        request = coordinator_pb2.DrainServiceRequest(name=name)
+        reply = await self._call(self._stub.DrainService, request)
+        return decode_service(reply.service), reply.warning
+
+    async def scale(self, role: str, number: int) -> None:
+        """The launcher runs that many services of `role`. Raises UserError if it cannot."""
+        await self._call(self._stub.Scale, coordinator_pb2.ScaleRequest(role=role, number=number))
 
     async def deregister(self, entry: ServiceEntry) -> None:
         request = coordinator_pb2.DeregisterRequest(service=encode_service(entry))

@@ -72,6 +72,8 @@ def encode_run_status(status: RunStatus) -> coordinator_pb2.StatusReply:
         revision=status.revision,
         servers=[encode_server_health(health) for health in status.servers],
         seconds=status.seconds,
+        replicas=status.replicas,
+        drained=status.drained,
     )
 
 
@@ -88,4 +90,6 @@ def decode_run_status(message: coordinator_pb2.StatusReply) -> RunStatus:
         revision=message.revision,
         servers=tuple(decode_server_health(server) for server in message.servers),
         seconds=message.seconds,
+        replicas=message.replicas,
+        drained=tuple(message.drained),
     )

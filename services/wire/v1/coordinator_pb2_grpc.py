@@ -49,6 +49,21 @@ class CoordinatorStub(object):
                 request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterRequest.SerializeToString,
                 response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/atoll.v1.Coordinator/Drain',
+                request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DrainRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DrainReply.FromString,
+                _registered_method=True)
+        self.DrainService = channel.unary_unary(
+                '/atoll.v1.Coordinator/DrainService',
+                request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DrainServiceRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DrainServiceReply.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/atoll.v1.Coordinator/Scale',
+                request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.ScaleReply.FromString,
+                _registered_method=True)
         self.AddServer = channel.unary_unary(
                 '/atoll.v1.Coordinator/AddServer',
                 request_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.AddServerRequest.SerializeToString,
@@ -104,6 +119,27 @@ class CoordinatorServicer(object):
 
     def Deregister(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Of a service that is about to leave: it gets no new work from now on. Answers once none is in progress there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainService(self, request, context):
+        """For operators: the service is told to drain and to end, by the reply to its next heartbeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """For operators: how many services of a role the launcher runs from now on.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -169,6 +205,21 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Deregister,
                     request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterRequest.FromString,
                     response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DrainRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DrainReply.SerializeToString,
+            ),
+            'DrainService': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainService,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DrainServiceRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.DrainServiceReply.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.ScaleRequest.FromString,
+                    response_serializer=atoll_dot_wire_dot_v1_dot_coordinator__pb2.ScaleReply.SerializeToString,
             ),
             'AddServer': grpc.unary_unary_rpc_method_handler(
                     servicer.AddServer,
@@ -287,6 +338,87 @@ class Coordinator(object):
             '/atoll.v1.Coordinator/Deregister',
             atoll_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterRequest.SerializeToString,
             atoll_dot_wire_dot_v1_dot_coordinator__pb2.DeregisterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Coordinator/Drain',
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.DrainRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainService(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Coordinator/DrainService',
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.DrainServiceRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.DrainServiceReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Coordinator/Scale',
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.ScaleRequest.SerializeToString,
+            atoll_dot_wire_dot_v1_dot_coordinator__pb2.ScaleReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,12 @@ class CoordinatorStub:
     """Services register and keep a lease; a service leaves the run when its lease expires."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]
     Deregister: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterRequest, _coordinator_pb2.DeregisterReply]
+    Drain: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRequest, _coordinator_pb2.DrainReply]
+    """Of a service that is about to leave: it gets no new work from now on. Answers once none is in progress there."""
+    DrainService: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainServiceRequest, _coordinator_pb2.DrainServiceReply]
+    """For operators: the service is told to drain and to end, by the reply to its next heartbeat."""
+    Scale: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ScaleRequest, _coordinator_pb2.ScaleReply]
+    """For operators: how many services of a role the launcher runs from now on."""
     AddServer: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AddServerRequest, _coordinator_pb2.AddServerReply]
     """External servers: probed at once, refused if they violate their protocol."""
     RemoveServer: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RemoveServerRequest, _coordinator_pb2.RemoveServerReply]
@@ -52,6 +58,12 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Services register and keep a lease; a service leaves the run when its lease expires."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]  # type: ignore[assignment]
     Deregister: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterRequest, _coordinator_pb2.DeregisterReply]  # type: ignore[assignment]
+    Drain: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRequest, _coordinator_pb2.DrainReply]  # type: ignore[assignment]
+    """Of a service that is about to leave: it gets no new work from now on. Answers once none is in progress there."""
+    DrainService: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainServiceRequest, _coordinator_pb2.DrainServiceReply]  # type: ignore[assignment]
+    """For operators: the service is told to drain and to end, by the reply to its next heartbeat."""
+    Scale: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ScaleRequest, _coordinator_pb2.ScaleReply]  # type: ignore[assignment]
+    """For operators: how many services of a role the launcher runs from now on."""
     AddServer: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AddServerRequest, _coordinator_pb2.AddServerReply]  # type: ignore[assignment]
     """External servers: probed at once, refused if they violate their protocol."""
     RemoveServer: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RemoveServerRequest, _coordinator_pb2.RemoveServerReply]  # type: ignore[assignment]
@@ -84,6 +96,30 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.DeregisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DeregisterReply, _abc.Awaitable[_coordinator_pb2.DeregisterReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _coordinator_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.DrainReply, _abc.Awaitable[_coordinator_pb2.DrainReply]]:
+        """Of a service that is about to leave: it gets no new work from now on. Answers once none is in progress there."""
+
+    @_abc_1.abstractmethod
+    def DrainService(
+        self,
+        request: _coordinator_pb2.DrainServiceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.DrainServiceReply, _abc.Awaitable[_coordinator_pb2.DrainServiceReply]]:
+        """For operators: the service is told to drain and to end, by the reply to its next heartbeat."""
+
+    @_abc_1.abstractmethod
+    def Scale(
+        self,
+        request: _coordinator_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ScaleReply, _abc.Awaitable[_coordinator_pb2.ScaleReply]]:
+        """For operators: how many services of a role the launcher runs from now on."""
 
     @_abc_1.abstractmethod
     def AddServer(

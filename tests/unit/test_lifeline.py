@@ -1,0 +1,122 @@
+"""A connection that breaks, on a virtual clock, and over loopback."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from atoll.coordinator.fleet import lifeline
+from atoll.coordinator.fleet.lifeline import Lifeline
+from tests.virtual_clock import run
+
+
+class Network:
+    """What becomes of each attempt to connect: an error, or a connection for so many seconds."""
+
+    def __init__(self, *attempts: OSError | float | None) -> None:
+        self._attempts = list(attempts)
+        self.tried: list[tuple[float, tuple[str, int]]] = []
+
+    async def open_connection(self, host: str, port: int) -> Any:
+        self.tried.append((asyncio.get_running_loop().time(), (host, port)))
+        outcome = self._attempts.pop(0)
+        if isinstance(outcome, OSError):
+            raise outcome
+        if outcome is None:
+            await asyncio.Event().wait()
+        return Reader(outcome or 0.0), Writer()
+
+
+class Reader:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def read(self, size: int) -> bytes:
+        await asyncio.sleep(self._seconds)
+        return b""
+
+
+class Writer:
+    def get_extra_info(self, name: str) -> Any:
+        return {"peername": ("10.0.0.7", 4711), "sockname": ("10.0.0.1", 999), "socket": self}[name]
+
+    def setsockopt(self, *option: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def lost_after(
+    monkeypatch: pytest.MonkeyPatch,
+    *attempts: OSError | float | None,
+    is_patient: Callable[[], bool] = lambda: False,
+) -> tuple[float, str, list[tuple[float, tuple[str, int]]]]:
+    network = Network(*attempts)
+    monkeypatch.setattr(lifeline.asyncio, "open_connection", network.open_connection)
+
+    async def scene() -> tuple[float, str]:
+        why = await Lifeline("rollout-0:4711").wait_for_loss(is_patient)
+        return asyncio.get_running_loop().time(), why
+
+    return *run(scene()), network.tried
+
+
+def test_an_address_that_refuses_is_lost_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    when, why, tried = lost_after(monkeypatch, 120.0, 120.0, ConnectionRefusedError())
+    assert (when, why) == (240.0, "it refuses connections: its process has ended")
+    assert tried == [
+        (0.0, ("rollout-0", 4711)),
+        (120.0, ("10.0.0.7", 4711)),  # gRPC closes what stays silent; the name is not looked up again
+        (240.0, ("10.0.0.7", 4711)),
+    ]
+
+
+def test_a_host_that_does_not_answer_is_lost_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    when, why, _ = lost_after(monkeypatch, 50.0, None)
+    assert (when, why) == (51.0, "its host does not answer: timeout")
+
+
+def test_a_trainers_host_may_be_silent_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = OSError("no route to host")
+    when, why, _ = lost_after(
+        monkeypatch,
+        *(50.0, gone, gone, 50.0, gone, None, gone, gone),
+        is_patient=lambda: asyncio.get_running_loop().time() < 104.5,
+    )
+    assert (when, why) == (105.0, "its host does not answer: no route to host")
+
+
+def test_nothing_is_concluded_from_an_address_that_was_never_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC has reached it, perhaps by another of its addresses."""
+    when, _, tried = lost_after(monkeypatch, OSError(), None, OSError(), 5.0, ConnectionRefusedError())
+    assert (when, len(tried)) == (8.0, 5)
+
+
+def test_a_connection_that_is_closed_at_once_is_not_opened_without_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    when, _, tried = lost_after(monkeypatch, 0.0, 0.0, 0.0, ConnectionRefusedError())
+    assert (when, len(tried)) == (3.0, 4)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+async def test_a_listener_that_closes_ends_it(host: str) -> None:
+    connected, closes = asyncio.Event(), asyncio.Event()
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"settings")
+        connected.set()
+        await closes.wait()
+        writer.close()
+
+    server = await asyncio.start_server(greet, host.strip("[]"), 0)
+    line = Lifeline(f"{host}:{server.sockets[0].getsockname()[1]}")
+    waiting = asyncio.create_task(line.wait_for_loss(lambda: True))
+    await asyncio.wait_for(connected.wait(), 30)
+    assert not waiting.done()
+    server.close()
+    closes.set()
+    assert await asyncio.wait_for(waiting, 30) == "it refuses connections: its process has ended"
+    assert not line.held.is_set()
