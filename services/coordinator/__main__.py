@@ -63,7 +63,9 @@ def main() -> None:
     except (ConfigError, UserError, StoppedUnsavedError) as error:
         sys.exit(f"coordinator: {error}")
     except StoreError as error:
-        sys.exit(f"coordinator: {error}; the run needs its store: once that answers, continue with --resume")
+        sys.exit(
+            f"coordinator: the run needs its store, and continues with --resume once it answers: {error}"
+        )
     except (AtollError, OSError) as error:
         log.exception("the run failed")
         sys.exit(f"coordinator: {error}")

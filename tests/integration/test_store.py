@@ -60,6 +60,33 @@ async def test_a_store_started_by_hand_admits_those_with_the_token(tmp_path: Pat
     assert process.returncode == 0
 
 
+async def test_a_store_started_by_hand_keeps_its_data_over_sigterm(tmp_path: Path) -> None:
+    """On every address of the machine, as in a container."""
+    command = (
+        Path(sys.executable).with_name("atoll"),
+        "serve",
+        "store",
+        "--folder",
+        tmp_path / "new" / "store",
+    )
+    with reserve_port() as port:
+        for expected in (None, b"first"):
+            process = await asyncio.create_subprocess_exec(
+                *(*command, "--host", "0.0.0.0", "--port", str(port)),
+                env=os.environ | {"ATOLL_TOKEN": "the-secret"},
+                stdout=asyncio.subprocess.PIPE,
+            )
+            assert process.stdout is not None
+            await asyncio.wait_for(process.stdout.readline(), 30)
+            store = Store(f"redis://:the-secret@127.0.0.1:{port}/0", "toy")
+            await store.take_epoch()
+            assert await store.read("HGET", "h", "who") == expected
+            await store.write(PUT, ["h"], "who", "first")
+            await store.close()
+            process.terminate()
+            assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
 async def test_an_earlier_writer_is_refused_and_changes_nothing(
     store_server: EmbeddedServer, store: Store
 ) -> None:

@@ -95,6 +95,17 @@ assert not hasattr(atoll, "grade")
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def test_commands_for_containers_load_little() -> None:
+    script = """
+import sys
+import atoll.cli.main, atoll.cli.health
+assert not {"numpy", "pydantic", "atoll.config.schema", "atoll.wire.types"} & set(sys.modules)
+import atoll.cli.config
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_a_grader_is_tested_with_what_it_reads() -> None:
     assert exact_match(atoll.ScoreItem(response="4", ground_truth="4")) == 1.0
     assert exact_match(atoll.ScoreItem(response="5", ground_truth="4")) == 0.0
