@@ -62,7 +62,8 @@ def _print(findings: Sequence[Finding]) -> None:
         found = finding.found.replace("\n", f"\n{indent}")
         print(f"{finding.state.value:8} {finding.what:{width}}  {found}")
         if finding.advice:
-            print(f"{indent}-> {finding.advice}")
+            advice = finding.advice.replace("\n", f"\n{indent}   ")
+            print(f"{indent}-> {advice}")
 
 
 def python() -> Finding:
@@ -187,19 +188,21 @@ async def sandbox() -> Finding:
     """Starts the sandbox that reward services run model-written code in, and attacks it as they do."""
     advice = "needed only by the graders code and data_source, and by tools of agents: see docs/rewards.md"
     try:
+        from atoll.cli.doctor_sandbox import refused_calls, remedies
         from atoll.reward.sandbox.host import start_sandbox
         from atoll.runtime.errors import AtollError
     except ImportError as error:
         return Finding("sandbox", str(error), FindingState.WARNING, install())
     try:
         async with start_sandbox(programs=2, namespaces=True) as started:
-            tier = started.tier
+            tier, refusal = started.tier, started.refusal
     except AtollError as error:
         return Finding("sandbox", str(error), FindingState.WARNING, advice)
     if "namespaces" in tier:
         return Finding("sandbox", tier)
-    more = "programs have no writable folder; if they need one, allow user namespaces on this machine"
-    return Finding("sandbox", tier, FindingState.WARNING, more)
+    causes = list(remedies(refused_calls())) or ["allow user namespaces on this machine"]
+    advice = "\n".join(["programs have no writable folder; if they need one:", *causes])
+    return Finding("sandbox", f"{tier}; no namespaces: {refusal}", FindingState.WARNING, advice)
 
 
 def git() -> Finding:
@@ -212,8 +215,13 @@ def git() -> Finding:
 def runs_folder(folder: Path) -> Finding:
     existing = folder if folder.exists() else folder.absolute().parent
     if not os.access(existing, os.W_OK):
-        return Finding(
-            "runs folder", f"{existing} is not writable", FindingState.MISSING, "start from another folder"
-        )
+        found = f"{existing} is not writable"
+        if os.statvfs(existing).f_flag & os.ST_RDONLY:
+            found, advice = f"{found}: its file system is read-only", "in a container, mount a volume on it"
+        else:
+            user = os.geteuid()
+            found = f"{found} for user {user}: it belongs to user {existing.stat().st_uid}"
+            advice = f"chown {user} {existing}, also of a volume that is mounted there"
+        return Finding("runs folder", found, FindingState.MISSING, f"start from another folder, or {advice}")
     free = shutil.disk_usage(existing).free
     return Finding("runs folder", f"{folder.absolute()}, {free / GIB:.1f} GiB free on its disk")

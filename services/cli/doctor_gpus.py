@@ -16,6 +16,7 @@ from atoll.cli.launch.findings import Finding, FindingState
 
 MIB, GIB = 1 << 20, 1 << 30
 FREE_SHARE = 0.9  # of a GPU's memory, that nobody else should use
+SHM = Path("/dev/shm")
 MIN_SHM = GIB  # NCCL and SGLang exchange data there; a container has 64 MiB by default
 MIN_OPEN_FILES = 65_536
 DRIVERS = {"13": 580, "12": 525}  # lowest driver of each CUDA version
@@ -59,7 +60,8 @@ def gpus(pythons: Mapping[str, Path]) -> Iterator[Finding]:
         yield nccl(probes)
     if len(rows) > 1:
         yield peers(_ask("topo", "-p2p", "r").stdout)
-    yield shared_memory(shutil.disk_usage("/dev/shm").total)
+    yield shared_memory(shutil.disk_usage(SHM).total if SHM.is_dir() else 0)
+    yield locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
@@ -129,14 +131,23 @@ def peers(matrix: str) -> Finding:
 def shared_memory(total: int) -> Finding:
     found = f"{total / GIB:.1f} GiB"
     if total < MIN_SHM:
-        advice = "NCCL needs at least 1 GiB: start the container with --shm-size=16g"
+        advice = "NCCL needs at least 1 GiB: start the container with --shm-size=16g (Compose: shm_size)"
         return Finding("/dev/shm", found, FindingState.MISSING, advice)
     return Finding("/dev/shm", found)
 
 
+def locked_memory(limit: int) -> Finding:
+    if limit >= 0:
+        advice = (
+            "NCCL over InfiniBand needs it unlimited: ulimit -l unlimited (Compose: ulimits, memlock: -1)"
+        )
+        return Finding("locked memory", f"{limit / MIB:.1f} MiB", FindingState.WARNING, advice)
+    return Finding("locked memory", "unlimited")
+
+
 def open_files(limit: int) -> Finding:
     if 0 <= limit < MIN_OPEN_FILES:
-        advice = f"large runs may need more: ulimit -n {MIN_OPEN_FILES}"
+        advice = f"large runs may need more: ulimit -n {MIN_OPEN_FILES} (Compose: ulimits, nofile)"
         return Finding("open files", str(limit), FindingState.WARNING, advice)
     return Finding("open files", "unlimited" if limit < 0 else str(limit))
 

@@ -1,17 +1,26 @@
-"""Ranks that torchrun starts on several hosts take the GPUs that the file names for them."""
+"""Ranks that torchrun starts: on several hosts they take the GPUs that the file names for them; in a
+container, all of them end with torchrun or with one of them."""
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from atoll.config.load import load, write_resolved
+from atoll.config.schema import ParallelConfig
+from atoll.runtime.clients.trainer import TrainerClient
 from atoll.runtime.gpus import resolve_here
 from atoll.runtime.ports import reserve_port
 from tests import nvidia_smi
+from tests.builders import run_config
+from tests.tokens import CALLER
+from tests.trainer_fleet import update
 
 # What atoll.trainer does before it imports torch
 RANK = """
@@ -94,3 +103,73 @@ def test_a_rank_never_computes_elsewhere(folder: Path, place: dict[str, str], me
     )
     assert answer.returncode == 1
     assert re.search(message, answer.stderr.splitlines()[-1])
+
+
+@pytest.fixture
+def container(tmp_path: Path, tiny_qwen2: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """torchrun with all ranks of an actor, as a container starts it, and the actor's address."""
+    parallel = {"parallel": ParallelConfig(data=2)}
+    config = run_config(run={"dir": tmp_path, "name": "toy"}, model={"path": tiny_qwen2}, trainer=parallel)
+    write_resolved(config, tmp_path / "config.json")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    trainer = ("-m", "atoll.trainer", "--config", str(tmp_path / "config.json"))
+    with subprocess.Popen([*torchrun, *trainer], stderr=subprocess.PIPE, text=True) as started:
+        try:
+            yield started, log_until(started, r"serves actor at (\S+)")
+        finally:
+            for process in psutil.Process(started.pid).children() if started.poll() is None else []:
+                process.kill()
+            started.kill()
+
+
+def log_until(process: "subprocess.Popen[str]", pattern: str) -> str:
+    """What `pattern` finds in the next lines of its log."""
+    assert process.stderr
+    read = list[str]()
+    for line in process.stderr:
+        read.append(line)
+        if match := re.search(pattern, line):
+            return match[1]
+    raise AssertionError("".join(read))
+
+
+def test_ranks_serve_until_their_leader_ends_whatever_torchrun_signals_them(
+    container: tuple["subprocess.Popen[str]", str],
+) -> None:
+    """torchrun passes SIGTERM on to all ranks at once, but the leader may have an update to finish."""
+    started, address = container
+    leader, follower = sorted(psutil.Process(started.pid).children(), key=rank_of)
+
+    async def update_after_signal() -> None:
+        client = TrainerClient(address, CALLER, timeout_s=60)
+        follower.terminate()
+        await update(client, 0)
+        await client.close()
+
+    asyncio.run(update_after_signal())
+    started.terminate()
+    assert started.stderr
+    log = started.stderr.read()
+    assert started.wait() == 1  # SignalException
+    assert "actor-0 atoll.runtime.process: stops" in log
+    assert not psutil.pid_exists(leader.pid)
+    assert not psutil.pid_exists(follower.pid)
+
+
+def rank_of(process: psutil.Process) -> int:
+    return int(process.environ()["RANK"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_container_ends_with_an_error_once_a_rank_has_died(
+    rank: int, container: tuple["subprocess.Popen[str]", str]
+) -> None:
+    started, _ = container
+    ranks = sorted(psutil.Process(started.pid).children(), key=rank_of)
+    ranks[rank].kill()
+    assert started.stderr
+    log = started.stderr.read()
+    assert started.wait() == 1
+    assert re.search(rf"failed \(exitcode: -9\) local_rank: {rank}", log)
+    assert not [process for process in ranks if process.is_running()]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from atoll.cli import doctor
+from atoll.cli import doctor, doctor_sandbox
 from atoll.cli.doctor import GIB, FindingState
 from atoll.reward.sandbox import host
 from atoll.runtime.errors import SandboxError
@@ -99,7 +99,12 @@ rollout = {{ engine = "{engine}", python = "{python}" }}
     ("tier", "state", "found", "advice"),
     [
         ("landlock, seccomp, namespaces", FindingState.OK, "landlock, seccomp, namespaces", ""),
-        ("landlock, seccomp", FindingState.WARNING, "landlock, seccomp", "allow user namespaces"),
+        (
+            "landlock, seccomp",
+            FindingState.WARNING,
+            "landlock, seccomp; no namespaces: unshare: not permitted",
+            "programs have no writable folder; if they need one:\nallow user namespaces on this machine",
+        ),
         (
             SandboxError("fork got through"),
             FindingState.WARNING,
@@ -115,12 +120,30 @@ async def test_the_sandbox_is_started(
     async def start(programs: int, namespaces: bool) -> AsyncIterator[SimpleNamespace]:
         if isinstance(tier, SandboxError):
             raise tier
-        yield SimpleNamespace(tier=tier)
+        yield SimpleNamespace(tier=tier, refusal="unshare: not permitted")
 
     monkeypatch.setattr(host, "start_sandbox", start)
+    monkeypatch.setattr(doctor_sandbox, "remedies", lambda _: iter(()))
     finding = await doctor.sandbox()
     assert (finding.found, finding.state) == (found, state)
     assert advice in finding.advice
+
+
+def test_a_runs_folder_that_cannot_be_written_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert doctor.runs_folder(tmp_path / "runs").found.startswith(f"{tmp_path / 'runs'}, ")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "geteuid", lambda: 10001)
+    finding = doctor.runs_folder(tmp_path)
+    owner = tmp_path.stat().st_uid
+    assert finding.found == f"{tmp_path} is not writable for user 10001: it belongs to user {owner}"
+    assert f"chown 10001 {tmp_path}" in finding.advice
+    assert finding.state is FindingState.MISSING
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    finding = doctor.runs_folder(tmp_path)
+    assert finding.found == f"{tmp_path} is not writable: its file system is read-only"
+    assert finding.advice.endswith("in a container, mount a volume on it")
 
 
 def test_the_chat_format_of_a_runs_model_is_described(tmp_path: Path) -> None:

@@ -105,6 +105,9 @@ def test_limits() -> None:
     assert doctor_gpus.shared_memory(16 * GIB).state is FindingState.OK
     assert doctor_gpus.open_files(1024).state is FindingState.WARNING
     assert doctor_gpus.open_files(-1).found == "unlimited"
+    assert doctor_gpus.locked_memory(64 << 10).state is FindingState.WARNING
+    assert "memlock: -1" in doctor_gpus.locked_memory(64 << 10).advice
+    assert doctor_gpus.locked_memory(-1).found == "unlimited"
 
 
 def test_peers_that_all_reach_each_other() -> None:

@@ -27,6 +27,7 @@ class Dialogue(Protocol):
 
 class Sandbox(Protocol):
     tier: str  # "landlock, seccomp", "landlock, seccomp, namespaces"
+    refusal: str  # why this machine gives no namespaces; "" if it does, or was not asked
 
     async def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
         """Runs a program to its end. Raises SandboxError if the sandbox, not the program, fails."""

@@ -40,9 +40,11 @@ async def start_sandbox(
     user = _user()
     chosen = await asyncio.to_thread(_interpreter, user, interpreter)
     settings = ZygoteSettings(chosen, user, namespaces, calls)
-    if namespaces and not await _probe(settings):
+    refusal = await _probe(settings) if namespaces else ""
+    if refusal:
+        log.info("Programs run without namespaces: %s", refusal)
         settings = replace(settings, namespaces=False)
-    sandbox = await ForkSandbox.start(programs, settings)
+    sandbox = await ForkSandbox.start(programs, settings, refusal)
     try:
         await run_attacks(sandbox, user)
         yield sandbox
@@ -53,19 +55,21 @@ async def start_sandbox(
 class ForkSandbox:
     """Implements Sandbox. One zygote per core; programs go to the least busy one."""
 
-    def __init__(self, tier: str, zygotes: ZygotePool, slots: ProgramSlots, watch: SleepWatch) -> None:
-        self.tier = tier
+    def __init__(
+        self, tier: str, zygotes: ZygotePool, slots: ProgramSlots, watch: SleepWatch, refusal: str = ""
+    ) -> None:
+        self.tier, self.refusal = tier, refusal
         self._zygotes, self._slots, self._watch = zygotes, slots, watch
 
     @classmethod
-    async def start(cls, programs: int, settings: ZygoteSettings) -> "ForkSandbox":
+    async def start(cls, programs: int, settings: ZygoteSettings, refusal: str = "") -> "ForkSandbox":
         """Does not run the attacks."""
         tier = "landlock, seccomp" + (", namespaces" if settings.namespaces else "")
         zygotes = await ZygotePool.start(min(programs, len(os.sched_getaffinity(0))), settings)
-        return cls(tier, zygotes, ProgramSlots(programs), SleepWatch(lambda: None))
+        return cls(tier, zygotes, ProgramSlots(programs), SleepWatch(lambda: None), refusal)
 
     def watched(self, when_all_sleep: Callable[[], None]) -> "ForkSandbox":
-        return ForkSandbox(self.tier, self._zygotes, self._slots, SleepWatch(when_all_sleep))
+        return ForkSandbox(self.tier, self._zygotes, self._slots, SleepWatch(when_all_sleep), self.refusal)
 
     async def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
         async with (
@@ -109,19 +113,17 @@ class ForkSandbox:
                 await program.terminate()
 
 
-async def _probe(settings: ZygoteSettings) -> bool:
-    """Whether programs can have namespaces and a writable directory on this machine."""
+async def _probe(settings: ZygoteSettings) -> str:
+    """Why programs cannot have namespaces and a writable directory on this machine; "" if they can."""
     try:
         sandbox = await ForkSandbox.start(1, settings)
     except SandboxError as error:
-        log.info("Programs run without namespaces: %s", error)
-        return False
+        return str(error)
     try:
         execution = await sandbox.run("print(open('file', 'w').write('x'))", b"", ProgramLimits())
-        return execution.stdout == b"1\n"
+        return "" if execution.stdout == b"1\n" else f"a program could not write a file: {execution.detail}"
     except SandboxError as error:
-        log.info("Programs run without namespaces: %s", error)
-        return False
+        return str(error)
     finally:
         await sandbox.close()
 
