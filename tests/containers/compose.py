@@ -67,8 +67,8 @@ class Project:
 
     def compose(self, *words: str) -> str:
         files = [word for name in ("compose", *self.overlays) for word in ("-f", f"{name}.yaml")]
-        command = (self.program, "-p", self.name, "--env-file", ".env.example", *files, "--profile", "cpu", *words)
-        return run(*command, environment=self.environment)
+        options = ("-p", self.name, "--env-file", ".env.example", *files, "--profile", "cpu")
+        return run(self.program, *options, *words, environment=self.environment)
 
     def up(self, *words: str) -> None:
         self.compose("up", "--detach", *words)

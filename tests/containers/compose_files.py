@@ -1,5 +1,5 @@
-"""What both Compose generations make of deploy/compose, by `make test-containers`. The GPU profile is only read:
-no test runs it.
+"""What both Compose generations make of deploy/compose, by `make test-containers`. The GPU profile is only
+read: no test runs it.
 """
 
 import json
@@ -135,4 +135,4 @@ def test_the_profile_of_reward_allows_what_namespaces_need() -> None:
         for name in rule["names"]
     }
     assert allowed >= {"unshare", "setns", "mount", "umount2", "pivot_root"}
-    assert not allowed & {"bpf", "init_module", "kexec_load", "open_by_handle_at", "perf_event_open", "reboot"}
+    assert not allowed & {"bpf", "init_module", "kexec_load", "open_by_handle_at", "reboot"}

@@ -1,9 +1,8 @@
-"""Runs in containers, by `make test-containers`: the quickstart through scaling, kills, a stop and a resume, and an
-agent's run with gateways, a foreign Redis server and shared memory.
+"""Runs in containers, by `make test-containers`: the quickstart through scaling, kills, a stop and a resume, and
+an agent's run with gateways, a foreign Redis server and shared memory.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import check_output
