@@ -1,9 +1,10 @@
-"""Runs in containers, by `make test-containers`: the quickstart through scaling, kills, a stop and a resume, and
+"""Runs in containers, by `make test-containers`: the quickstart through scaling, kills, a stop and a resume;
 an agent's run with gateways, a foreign Redis server and shared memory.
 """
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import check_output
 from typing import Any
@@ -110,6 +111,50 @@ def test_quickstart(quickstart: Project) -> None:
     assert quickstart.leftovers() == {"containers": "", "networks": "", "volumes": ""}
 
 
+@pytest.fixture
+def agents() -> Iterator[Project]:
+    environment = ENVIRONMENT | {
+        "RUN_NAME": "agents",
+        "RUN_FILE": "examples/agents.toml",
+        "DATA": "tools",
+        "WEIGHTS_TRANSPORT": "shm",
+        "STORE_URL": f"redis://:{ENVIRONMENT['ATOLL_TOKEN']}@elsewhere:6379/0",
+    }
+    yield from taken_down(Project("atoll-test-agents", ("gateway", "redis", "shared-memory"), environment))
+
+
+def test_agents_with_two_gateways_a_foreign_store_and_shared_memory(agents: Project) -> None:
+    agents.up("--scale", "gateway=2")
+    with foreign_store(agents), agents.rows() as wait:
+        row = wait(lambda row: row["step"] == 3)
+        assert row["weights/num_replicas"] == 1
+        assert row["weights/failed"] == 0
+        assert row["agents/turns/mean"] > 1
+        assert agents.containers("store") == []
+        ask = ("exec", "-T", "coordinator", "atoll", "status", "--coordinator", "coordinator:7000")
+        names = agents.compose(*ask)
+        for gateway in agents.containers("gateway"):
+            assert f"gateway-{inspect(gateway)['Config']['Hostname']}" in names
+        settings = json.loads(agents.read("runs/agents/config.json"))
+        assert settings["weights"]["transport"] == "shm"
+        shared = {inspect(agents.container(name))["HostConfig"]["PidMode"] for name in ("trainer", "rollout")}
+        assert shared == {f"container:{agents.container('holder')}"}
+
+
+@contextmanager
+def foreign_store(project: Project) -> Iterator[None]:
+    """A Redis server that no Compose file knows, in the network of the overlay."""
+    name = f"{project.name}-elsewhere"
+    where = ("--network", f"{project.name}_outside", "--network-alias", "elsewhere")
+    serve = ("atoll", "serve", "store", "--folder", "/tmp/store", "--host", "0.0.0.0", "--port", "6379")
+    token = ("--env", f"ATOLL_TOKEN={project.environment['ATOLL_TOKEN']}")
+    docker("run", "--rm", "--detach", "--name", name, *where, *token, project.image, *serve)
+    try:
+        yield
+    finally:
+        docker("rm", "--force", name)
+
+
 def check_images(project: Project) -> None:
     for name in ("light", "cpu"):
         found = inspect(f"atoll-test/{name}")["Config"]
@@ -146,7 +191,8 @@ def check_tier(project: Project) -> None:
         service: docker("exec", project.container(service), "python3", "-c", script).strip()
         for service in ("reward", "coordinator")
     }
-    assert tiers == {"reward": "landlock, seccomp, namespaces", "coordinator": "landlock, seccomp"}
+    assert tiers["reward"] == "landlock, seccomp, namespaces"
+    assert tiers["coordinator"].startswith("landlock, seccomp; no namespaces: ")
 
 
 def exit_code(project: Project, service: str) -> int:
