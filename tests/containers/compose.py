@@ -52,7 +52,7 @@ class Lines:
         raise AssertionError(f"{self._process.args!r} ended without it: {''.join(seen[-20:])}")
 
     def close(self) -> None:
-        self._process.kill()
+        self._process.terminate()
         self._process.communicate()
 
 
@@ -117,8 +117,8 @@ class Project:
         try:
             yield wait
         finally:
-            lines.close()
             docker("rm", "--force", watch)
+            lines.close()
 
 
 def inspect(container: str) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def check_contained(project: Project, service: str) -> None:
         assert status["NoNewPrivs"] == ["1"], service
         assert status["Seccomp"] == ["2"], service
     # as the services' own processes: the rest of the file system is read-only, /tmp executes nothing
-    attempt = "touch /app/x 2>/dev/null || touch /etc/x 2>/dev/null || ! mount | grep ' /tmp .*noexec'"
+    attempt = "touch /app/x 2>/dev/null || touch /etc/x 2>/dev/null || ! mount | grep -q ' /tmp .*noexec'"
     assert docker("exec", container, "sh", "-c", f"if {attempt}; then echo open; fi").strip() == "", service
 
 
