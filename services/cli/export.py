@@ -5,8 +5,9 @@ import asyncio
 from pathlib import Path
 
 from atoll.cli.launch import active_runs
-from atoll.cli.launch.launcher import first_of, trainer_group
+from atoll.cli.launch.launcher import trainer_group
 from atoll.cli.launch.processes import Fleet
+from atoll.cli.launch.supervision import first_of
 from atoll.cli.launch.tokens import Tokens
 from atoll.config.load import read_resolved
 from atoll.config.schema import RunConfig

@@ -21,6 +21,8 @@ COMMANDS = {
     "runs": "list the runs of a folder with state, step, reward and size",
     "compare": "show which settings and results of two runs differ",
     "plot": "plot metrics of runs, in the terminal or as an SVG file",
+    "scale": "change the number of rollout replicas of a running run",
+    "drain": "have a service finish its work and leave a running run",
     "stop": "stop a running run after the step in progress, with a checkpoint",
     "rm": "delete the folders of runs",
     "register": "add a reward, tool or environment server to a running run",

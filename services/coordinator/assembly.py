@@ -64,8 +64,7 @@ class Assembly:
         control: RunControl,
         caller: Caller,
     ) -> None:
-        self._config = config
-        self._control = control
+        self._config, self._control = config, control
         ledger = Ledger(config.folder / LEDGER)
         self._journal = Journal(store, config.run.name, ledger, config.store.max_mb << 20)
         self._checkpoints = Checkpoints(config.folder / "checkpoints", config.checkpoint.keep)
@@ -81,7 +80,8 @@ class Assembly:
             [ServerGrader(servers, g.server, g.weight, timeout_s) for g in graders if g.server],
             asks_own=any(not grader.server for grader in graders),
             wait_timeout_s=timeout_s,
-            on_timeout=lambda note: self._control.report(note=note),
+            absence_timeout_s=config.coordinator.start_timeout_s,
+            tell=lambda note: self._control.report(note=note),
         )
         self._agent_hosts, self._gateways = AgentHosts(), Gateways()
         self._sync = (

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from atoll.coordinator.fleet.departures import Departures
 from atoll.coordinator.fleet.scaling import Scaling
-from atoll.runtime.errors import UserError
+from atoll.runtime.errors import ServiceUnavailableError, UserError
 from atoll.wire.types import ServiceEntry
 
 T = TypeVar("T")
@@ -40,6 +40,10 @@ class RunProgress:
     revision: int = 1
 
 
+class TrainerLeavesError(ServiceUnavailableError):
+    """A trainer leaves; all that it has learned is in the last checkpoint."""
+
+
 # States in which a trainer holds steps that no checkpoint covers, and the loop can save them.
 _AT_WORK = (RunState.TRAINING, RunState.VALIDATING, RunState.PAUSED, RunState.SAVING)
 
@@ -54,10 +58,10 @@ class RunControl:
         self._trains = trains
         self._clock, self._started = clock, clock()
         self._earlier_s: float | None = None
-        self._stopping = False
-        self._interrupt = asyncio.Event()  # the run is to stop, or a trainer leaves
+        self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._leaving: set[str] = set()  # names of trainers
+        self._leave = asyncio.Event()  # there is one
         self._paused = False
         self._changed = asyncio.Condition()
         self._checkpoints: list[asyncio.Future[str]] = []  # asked for
@@ -110,15 +114,14 @@ class RunControl:
     async def stop(self, *, hurry: bool = False) -> None:
         """After the step in progress. `hurry`: without anything that its checkpoint does not need: pushes and
         validations, which services may not answer any more."""
-        self._stopping = True
-        self._interrupt.set()
+        self._stop.set()
         if hurry:
             self._hurry.set()
         await self._wake()
 
     @property
     def stopping(self) -> bool:
-        return self._stopping
+        return self._stop.is_set()
 
     async def hand_over(self, trainer: str) -> None:
         """Has the loop save for a trainer that leaves, after the step in progress. Returns once it has, or if
@@ -126,7 +129,7 @@ class RunControl:
         if self.progress.state not in _AT_WORK:
             return
         self._leaving.add(trainer)
-        self._interrupt.set()
+        self._leave.set()
         await self._wake()
         async with self._changed:
             await self._changed.wait_for(
@@ -141,8 +144,7 @@ class RunControl:
     async def let_go(self) -> None:
         """Trainers that leave may do so now."""
         self._leaving.clear()
-        if not self._stopping:
-            self._interrupt.clear()
+        self._leave.clear()
         await self._wake()
 
     @property
@@ -151,11 +153,15 @@ class RunControl:
 
     async def run_unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The work's result; None if the run is stopped, or a trainer leaves, before the work is done."""
-        return await _run_unless(self._interrupt, work)
+        return await _run_unless(work, self._stop, self._leave)
 
     async def run_unless_hurried(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The work's result; None if the run is to stop in a hurry before the work is done."""
-        return await _run_unless(self._hurry, work)
+        return await _run_unless(work, self._hurry)
+
+    async def run_unless_left(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The work's result; None if a trainer leaves before the work is done."""
+        return await _run_unless(work, self._leave)
 
     async def gate(self, save: Callable[[], Awaitable[None]]) -> None:
         """The loop waits here between two steps while the run is paused; `save` serves checkpoint requests
@@ -220,14 +226,15 @@ class RunControl:
             self._changed.notify_all()
 
 
-async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    if event.is_set():
+async def _run_unless(work: Coroutine[Any, Any, T], *events: asyncio.Event) -> T | None:
+    if any(event.is_set() for event in events):
         work.close()
         return None
-    tasks = asyncio.create_task(work), asyncio.create_task(event.wait())
+    working = asyncio.create_task(work)
+    tasks = [working, *(asyncio.create_task(event.wait()) for event in events)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
+        return working.result() if working.done() else None
     finally:
         for task in tasks:
             task.cancel()

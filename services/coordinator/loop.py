@@ -14,9 +14,9 @@ from typing import Any
 
 from atoll.config.schema import CheckpointSection, GraderConfig, GuardsSection, RunSection, ValidationSection
 from atoll.coordinator.algorithm.algorithm import PreparedStep
-from atoll.coordinator.algorithm.guards import GuardLimits, check_divergence
-from atoll.coordinator.algorithm.metrics import SCORE
-from atoll.coordinator.control import RunControl, RunState
+from atoll.coordinator.algorithm.guards import GuardError, GuardLimits, check_divergence
+from atoll.coordinator.algorithm.metrics import SCORE, timing_metrics
+from atoll.coordinator.control import RunControl, RunState, TrainerLeavesError
 from atoll.coordinator.journal.checkpoints import BestValidation, Checkpoints, CoordinatorState
 from atoll.coordinator.journal.journal import Journal
 from atoll.coordinator.learners import Learners
@@ -34,17 +34,7 @@ WARMUP_EXPORT = "warm"  # folder in the run's: the policy after the warm-up, whe
 
 MAX_REFUSED = 2  # consecutive steps refused by the trainer before the run fails
 
-Push = Callable[
-    [Version], Coroutine[Any, Any, Mapping[str, float]]
-]  # pushes a version to every replica; returns metrics
-
-
-class TrainerLeavesError(ServiceUnavailableError):
-    """A trainer leaves; all that it has learned is in the last checkpoint."""
-
-
-class GuardError(AtollError):
-    """A guard has stopped a diverging run."""
+Push = Callable[[Version], Coroutine[Any, Any, Mapping[str, float]]]  # to every replica; returns metrics
 
 
 async def skip_push(version: Version) -> Mapping[str, float]:
@@ -162,7 +152,7 @@ class Loop:
         await parts.control.report(state=RunState.TRAINING, step=self._step, num_steps=settings.run.steps)
         if self._unrecorded is not None:
             metrics = dict(self._unrecorded)
-            if self._step == 0 and settings.validation.at_start:
+            if self._owes_validation(metrics):
                 metrics |= await self._validate()
             await self._record(metrics)
             if not self._resumed and settings.checkpoint.every:
@@ -227,7 +217,7 @@ class Loop:
                 with timer.phase("save_checkpoint"):
                     await self._checkpoint()
             metrics |= await parts.checkpoints.take_metrics()
-        await self._record(metrics | _timings(timer, metrics))
+        await self._record(metrics | timing_metrics(timer, metrics))
         self._num_refused = self._num_refused + 1 if refusal else 0
         if self._num_refused == MAX_REFUSED:
             raise AtollError(
@@ -283,25 +273,37 @@ class Loop:
         pushed = await self._parts.control.run_unless_hurried(self._parts.push(self._version))
         if pushed is None:
             return {}
-        metrics = dict(pushed)
         # the reference in the actor's processes, after its loss
         await self._parts.learners.offload("actor", "reference")
         await self._parts.steps.on_published(self._version)
-        return metrics
+        return dict(pushed)
 
     async def _validate(self) -> dict[str, float]:
-        """Metrics of every validation set; remembers the best one. A run that stops at once has none."""
+        """Metrics of every validation set; remembers the best one. Given up if a trainer leaves, and by a run
+        that stops at once."""
         if not self._settings.validation.sets:
             return {}
         control, before = self._parts.control, self._parts.control.progress.state
         await control.report(state=RunState.VALIDATING)
-        validation = self._parts.steps.validate(self._step, self._version)
-        metrics = dict(await control.run_unless_hurried(validation) or {})
+        validating = self._parts.steps.validate(self._step, self._version)
+        metrics = await control.run_unless_left(control.run_unless_hurried(validating))
         await control.report(state=before)
+        if metrics is None:
+            if control.leaving:
+                await self._answer_checkpoint()
+            return {}
         value = metrics.get(f"val/{self._settings.validation.best}")
         if value is not None and (self._best is None or self._is_better(value, self._best.value)):
             self._best = BestValidation(self._step, value)
-        return metrics
+        return dict(metrics)
+
+    def _owes_validation(self, metrics: MetricsRow) -> bool:
+        """Whether the step before a start was to be validated; a trainer may have left in the midst of it."""
+        validation = self._settings.validation
+        if self._step == 0:
+            return validation.at_start
+        is_due = self._due(validation.every, validation.at_end)
+        return is_due and not any(name.startswith("val/") for name in metrics)
 
     def _is_better(self, value: float, best: float) -> bool:
         return value > best if self._parts.steps.higher_is_better else value < best
@@ -337,8 +339,8 @@ class Loop:
         await parts.learners.offload(*trained)
 
     async def _answer_checkpoint(self) -> None:
-        """Between two steps, that of the last step; there may be one. For a trainer that leaves, also waits
-        for the samples that replicas are generating: the next life of the loop finds them in the journal."""
+        """That of the last step; there may be one. For a trainer that leaves, also waits for the samples that
+        replicas are generating: the next life of the loop finds them in the journal."""
         parts = self._parts
         await self._checkpoint()
         parts.control.begin_checkpoint()
@@ -396,11 +398,3 @@ class Loop:
         note = slow_grading_note(metrics, self._settings.graders)
         version = self._version.number
         await self._parts.control.report(step=self._step, version=version, metrics=metrics, note=note)
-
-
-def _timings(timer: StepTimer, step: MetricsRow) -> dict[str, float]:
-    metrics = timer.metrics()
-    step_s = metrics["timing_s/step"]
-    if "weights/stall_s" in step:
-        metrics["weights/stall_share"] = step["weights/stall_s"] / step_s
-    return metrics | {"perf/throughput": step["perf/total_num_tokens"] / step_s}

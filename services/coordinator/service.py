@@ -48,6 +48,7 @@ class CoordinatorService(CoordinatorServicer):
         self, request: pb.DeregisterRequest, context: grpc.ServicerContext
     ) -> pb.DeregisterReply:
         await self._registry.deregister(decode_service(request.service))
+        await self._control.report()
         return pb.DeregisterReply()
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainReply:

@@ -329,7 +329,8 @@ class _Lease:
     async def _drain(self, entry: ServiceEntry, *ends: asyncio.Future[None]) -> None:
         """Gets no new work, and waits until none is in progress here: at most `coordinator.drain_grace_s`,
         not at all if the coordinator is away, and until the first of `ends` is done."""
-        if self._is_away:
+        if self._is_away or not self._client.is_connected:  # a call would be retried for most of a second
+            self._is_away = True
             return
         _log.info("drains: gets no new work, and leaves once its work in progress is finished")
         grace_s = self._drain_grace_s
@@ -345,7 +346,7 @@ class _Lease:
                 )
         except AtollError as error:
             self._is_away = isinstance(error, ServiceUnavailableError)
-            _log.warning("leaves at once: %s", error)
+            _log.info("stops at once: %s", error)
         finally:
             drained.cancel()
 

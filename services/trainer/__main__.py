@@ -58,6 +58,8 @@ def run_follower() -> None:
             signal.signal(number, signal.SIG_IGN)
         if arguments.ready_fd is not None:
             announce(arguments.ready_fd, "", metrics.address)
+        for number in (signal.SIGTERM, signal.SIGINT):  # a signal to all ranks: the leader ends them
+            signal.signal(number, signal.SIG_IGN)
         rank.follow()
         rank.close()
     except (UserError, ConfigError, MemoryExhaustedError) as error:

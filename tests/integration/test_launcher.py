@@ -238,6 +238,33 @@ async def test_an_end_that_nobody_asked_for_is_a_death(tmp_path: Path) -> None:
             await fleet.keep(fake("reward-0", "ends"))
 
 
+async def test_a_service_that_leaves_in_order_has_not_failed_and_starts_again_while_it_is_wanted(
+    tmp_path: Path,
+) -> None:
+    asked: list[str] = []
+
+    async def is_wanted(name: str) -> bool:
+        asked.append(name)
+        return len(asked) < 3
+
+    async with Fleet(tmp_path) as fleet, asyncio.timeout(TIMEOUT_S):
+        await fleet.keep(fake("reward-0", "ends", max_restarts=0), is_wanted)
+    assert asked == ["reward-0"] * 3
+    assert len(pids(tmp_path, "reward-0")) == 3
+
+
+async def test_a_service_that_ends_before_it_serves_has_failed_though_nothing_went_wrong(
+    tmp_path: Path,
+) -> None:
+    async def is_wanted(name: str) -> bool:
+        raise AssertionError(name)
+
+    ends = ServiceGroup((ServiceCommand("reward-0", ("/bin/sh", "-c", "exit 0")),))
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(ServiceDiedError, match=r"reward-0 did not start \(exit code 0\)"):
+            await fleet.keep(ends, is_wanted)
+
+
 async def test_a_service_that_never_answers_is_given_up(tmp_path: Path) -> None:
     async with Fleet(tmp_path, start_timeout_s=2.0) as fleet:
         expected = r"did not start within 2 s \(coordinator.start_timeout_s\) \(signal SIGKILL\)"

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -15,9 +16,12 @@ from atoll.coordinator.fleet.health import HealthWatch
 from atoll.coordinator.fleet.replicas import Replica, Replicas, ReplicaState
 from atoll.coordinator.fleet.routing import AHEAD_S
 from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.weight_sync.delivery import Delivery
+from atoll.coordinator.weight_sync.epochs import Epochs
+from atoll.coordinator.weight_sync.turns import DeviceTurns
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.rollout import Arrival
-from atoll.runtime.errors import ServiceUnavailableError, UserError
+from atoll.runtime.errors import ServiceUnavailableError, UserError, WeightPushError
 from atoll.wire.types import (
     Graded,
     GroupId,
@@ -353,6 +357,45 @@ def test_a_probe_without_sense_is_no_sign_of_health() -> None:
         await run.stop()
 
     virtual_clock.run(scene())
+
+
+def test_a_replica_that_cannot_take_weights_is_tried_less_and_less_often(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As one that cannot map the trainer's memory: it generates, and each attempt to catch up fails."""
+    reasons = ["no such process"] * 15 + ["no such file"] * 2
+    attempts: list[float] = []
+
+    async def scene() -> None:
+        async def catch_up(replica: Replica) -> None:
+            attempts.append(round(now(), 2))
+            run.replicas.hold(replica)
+            await asyncio.sleep(0)
+            if not reasons:
+                return await run.replicas.route(replica)
+            error = WeightPushError(reasons.pop(0))
+            delivery.drop(replica, error)
+            raise error
+
+        run = Run(catch_up)
+        delivery = Delivery(
+            run.replicas, DeviceTurns(run.replicas, shared=False), Epochs(0), 1.0, finish_running=False
+        )
+        run.join(SimulatedReplica("rollout-0"))
+        await asyncio.sleep(1000)
+        await run.stop()
+
+    caplog.set_level(logging.INFO)
+    virtual_clock.run(scene())
+    pauses = [round(after - before) for before, after in pairwise(attempts)]
+    assert pauses == [5, 5, 5, 8, 16, 32, *[60] * 11]
+    assert [record.getMessage() for record in caplog.records if "rollout-0" in record.getMessage()] == [
+        "rollout-0 is unhealthy: it just joined",
+        "rollout-0 is held: it waits for weights",
+        "rollout-0 could not take its weights: no such process",
+        "rollout-0 could not take its weights: no such file",
+        "rollout-0 is routed: it generates with the current weights",
+    ]
 
 
 @pytest.mark.parametrize(

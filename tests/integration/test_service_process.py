@@ -117,10 +117,12 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 @asynccontextmanager
-async def coordinator(registry: Registry, port: int = 0, token: str = TOKEN) -> AsyncIterator[str]:
+async def coordinator(
+    registry: Registry, port: int = 0, token: str = TOKEN, control: RunControl | None = None
+) -> AsyncIterator[str]:
     server = await Server.start(
         "atoll.v1.Coordinator",
-        CoordinatorService("toy", registry, NO_SERVERS, RunControl(trains=False)).add_to,
+        CoordinatorService("toy", registry, NO_SERVERS, control or RunControl(trains=False)).add_to,
         host="127.0.0.1",
         port=port,
         token=token,
@@ -183,6 +185,96 @@ async def test_a_service_ends_with_its_run(start: Start, store: Store) -> None:
         stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
     assert (process.returncode, stdout) == (0, b"closed\n")
     assert "INFO reward-0 atoll.runtime.process: the run has ended" in stderr.decode()
+
+
+class NotingRegistry(Registry):
+    """Notes heartbeats."""
+
+    def __init__(self, store: Store, lease_s: float) -> None:
+        super().__init__(store, lease_s)
+        self.renewed = asyncio.Event()
+
+    async def renew(self, entry: ServiceEntry) -> bool:
+        self.renewed.set()
+        return await super().renew(entry)
+
+
+class Busy:
+    """A coordinator's departures: services have work until `idle`."""
+
+    def __init__(self) -> None:
+        self.control = RunControl(trains=False)
+        self.asked, self.idle = asyncio.Event(), asyncio.Event()
+        self.control.departures.serve(self.let_go)
+
+    async def let_go(self, entry: ServiceEntry) -> None:
+        self.asked.set()
+        await self.idle.wait()
+
+
+@pytest.mark.parametrize("by", ["signal", "operator"])
+async def test_a_service_that_leaves_serves_until_its_work_is_done(
+    start: Start, store: Store, by: str
+) -> None:
+    registry, run = NotingRegistry(store, lease_s=1), Busy()
+    async with coordinator(registry, control=run.control) as address:
+        process, line = await start("--coordinator", address)
+        changes = registry.changes()
+        assert isinstance(await next_of(changes), ServiceJoined)
+        if by == "signal":
+            process.send_signal(signal.SIGTERM)
+        else:
+            operator = CoordinatorClient(address, Caller(token="operators-token"))
+            entry, warning = await operator.drain_service("reward-0")
+            await operator.close()
+            assert (entry.name, warning[:31]) == ("reward-0", "reward-0 is the run's only rewa")
+        await asyncio.wait_for(run.asked.wait(), 30)
+        registry.renewed.clear()
+        await asyncio.wait_for(registry.renewed.wait(), 30)
+        client = RewardClient(json.loads(line)["address"], Caller(token=TOKEN), timeout_s=5)
+        await client.describe()
+        await client.close()
+        run.idle.set()
+        assert isinstance(await next_of(changes), ServiceLeft)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+async def test_a_service_leaves_unfinished_work_behind_when_its_grace_is_over(
+    start: Start, store: Store
+) -> None:
+    registry, run = Registry(store, lease_s=60), Busy()
+    async with coordinator(registry, control=run.control) as address:
+        process, _ = await start("--coordinator", address, drain_grace_s=0.5)
+        changes = registry.changes()
+        assert isinstance(await next_of(changes), ServiceJoined)
+        process.send_signal(signal.SIGTERM)
+        assert isinstance(await next_of(changes), ServiceLeft)
+        _, stderr = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, run.asked.is_set()) == (0, True)
+    assert "leaves after 0.5 s (coordinator.drain_grace_s)" in stderr.decode()
+
+
+async def test_a_second_signal_ends_a_service_at_once(start: Start, store: Store) -> None:
+    registry, run = Registry(store, lease_s=60), Busy()
+    async with coordinator(registry, control=run.control) as address:
+        process, _ = await start("--coordinator", address)
+        assert isinstance(await next_of(registry.changes()), ServiceJoined)
+        process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(run.asked.wait(), 30)
+        process.send_signal(signal.SIGTERM)
+        stdout, _ = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, stdout) == (-signal.SIGTERM, b"")
+
+
+async def test_a_service_whose_coordinator_is_away_leaves_at_once(start: Start, store: Store) -> None:
+    registry = Registry(store, lease_s=60)  # so that it sends no heartbeat in this test
+    async with coordinator(registry) as address:
+        process, _ = await start("--coordinator", address)
+        assert isinstance(await next_of(registry.changes()), ServiceJoined)
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = await asyncio.wait_for(process.communicate(), 15)  # less than its grace
+    assert (process.returncode, stdout) == (0, b"closed\n")
+    assert "leaves after" not in stderr.decode()
 
 
 async def test_a_service_ends_when_its_coordinator_stays_away(start: Start, store: Store) -> None:

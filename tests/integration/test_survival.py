@@ -20,9 +20,10 @@ from atoll.runtime.ports import reserve_port
 from tests.survival.checks import (
     check_generated_once,
     check_history,
+    check_no_work_after,
     check_nothing_left,
     check_saved,
-    check_work_before,
+    generated_step,
     last_step,
 )
 from tests.survival.moments import Moments
@@ -77,11 +78,11 @@ class Disturbance:
                 await terminate(client, self.seeded, name)
             await routed(client, 2)
             async with self.seeded.moment("decode"):
-                step = (await client.status()).step + 1
+                step = generated_step(self.config)
                 services.processes["by-hand"].send_signal(signal.SIGTERM)
             assert await services.wait("by-hand") == 0
             await steps_on(client)
-            check_work_before(self.config, "by-hand", step)
+            check_no_work_after(self.config, "by-hand", step)
             async with self.seeded.moment():
                 os.kill(os.getpid(), signal.SIGTERM)  # to the launcher, which stops the coordinator
             await asyncio.Event().wait()
@@ -102,11 +103,19 @@ class AgentsDisturbance:
             await asyncio.Event().wait()
 
 
+def check_left_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    """Every service, with exit code 0: of any other, the launcher warns."""
+    assert [message for message in caplog.messages if message.startswith("restart")] == []
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-def test_under_the_launcher(assets: Path, survival: Path, seed: int) -> None:
+def test_under_the_launcher(
+    assets: Path, survival: Path, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
     config = make(assets, survival)
     seeded = Seeded(random.Random(seed), Moments(survival))
     assert not launch(config, Disturbance(config, seeded), resume=False)
+    check_left_in_order(caplog)
     steps = last_step(config)
     check_history(config, steps)
     check_generated_once(config)
@@ -118,9 +127,10 @@ def test_under_the_launcher(assets: Path, survival: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_with_agents(survival: Path, seed: int) -> None:
+def test_with_agents(survival: Path, caplog: pytest.LogCaptureFixture, seed: int) -> None:
     config = make_with_agents(survival)
     assert launch(config, AgentsDisturbance(Seeded(random.Random(seed), Moments(survival))), resume=False)
+    check_left_in_order(caplog)
     check_history(config, last_step(config))
     check_nothing_left(config)
 
@@ -145,11 +155,11 @@ async def every_service_gets_sigterm(assets: Path, folder: Path, seed: int) -> N
             await services.start("rollout", "rollout-1")
             await routed(client, 2)
             async with seeded.moment("decode"):
-                step = (await client.status()).step + 1
+                step = generated_step(config)
                 services.processes["rollout-0"].send_signal(signal.SIGTERM)
             assert await services.wait("rollout-0") == 0
             await steps_on(client)
-            check_work_before(config, "rollout-0", step)
+            check_no_work_after(config, "rollout-0", step)
             for role, name in (("reward", "reward-0"), ("trainer", "actor-0"), ("rollout", "rollout-1")):
                 async with seeded.moment():
                     services.processes[name].send_signal(signal.SIGTERM)

@@ -40,35 +40,39 @@ def check_history(config: RunConfig, steps: int) -> None:
     assert [row["step"] for row in rows(config) if row["step"]] == list(range(1, steps + 1))
     assert list(trained(config)) == list(range(1, steps + 1))
     assert list((config.folder / "dumps").glob("left-*")) == [], "a step was repeated"
-    assert branches(config) == sorted(branches(config))
+    check_branches(config)
     size = config.coordinator.prompts_per_step * config.coordinator.samples_per_prompt
     ids = [str(sample.id) for _, sample in samples(config)]
     assert len(ids) == len(set(ids)) == steps * size
 
 
-def branches(config: RunConfig) -> list[int]:
-    """The steps after which a coordinator began, or began again; each is behind all that were consumed."""
-    found, consumed = [], 0
-    for line in (config.folder / "ledger.jsonl").read_text().splitlines():
-        event = json.loads(line)
+def check_branches(config: RunConfig) -> None:
+    """Each start of the loop continued behind all that was consumed."""
+    consumed = 0
+    for event in ledger(config):
         if event["event"] == "consume":
             consumed = event["step"]
         elif event["event"] == "branch":
             assert event["step"] == consumed, "a step was repeated"
-            found.append(event["step"])
-    return found
+
+
+def ledger(config: RunConfig) -> Iterator[dict[str, Any]]:
+    return map(json.loads, (config.folder / "ledger.jsonl").read_text().splitlines())
+
+
+def generated_step(config: RunConfig) -> int:
+    """The step whose samples an on-policy run generates, at a moment in which it does."""
+    return 1 + max((event["step"] for event in ledger(config) if event["event"] == "consume"), default=0)
 
 
 def check_saved(config: RunConfig, step: int) -> None:
     assert (config.folder / "checkpoints" / f"step-{step:06}").is_dir()
 
 
-def check_work_before(config: RunConfig, replica: str, step: int) -> None:
-    """It was given nothing after this step, during which it was told to leave: it held up no other one. One
-    version is generated with at a time, so a later step's samples are begun after this one's update."""
-    assert (
-        max(number for number, sample in samples(config) if sample.turns[0].origin.replica == replica) <= step
-    )
+def check_no_work_after(config: RunConfig, replica: str, step: int) -> None:
+    """A replica that was told to leave while this step's samples were generated has held up no other step."""
+    steps = [number for number, sample in samples(config) if sample.turns[0].origin.replica == replica]
+    assert max(steps) <= step, (steps, step)
 
 
 def check_generated_once(config: RunConfig) -> None:

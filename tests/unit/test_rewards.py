@@ -5,13 +5,14 @@ from collections.abc import AsyncGenerator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from atoll.config.schema import GraderConfig
 from atoll.coordinator.rewards.advice import slow_grading_note
 from atoll.coordinator.rewards.rewards import Rewards, merge_verdicts
-from atoll.coordinator.rewards.verdict_sources import RewardServices, ServerGrader
+from atoll.coordinator.rewards.verdict_sources import NoRewardServiceError, RewardServices, ServerGrader
 from atoll.runtime.clients.base import MAX_MESSAGE_BYTES
 from atoll.runtime.errors import (
     AtollError,
@@ -106,7 +107,7 @@ async def test_timeouts_are_counted_and_told_at_once() -> None:
         notes.append(note)
 
     late = [GradingError(item(i).id, "g.py:f", "no grade within 2 s", False, timed_out=True) for i in (1, 2)]
-    asked = rewards_of(FakeService(*late), on_timeout=tell)
+    asked = rewards_of(FakeService(*late), tell=tell)
     for i in (1, 2):
         assert await scored(asked, [item(i)]) == [late[i - 1]]
     assert notes == [
@@ -256,13 +257,38 @@ async def test_a_service_that_dies_after_a_long_call_is_waited_for_as_well() -> 
 
 @timed
 async def test_patience_without_a_service_ends_for_all_that_wait_at_the_same_time() -> None:
-    asked = rewards_of(retries=2, wait_timeout_s=20.0)
+    """It is no fault of the responses: the run ends, and no retry of theirs is used up."""
+    asked = rewards_of(retries=2, wait_timeout_s=20.0, absence_timeout_s=3600.0)
     begun = now()
-    verdicts = await scored(asked, [item(i) for i in range(1000)])
-    assert now() - begun == pytest.approx(20.0 + 0.5 + 1.0)
-    for verdict in verdicts:
-        assert isinstance(verdict, GradingError)
-        assert "for 20 s (none is registered)" in verdict.cause
+    waiting = [asyncio.create_task(scored(asked, [item(i) for i in range(n, n + 500)])) for n in (0, 500)]
+    for task in waiting:
+        with pytest.raises(ExceptionGroup) as failure:
+            await task
+        assert {type(error) for error in failure.value.exceptions} == {NoRewardServiceError}
+        assert r"for 3600 s (coordinator.start_timeout_s)" in str(failure.value.exceptions[0])
+        assert now() - begun == 3600.0
+    assert asked.take_metrics() == {"reward/retried": 0.0, "reward/dropped": 0.0}
+
+
+@timed
+async def test_responses_wait_for_the_only_service_however_often_it_is_away() -> None:
+    """Absence is told, and costs no retry; only what was in a call that broke is asked again."""
+    notes: list[str] = []
+
+    async def tell(note: str) -> None:
+        notes.append(note)
+
+    asked = rewards_of(retries=1, wait_timeout_s=20.0, absence_timeout_s=3600.0, tell=tell)
+    waiting = asyncio.create_task(scored(asked, [item(i) for i in range(3)]))
+    for service in (FakeService(AWAY), FakeService()):
+        await asyncio.sleep(900.0)  # far longer than a service may be silent
+        assert notes[-1] == "no reward service is registered: finished samples wait for one"
+        asked.add(service, 64)  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        asked.remove(service)  # type: ignore[arg-type]
+        await asyncio.sleep(0.0)
+    assert await waiting == [graded(item(i)) for i in range(3)]
+    assert notes == ["no reward service is registered: finished samples wait for one", ""] * 2
 
 
 @timed
@@ -435,10 +461,13 @@ async def test_no_call_is_larger_than_a_message_may_be() -> None:
     world = World(a=Fake())
     items = [item(number)._replace(ground_truth="\N{EURO SIGN}" * ((1 << 20) - 1000)) for number in range(30)]
     async with watched(world, reward_server("a", 1)):
-        for part in (RewardServices(600.0), ServerGrader(world.servers, "judge", 1.0)):
+        for part in (RewardServices(600.0, 600.0, AsyncMock()), ServerGrader(world.servers, "judge", 1.0)):
             calls = part.split(items)
             assert [one.id for call in calls for one in call] == [one.id for one in items]
             assert [len(call) for call in calls] == [8, 8, 8, 6]
             sizes = [sum(encode_score_item(one).ByteSize() for one in call) for call in calls]
             assert max(sizes) < MAX_MESSAGE_BYTES
-    assert [len(call) for call in RewardServices(600.0).split([item(number) for number in range(5)])] == [5]
+    assert [
+        len(call)
+        for call in RewardServices(600.0, 600.0, AsyncMock()).split([item(number) for number in range(5)])
+    ] == [5]

@@ -296,6 +296,25 @@ async def test_late_joiner_costs_the_trainer_nothing():
     assert run.trainer.calls == calls
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_replica_that_comes_back_with_its_weights_gets_no_push(transport):
+    """Its lease had ended while it stood still."""
+    run = Run(transport=transport)
+    (replica, engine), (_, other) = await run.join("one"), await run.join("other")
+    model = run.trainer.train(1)
+    await run.sync.push(V1)
+    trained, pushed = list(run.trainer.calls), list(engine.calls)
+    run.replicas.lose(replica, "its lease ended")
+    again, _ = await run.join("one", engine)
+    assert run.routed() == {"one", "other"}
+    assert (run.trainer.calls, engine.calls) == (trained, [*pushed, "commit"])
+    assert_holds(engine, model, V1)
+    run.replicas.suspend(again, "it generates garbage")
+    await run.sync.catch_up(again)
+    assert ("receive" in engine.calls[len(pushed) :]) == (transport == "shm")  # tcp waits for the next push
+    assert other.calls == pushed
+
+
 async def test_who_joins_during_a_push_catches_up_at_its_end():
     run = Run()
     _, engine = await run.join("one")

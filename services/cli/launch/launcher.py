@@ -16,6 +16,7 @@ from pathlib import Path
 from atoll.cli.launch import tokens
 from atoll.cli.launch.interrupts import handle_interrupts, stop_run
 from atoll.cli.launch.processes import Fleet, ScrapeTargets, ServiceCommand, ServiceGroup
+from atoll.cli.launch.supervision import ReplicaGroups, first_of, keep_replicas, keep_service
 from atoll.cli.launch.tokens import TOKEN_FILE, Tokens
 from atoll.cli.launch.trackers import tracker_groups
 from atoll.config.load import write_private, write_resolved
@@ -71,6 +72,7 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool, step: int | None 
                     services,
                     follow,
                     start_timeout_s=config.coordinator.start_timeout_s,
+                    replicas=partial(replicas_of, config),
                 )
             )
         except asyncio.CancelledError:  # by the second interrupt
@@ -91,8 +93,10 @@ async def supervise(
     follow: Follow,
     *,
     start_timeout_s: float | None = None,
+    replicas: Callable[[str], ReplicaGroups] | None = None,
 ) -> bool:
     """Starts the coordinator, then the services, which need its address; returns when the coordinator ends.
+    `replicas`: those of `services` that can be scaled.
 
     Waits for the first of: the coordinator's end, the loss of a service, a second interrupt.
     """
@@ -104,19 +108,23 @@ async def supervise(
             address = await fleet.start(coordinator)
             with publish_address(folder, address, given):
                 client = CoordinatorClient(address, Caller(token=given.run))
-                groups = services(address)
+                groups, scaled = services(address), replicas(address) if replicas else None
                 for group in groups:
                     if group.elsewhere:
                         _log.warning("start %s by hand:\n%s", group.names[0], group.elsewhere)
+                own = [group for group in groups if not group.elsewhere]
+                fixed = [group for group in own if scaled is None or group not in scaled.first]
                 try:
                     await first_of(
-                        *(fleet.keep(group) for group in groups if not group.elsewhere),
+                        *(keep_service(fleet, client, group) for group in fixed),
+                        *([keep_replicas(fleet, client, scaled)] if scaled else []),
                         fleet.wait_for_exit(*coordinator.names),
                         stop_run(stop, client),
                         follow(client),
                     )
                 finally:
                     await client.close()
+                    await fleet.kill(*coordinator.names)  # else services that end now would drain first
     return not stop.is_set()
 
 
@@ -133,10 +141,7 @@ def service_groups(
     """
     registered = ("--coordinator", coordinator)
     models = [trainer_group(config, role, *registered) for role in config.started_roles]
-    # a replica measures the free memory of its GPUs when it starts: by then, trainers have theirs off-loaded
-    first = [group.names[0] for group in models if not group.elsewhere]
-    after = tuple(first) if config.placement.mode == "colocated" else ()
-    rollout = [replica_group(config, index, after, *registered) for index in range(config.num_replicas)]
+    rollout = [new_replica(config, coordinator, index) for index in range(config.num_replicas)]
     graders = [
         ServiceCommand(
             f"reward-{index}",
@@ -151,6 +156,21 @@ def service_groups(
     if config.run.mode in ("train_only", "supervised"):
         return [*models, *trackers]
     return [*reward, *models, *rollout, *sessions, *trackers]
+
+
+def replicas_of(config: RunConfig, coordinator: str) -> ReplicaGroups:
+    """The replicas of this host, at the coordinator's address."""
+    make = partial(new_replica, config, coordinator)
+    first = [group for group in map(make, range(config.num_replicas)) if not group.elsewhere]
+    return ReplicaGroups(first, make, config.coordinator.drain_grace_s)
+
+
+def new_replica(config: RunConfig, coordinator: str, index: int) -> ServiceGroup:
+    # a replica measures the free memory of its GPUs when it starts: by then, trainers have theirs off-loaded
+    models = [trainer_group(config, role) for role in config.started_roles]
+    first = [group.names[0] for group in models if not group.elsewhere]
+    after = tuple(first) if config.placement.mode == "colocated" else ()
+    return replica_group(config, index, after, "--coordinator", coordinator)
 
 
 def service_names(config: RunConfig) -> list[str]:
@@ -329,21 +349,6 @@ def publish_address(folder: Path, address: str, given: Tokens) -> Iterator[None]
         if path.exists() and path.read_text() == address:
             path.unlink()
             tokens.remove(folder)
-
-
-async def first_of(*coroutines: Coroutine[None, None, None]) -> None:
-    """Returns or raises like the first one to finish, and cancels the others.
-
-    If several end at the same time, the leftmost wins: causes are listed before their effects.
-    """
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        next(task for task in tasks if task.done()).result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _torchrun_commands(config: RunConfig, role: Role, *arguments: str) -> str:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from asyncio.subprocess import DEVNULL, STDOUT, Process
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,7 @@ class ServiceDiedError(AtollError):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.has_given_up = code == EXIT_RESTARTS_EXHAUSTED
+        self.has_drained = code == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,14 @@ class ScrapeTargets:
     def put(self, service: str, address: str) -> None:
         """Replaces the address of the service's last life."""
         self._addresses[service] = address
+        self._write()
+
+    def drop(self, service: str) -> None:
+        """One that has left for good."""
+        if self._addresses.pop(service, None):
+            self._write()
+
+    def _write(self) -> None:
         targets = [
             {"targets": [address], "labels": {"run": self._run, "service": name}}
             for name, address in self._addresses.items()
@@ -163,9 +172,12 @@ class Fleet:
                 self._targets.put(name, metrics)
         return str(answers[0]["address"])
 
-    async def keep(self, group: ServiceGroup) -> None:
+    async def keep(
+        self, group: ServiceGroup, is_wanted: Callable[[str], Awaitable[bool]] | None = None
+    ) -> None:
         """Runs the group once those that it comes `after` have served, and restarts it after each death
-        within its limit; one death ends all its processes.
+        within its limit; one death ends all its processes. A group that leaves in order (exit code 0) has
+        not failed: if `is_wanted` says so of its first name, it starts again, else this returns.
 
         Raises ServiceDiedError in the end, or waits until it is cancelled if the run can do without the
         group. A group that has never served is not restarted, since it would fail again; nor is a process
@@ -181,6 +193,13 @@ class Fleet:
                 has_served = serves = True
                 await self.watch(group)
             except ServiceDiedError as death:
+                if serves and death.has_drained and is_wanted is not None:
+                    if not await is_wanted(group.names[0]):
+                        _log.info("%s has left", ", ".join(group.names))
+                        return
+                    _log.info("%s has left in order and starts again", ", ".join(group.names))
+                    await self._stop(*group.names)
+                    continue
                 number = failures.record()
                 if not has_served or death.has_given_up or number > group.max_restarts:
                     if not group.if_lost:
@@ -202,6 +221,18 @@ class Fleet:
         """Returns when a started service exits by itself. Raises ServiceDiedError if it failed."""
         if code := await self._processes[name].wait():
             raise self._death(name, "failed", code)
+
+    async def drain(self, *names: str, grace_s: float) -> None:
+        """Has services that are not kept any more finish their work and leave, for good."""
+        await self._stop(*names, timeout_s=grace_s + TERMINATE_TIMEOUT_S)
+        for name in names:
+            if self._targets:
+                self._targets.drop(name)
+
+    async def kill(self, name: str) -> None:
+        """Ends a service at once, if it has not ended."""
+        _signal([self._processes[name]], signal.SIGKILL)
+        await self._processes[name].wait()
 
     def _first_serving(self, name: str) -> asyncio.Event:
         return self._served.setdefault(name, asyncio.Event())
@@ -255,14 +286,15 @@ class Fleet:
             os.close(write_end)
         return ready
 
-    async def _stop(self, *names: str) -> None:
+    async def _stop(self, *names: str, timeout_s: float | None = None) -> None:
         """SIGTERM, a bounded wait, then SIGKILL; cancelling skips to SIGKILL."""
-        processes = [self._processes[name] for name in names]
+        timeout_s = TERMINATE_TIMEOUT_S if timeout_s is None else timeout_s
+        processes = [self._processes[name] for name in names if name in self._processes]
         _signal(processes, signal.SIGTERM)
         everyone = asyncio.gather(*(process.wait() for process in processes))
         try:
             with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(everyone), TERMINATE_TIMEOUT_S)
+                await asyncio.wait_for(asyncio.shield(everyone), timeout_s)
         finally:
             _signal(processes, signal.SIGKILL)
             await everyone

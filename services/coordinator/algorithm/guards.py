@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from atoll.runtime.errors import AtollError
+
+
+class GuardError(AtollError):
+    """A guard has stopped a diverging run."""
+
 
 @dataclass(frozen=True, slots=True)
 class GuardLimits:

@@ -8,6 +8,7 @@ import numpy as np
 from atoll.coordinator.algorithm.advantage import Float64
 from atoll.coordinator.algorithm.experience import fresh_tokens
 from atoll.coordinator.algorithm.filters import scores_differ
+from atoll.runtime.telemetry import StepTimer
 from atoll.wire.types import FinishReason, Group, Int64, Trajectory, Version
 
 SCORE = "critic/score/mean"
@@ -117,3 +118,12 @@ def average_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Averages each metric over the minibatches that report it."""
     names = {name for row in rows for name in row}
     return {name: float(np.mean([row[name] for row in rows if name in row])) for name in sorted(names)}
+
+
+def timing_metrics(timer: StepTimer, step: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a step's phases, and what the `step` metrics are per second of it."""
+    metrics = timer.metrics()
+    step_s = metrics["timing_s/step"]
+    if "weights/stall_s" in step:
+        metrics["weights/stall_share"] = step["weights/stall_s"] / step_s
+    return metrics | {"perf/throughput": step["perf/total_num_tokens"] / step_s}

@@ -72,12 +72,12 @@ class HealthWatch:
             pause_s = self._seconds_to_probe(replica)
             if replica.state is ReplicaState.UNHEALTHY:
                 pause_s = replica.excluded_until - now()
-                if pause_s <= 0:
-                    pause_s = 0.0 if await self._recovers(replica) else RETRY_S
+                if pause_s <= 0 and not await self._recovers(replica):
+                    replica.excluded_until = max(replica.excluded_until, now() + RETRY_S)
             elif pause_s <= 0:
                 pause_s = await self._check(replica)
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(pause_s, SILENCE_S)):
+                async with asyncio.timeout(min(max(pause_s, 0.0), SILENCE_S)):
                     await replica.state_changed.wait()
             replica.state_changed.clear()
 

@@ -126,6 +126,7 @@ class Registry:
 
     async def deregister(self, entry: ServiceEntry) -> None:
         await self._write(_REMOVE, _line(entry))
+        self._live = tuple(other for other in self._live if other != entry)
         await self._touch()
 
     def end(self) -> None:

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 VIOLATION_S = 5.0  # pause after a protocol violation; doubles each time
 MAX_VIOLATION_S = 300.0
+PUSH_RETRY_S = 1.0  # pause after weights that it could not take; doubles each time in a row
+MAX_PUSH_RETRY_S = 60.0
 EVERYTHING = ""  # the prefix of every request's id
 
 
@@ -43,6 +45,9 @@ class Replica:
     last_probed: float = 0.0  # when it last answered a probe
     violations: int = 0  # protocol violations and complete refusals
     excluded_until: float = 0.0  # not probed before this time
+    push_failures: int = 0  # times in a row that it could not take its weights
+    push_error: str = ""  # the last reason, which is logged once
+    has_failed: bool = False  # since it joined
     abort_reason: str = ""  # reason of the last abort of all its samples
     last_refused: GroupId | None = None  # last refused group, if nothing has arrived since
     probe_throughput: float = math.inf  # tokens per second in its last probe, if any: a lower bound
@@ -75,6 +80,10 @@ class Replica:
                 if self.state not in gone:
                     raise
         raise ServiceUnavailableError(self.why)
+
+    def has_kept(self, version: Version) -> bool:
+        """Whether it joined with these weights and has generated with them since: it only stood still."""
+        return self.version == version and not self.has_failed
 
     async def abort_all(self, why: object) -> None:
         """Aborts everything that it generates; open streams return the samples as aborted, with this
@@ -169,6 +178,16 @@ class Replicas:
         log.warning(
             "%s violated the protocol (violation %d): %s", replica.entry.name, replica.violations, why
         )
+        self.suspend(replica, why)
+
+    def defer(self, replica: Replica, why: object) -> None:
+        """Suspends a replica that could not take its weights, for twice as long each time in a row."""
+        pause_s = min(PUSH_RETRY_S * 2**replica.push_failures, MAX_PUSH_RETRY_S)
+        replica.excluded_until = max(replica.excluded_until, now() + pause_s)
+        replica.push_failures += 1
+        if replica.push_error != str(why):
+            replica.push_error = str(why)
+            log.warning("%s could not take its weights: %s", replica.entry.name, why)
         self.suspend(replica, why)
 
     def note_refusal(self, replica: Replica, group: GroupId, why: object) -> None:
@@ -291,11 +310,13 @@ class Replicas:
             self._enter(before, ReplicaState.LOST, "replaced by a later process of that name")
         changes = before is not replica or replica.state is not state
         if changes or (state is ReplicaState.UNHEALTHY and replica.why != why):
-            of_a_push = {replica.state, state} <= {ReplicaState.HELD, ReplicaState.ROUTED}
-            level = logging.DEBUG if of_a_push else logging.INFO
+            level = logging.DEBUG if _is_routine(replica, state, why) else logging.INFO
             log.log(level, "%s is %s: %s", name, state.value, why)
         self._all[name] = replica
+        replica.has_failed |= state is ReplicaState.UNHEALTHY and replica.state is not state
         replica.state, replica.why = state, why
+        if state is ReplicaState.ROUTED:
+            replica.push_failures, replica.push_error = 0, ""
         if state is ReplicaState.LOST:
             del self._all[name]
         if changes and state in (ReplicaState.LOST, ReplicaState.UNHEALTHY):
@@ -308,6 +329,13 @@ class Replicas:
     async def _next_change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
+
+
+def _is_routine(replica: Replica, state: ReplicaState, why: str) -> bool:
+    """Changes of a push, and of its attempts to take weights again, which fail for the same reason."""
+    if replica.push_failures > 0:
+        return state is ReplicaState.HELD or why == replica.push_error
+    return {replica.state, state} <= {ReplicaState.HELD, ReplicaState.ROUTED}
 
 
 def now() -> float:

@@ -9,7 +9,13 @@ from contextlib import aclosing
 from functools import partial
 
 from atoll.coordinator.rewards.advice import timeout_note
-from atoll.coordinator.rewards.verdict_sources import RewardServices, ServerGrader, VerdictSource, item_texts
+from atoll.coordinator.rewards.verdict_sources import (
+    NoRewardServiceError,
+    RewardServices,
+    ServerGrader,
+    VerdictSource,
+    item_texts,
+)
 from atoll.runtime.clients.base import MAX_MESSAGE_BYTES
 from atoll.runtime.clients.reward import RewardClient
 from atoll.runtime.errors import AtollError, StaleFenceError
@@ -34,16 +40,17 @@ class Rewards:
         *,
         asks_own: bool = True,
         wait_timeout_s: float = 600.0,
-        on_timeout: Callable[[str], Awaitable[None]] | None = None,
+        absence_timeout_s: float = 14400.0,
+        tell: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         """`asks_own`: whether any grader runs in the run's own services. `wait_timeout_s`: how long responses
-        wait for such a service while none makes progress. `on_timeout` gets a note when a grader's deadline
-        has passed.
+        wait for such a service while none makes progress; `absence_timeout_s`: while none is registered.
+        `tell` gets notes on what holds grading up, "" once that has passed.
         """
-        self._on_timeout = on_timeout
+        self._tell = tell or _tell_nobody
         self._timeouts = 0
         self._retries = retries
-        self._own = RewardServices(wait_timeout_s)
+        self._own = RewardServices(wait_timeout_s, absence_timeout_s, self._tell)
         self._parts: tuple[VerdictSource, ...] = (*((self._own,) if asks_own else ()), *servers)
         self._seconds = 0.0
         self._retried = 0
@@ -61,7 +68,9 @@ class Rewards:
         self._own.remove(client)
 
     async def score(self, items: Sequence[ScoreItem], deliver: Deliver) -> None:
-        """Delivers one verdict per item as soon as all its parts have arrived."""
+        """Delivers one verdict per item as soon as all its parts have arrived. Raises a group with
+        NoRewardServiceError if there is no service for too long.
+        """
         begun = time.perf_counter()
         refused = [error for item in items if (error := _check_sendable(item))]
         if refused:
@@ -118,8 +127,8 @@ class Rewards:
                     async for verdicts in answers:
                         await self._note_timeouts(verdicts)
                         add(list(_take_final(verdicts, waiting, failed)))
-            except StaleFenceError:
-                raise  # another coordinator has taken over
+            except (StaleFenceError, NoRewardServiceError):
+                raise  # another coordinator has taken over, or nobody can grade: either ends the run
             except AtollError as error:
                 cause = str(error)
             if not waiting:
@@ -132,8 +141,7 @@ class Rewards:
             self._timeouts += len(late)
             note = timeout_note(self._timeouts, late[-1].grader)
             log.warning("%s", note)
-            if self._on_timeout is not None:
-                await self._on_timeout(note)
+            await self._tell(note)
 
     def _add(
         self, sums: "_PartialVerdicts", number: int, deliver: Deliver, verdicts: Sequence[Verdict]
@@ -146,6 +154,9 @@ class Rewards:
             [isinstance(verdict, GradingError) and _is_of_training(verdict.id) for verdict in verdicts]
         )
         deliver(verdicts)
+
+
+async def _tell_nobody(note: str) -> None: ...
 
 
 class _PartialVerdicts:

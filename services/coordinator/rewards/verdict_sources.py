@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -23,6 +23,10 @@ MAX_CALL = 256
 MAX_SERVER_CALL = 64  # responses in a call to an external server
 MAX_CHARACTERS = 8 << 20  # characters per call, at most 4 bytes each: half of a message's limit
 ITEM_CHARACTERS = 256  # characters of a response's other fields, roughly
+
+
+class NoRewardServiceError(ServiceUnavailableError):
+    """None has been registered for too long: no fault of the responses, so it ends the run."""
 
 
 class VerdictSource(Protocol):
@@ -63,13 +67,20 @@ class RewardServices:
 
     grader = "service"
 
-    def __init__(self, wait_timeout_s: float) -> None:
-        """`wait_timeout_s`: how long responses wait for a service while none makes progress."""
+    def __init__(
+        self, wait_timeout_s: float, absence_timeout_s: float, tell: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """`wait_timeout_s`: how long responses wait while no service makes progress. `absence_timeout_s`: how
+        long they wait while none is registered; `tell` is told so then, and "" afterwards.
+        """
         self._wait_timeout_s = wait_timeout_s
+        self._absence_timeout_s = absence_timeout_s
+        self._tell = tell
         self._services: list[_ServiceSlots] = []
         self._line = asyncio.Lock()  # calls wait here for a service, in order
         self._changed = asyncio.Event()  # a service has room or has returned
         self._heard = 0.0  # when a service last had work
+        self._left = 0.0  # when the last one left
         self._reviving: set[asyncio.Task[None]] = set()
 
     def add(self, client: RewardClient, max_queued: int) -> None:
@@ -87,6 +98,7 @@ class RewardServices:
 
     def remove(self, client: RewardClient) -> None:
         self._services = [service for service in self._services if service.client is not client]
+        self._left = _now()
 
     def split(self, items: Sequence[ScoreItem]) -> list[Sequence[ScoreItem]]:
         share = -(-len(items) // max(len(self._services), 1))
@@ -115,6 +127,8 @@ class RewardServices:
         unblocked by verdicts, joins and recoveries.
         """
         while True:
+            if not self._services:
+                await self._wait_for_any(since)
             free = [s for s in self._services if not s.cause and s.has_room(count)]
             if free:
                 service = min(free, key=lambda service: service.held)
@@ -124,7 +138,7 @@ class RewardServices:
                 service.held += taken
                 return service, taken
             if _now() >= self._patient_until(since):
-                causes = "; ".join(service.cause for service in self._services) or "none is registered"
+                causes = "; ".join(service.cause for service in self._services)
                 raise ServiceUnavailableError(
                     f"no reward service took {count} responses or gave a verdict for "
                     f"{self._wait_timeout_s:g} s ({causes}); see the logs of the reward services"
@@ -133,6 +147,24 @@ class RewardServices:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(self._patient_until(since)):
                     await self._changed.wait()
+
+    async def _wait_for_any(self, since: float) -> None:
+        """Waits until a service joins. Raises NoRewardServiceError if none does in time."""
+        log.warning("no reward service is registered: responses wait for one")
+        await self._tell("no reward service is registered: finished samples wait for one")
+        try:
+            async with asyncio.timeout_at(max(since, self._left) + self._absence_timeout_s):
+                while not self._services:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise NoRewardServiceError(
+                f"no reward service has been registered for {self._absence_timeout_s:g} s "
+                "(coordinator.start_timeout_s), so samples cannot be graded: start one and continue "
+                "with --resume; see the log of the last one"
+            ) from None
+        self._heard = _now()
+        await self._tell("")
 
     async def _call(
         self, service: _ServiceSlots, items: Sequence[ScoreItem]

@@ -42,10 +42,13 @@ class CatchUp:
             task.exception()  # the waiter raises it, and it is logged
 
     async def _bring_up(self, replica: Replica, push: WeightPush) -> None:
-        """Consumes the version's parts. The first replica of its class, for which nothing was packed, is held
-        for the next push.
+        """Consumes the version's parts, unless the replica has kept the version. The first replica of its
+        class, for which nothing was packed, is held for the next push.
         """
         try:
+            if replica.has_kept(push.version):
+                await self._delivery.go_live(push.version, push.check, replica)
+                return
             plan = await self._plans.of(replica)
             if any(stream.plan_id == plan.id for streams in push.parts for stream in streams):
                 member = EpochMember(plan, Membership(push.epoch, 1))

@@ -80,13 +80,13 @@ class Delivery:
         """Handles a failed replica: it catches up once it generates again, or is held for the next push if
         its canary differs.
         """
-        log.warning("%s failed to receive the weights: %s", replica.entry.name, error)
         self._epochs.end()
         self._have_plan.discard(replica.entry.incarnation)  # a new incarnation needs it again
         if isinstance(error, CanaryError):
+            log.warning("%s has the wrong weights: %s", replica.entry.name, error)
             self._replicas.hold(replica)
         else:
-            self._replicas.suspend(replica, error)
+            self._replicas.defer(replica, error)
 
     async def _in_time(self, replica: Replica, call: Awaitable[T], what: str) -> T:
         try:

@@ -119,7 +119,7 @@ class WeightSync:
         return (await self.push(version)).metrics() | self.take_metrics()
 
     async def catch_up(self, replica: Replica) -> None:
-        """Gives a replica that generates the current version and routes to it.
+        """Gives a replica that generates the current version, unless it has kept that, and routes to it.
 
         This needs no work of the trainer, unless the transport does not keep versions: then the replica is
         held for the next push, or, if no other gets traffic, pushed to at once. It is also held before the
@@ -129,7 +129,7 @@ class WeightSync:
         self._replicas.hold(replica)
         if self._last is None or self._lock.locked():
             return
-        if self._stays_readable:
+        if self._stays_readable or replica.has_kept(self._last.version):
             joining = self._catch_up.begin(replica, self._last)
             await asyncio.wait([joining])
             if not joining.cancelled():  # otherwise a push has taken it over

@@ -100,6 +100,11 @@ class Client:
             ],
         )
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection of earlier calls is still there; a peer that ends closes it."""
+        return bool(self._channel.get_state() is grpc.ChannelConnectivity.READY)
+
     async def close(self) -> None:
         self._closed = True
         await self._channel.close(None)
