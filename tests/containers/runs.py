@@ -3,6 +3,7 @@ an agent's run with gateways, a foreign Redis server and shared memory.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from tests.containers.compose import Project, docker, inspect, kill_and_wait_for_restart, main_process
 
 ROOT = Path(__file__).parents[2]
+SERVERS = Path(__file__).with_name("servers")
 SERVICES = ("store", "coordinator", "reward", "trainer", "rollout", "reward-server")
 ENVIRONMENT = {
     "ATOLL_TOKEN": "0123456789abcdef" * 2,
@@ -119,13 +121,20 @@ def agents() -> Iterator[Project]:
         "DATA": "tools",
         "WEIGHTS_TRANSPORT": "shm",
         "STORE_URL": f"redis://:{ENVIRONMENT['ATOLL_TOKEN']}@elsewhere:6379/0",
+        "TOOL_IMAGE": "atoll-test/tools",
+        "ENVIRONMENT_IMAGE": "atoll-test/environment",
     }
-    yield from taken_down(Project("atoll-test-agents", ("gateway", "redis", "shared-memory"), environment))
+    overlays = ("gateway", "redis", "shared-memory", "tool-server", "environment-server")
+    yield from taken_down(Project("atoll-test-agents", overlays, environment))
 
 
-def test_agents_with_two_gateways_a_foreign_store_and_shared_memory(agents: Project) -> None:
-    agents.up("--scale", "gateway=2")
+def test_agents_with_two_gateways_servers_a_foreign_store_and_shared_memory(agents: Project) -> None:
+    for server in ("tools", "environment"):
+        build = ("build", "--target", server, "--tag", f"atoll-test/{server}")
+        docker(*build, "--file", str(SERVERS / "Dockerfile"), str(ROOT / "tests"))
+    agents.compose("create", "--scale", "gateway=2")
     with foreign_store(agents), agents.rows() as wait:
+        agents.up("--no-recreate", "--scale", "gateway=2")
         row = wait(lambda row: row["step"] == 3)
         assert row["weights/num_replicas"] == 1
         assert row["weights/failed"] == 0
@@ -133,6 +142,8 @@ def test_agents_with_two_gateways_a_foreign_store_and_shared_memory(agents: Proj
         assert agents.containers("store") == []
         ask = ("exec", "-T", "coordinator", "atoll", "status", "--coordinator", "coordinator:7000")
         names = agents.compose(*ask)
+        for server in ("tool         tools", "env          environment"):
+            assert re.search(f"{server} .* healthy$", names, re.MULTILINE), names
         for gateway in agents.containers("gateway"):
             assert f"gateway-{inspect(gateway)['Config']['Hostname']}" in names
         settings = json.loads(agents.read("runs/agents/config.json"))
