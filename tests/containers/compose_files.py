@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from atoll.config.load import load
-from atoll.runtime.gpus import resolve_for_others
 from tests.containers.compose import FILES, run
 
 PROGRAMS = {"1.29": os.environ["COMPOSE_1"], "2": os.environ["COMPOSE_2"]}
@@ -126,13 +124,6 @@ def test_a_token_has_no_default(program: str) -> None:
     words = (program, "-p", "read", "--env-file", ".env.example", "-f", "compose.yaml", "config")
     with pytest.raises(AssertionError, match="openssl rand -hex 32"):
         run(*words, environment={"ATOLL_TOKEN": ""})
-
-
-def test_the_run_file_of_the_gpu_profile_needs_no_gpu_to_be_read() -> None:
-    config = resolve_for_others(load(FILES / "gpu.toml", ["weights.transport=nccl"]))
-    assert config.placement.use_visible_gpus
-    assert (config.trainer.device, config.rollout.device) == ("cuda", "cuda")
-    assert config.trainer.parallel.world_size == 4  # GPUs that the trainer's container has to see
 
 
 def test_the_profile_of_reward_allows_what_namespaces_need() -> None:
