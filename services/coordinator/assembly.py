@@ -191,7 +191,9 @@ class Assembly:
         data = await asyncio.to_thread(read_data, config)
         # data errors have been raised by now; wait for the services
         await self._membership.wait_for(
-            expected_services(config) | (dict.fromkeys(config.roles, 1) if trains else {}),
+            self._membership.needed(
+                expected_services(config) | (dict.fromkeys(config.roles, 1) if trains else {})
+            ),
             config.coordinator.start_timeout_s,
         )
         if generates:

@@ -165,11 +165,9 @@ class Loop:
         if settings.checkpoint.at_end and self._step not in parts.checkpoints.steps():
             await self._checkpoint()  # stopped between two steps
             await parts.checkpoints.finish()
-        if self._has_reached_target():
-            outcome = Outcome.TARGET_REACHED
-        else:
-            is_complete = self._step >= settings.run.steps
-            outcome = Outcome.FINISHED if is_complete else Outcome.INTERRUPTED
+        is_complete = self._step >= settings.run.steps
+        outcome = Outcome.FINISHED if is_complete else Outcome.INTERRUPTED
+        outcome = Outcome.TARGET_REACHED if self._has_reached_target() else outcome
         self._summarize(outcome)
         await parts.control.report(state=RunState.FINISHED)
         return outcome
@@ -268,8 +266,7 @@ class Loop:
         return f"step {self._step}: {reason}; the last good checkpoint: {good}"
 
     async def _publish(self) -> dict[str, float]:
-        """Pushes the current version to every replica, then lets the source continue. A run that stops at
-        once publishes nothing: its replicas would be given other weights when it resumes."""
+        """Pushes the current version to every replica, then lets the source continue; not if it hurries."""
         pushed = await self._parts.control.run_unless_hurried(self._parts.push(self._version))
         if pushed is None:
             return {}

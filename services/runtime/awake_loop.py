@@ -12,7 +12,7 @@ LOOK_S = 0.25  # between two readings of an idle loop
 class AwakeLoop(asyncio.SelectorEventLoop):
     """Timeouts on this loop measure for how long an answer could have been received.
 
-    A standstill counts as MAX_STEP_S: what has arrived in it is received before any other timeout expires.
+    A suspension counts as MAX_STEP_S: what arrived during it is received before further timeouts expire.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

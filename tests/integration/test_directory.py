@@ -285,14 +285,14 @@ async def test_a_trainer_that_only_stands_still_is_lost_once_another_takes_its_r
         client = membership.model("actor")
         for _ in range(2):
             await lapse(store, registry, membership, actor)
-            await logged(log, "actor stands still: it sends no heartbeats")
+            await logged(log, "actor sends no heartbeats")
             assert not await registry.renew(actor)
             await registry.register(actor)
             await logged(log, "actor is back, with all that it had")
         assert membership.model("actor") is client
         assert not lost.done()
         await lapse(store, registry, membership, actor)
-        await logged(log, "actor stands still")
+        await logged(log, "actor sends no heartbeats")
         with pytest.raises(TrainerLostError, match="actor was lost"):
             await membership.watch_trainers(or_absent=True)  # as after a call that failed
         await registry.register(ServiceEntry("actor", "spare", "0002-b", other_address))
@@ -312,7 +312,7 @@ async def test_a_trainer_that_stands_still_and_then_dies_is_lost(store: Store, l
         await registry.register(actor)
         await membership.wait_for({"actor": 1}, 60)
         await lapse(store, registry, membership, actor)
-        await logged(log, "actor stands still")
+        await logged(log, "actor sends no heartbeats")
     with pytest.raises(TrainerLostError, match="actor was lost"):
         await asyncio.wait_for(membership.watch_trainers(), 30)
     assert membership.models == {}

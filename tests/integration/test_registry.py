@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.coordinator.fleet.registry import Registry, ServiceJoined, ServiceLeft
-from atoll.runtime.errors import ReplacedError, StaleFenceError, UserError
+from atoll.runtime.errors import ReplacedError, RunEndedError, StaleFenceError, UserError
 from atoll.runtime.store import EmbeddedServer, Store
 from atoll.wire.types import ServiceEntry
 
@@ -112,3 +112,19 @@ async def test_an_entry_that_would_not_come_back_the_same_is_refused(store: Stor
     registry = Registry(store, lease_s=60)
     with pytest.raises(UserError, match="spaces"):
         await registry.register(ServiceEntry("rollout", "my rollout", "1", "127.0.0.1:1"))
+
+
+async def test_services_of_an_ended_run_are_awaited_by_role_and_at_most_for_the_timeout(store: Store) -> None:
+    registry = Registry(store, lease_s=0.01)
+    going = asyncio.create_task(registry.send_home({"rollout": 1, "trainer": 1}, timeout_s=60))
+    for entry in (OLD, NEW):  # the same service started twice counts once
+        await asyncio.sleep(0)
+        with pytest.raises(RunEndedError):
+            await registry.register(entry)
+    done, _ = await asyncio.wait((going,), timeout=0.1)  # ten leases
+    assert not done
+    with pytest.raises(RunEndedError):
+        await registry.renew(OTHER)
+    await asyncio.wait_for(going, 30)
+    assert await store.read("ZCARD", "leases") == 0
+    await asyncio.wait_for(registry.send_home({"rollout": 3}, timeout_s=0.01), 30)

@@ -25,16 +25,17 @@ from tests.survival.checks import (
     check_saved,
     generated_step,
     last_step,
+    processes,
 )
 from tests.survival.moments import Moments
 from tests.survival.runs import (
     Seeded,
     bounded,
-    incarnation,
     launched,
     make,
     make_with_agents,
     reached,
+    registered,
     routed,
     start_all,
     steps_on,
@@ -54,10 +55,10 @@ async def watch(client: CoordinatorClient) -> None:
 
 async def terminate(client: CoordinatorClient, seeded: Seeded, name: str) -> None:
     """A service of the launcher's; ends with two steps of its successor."""
-    before = await incarnation(client, name)
+    before = await registered(client, name)
     async with seeded.moment():
         launched(name).send_signal(signal.SIGTERM)
-    await incarnation(client, name, before)
+    await registered(client, name, before)
     await steps_on(client)
 
 
@@ -197,6 +198,9 @@ async def the_coordinator_stands_still(assets: Path, folder: Path, seed: int) ->
             assert (await client.status()).services == before
             assert " leaves" not in (config.folder / "logs" / "coordinator.log").read_text()
             await client.close()
+            assert {process.pid for process in services.processes.values()} < {
+                process.pid for process in processes(config)
+            }
             for name in ("coordinator", "actor-0", "rollout-0", "reward-0", "store"):
                 assert await services.terminate(name) == 0
     check_history(config, last_step(config))

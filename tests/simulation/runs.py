@@ -247,7 +247,7 @@ class FakeMembership:
 
     async def wait_for(self, *arguments: object) -> None: ...
 
-    async def watch_trainers(self) -> None:
+    async def watch_trainers(self, *, or_absent: bool = False) -> None:
         await self._life.trainer.died.wait()
         raise TrainerLostError("the fake trainer is gone")
 

@@ -84,8 +84,7 @@ def check_generated_once(config: RunConfig) -> None:
 def check_nothing_left(config: RunConfig) -> None:
     """No process, and thereby no weights in shared memory, whose segments end with the processes that map
     them; no socket; no temporary file or folder; no address or token of the run."""
-    left = [process for process in psutil.process_iter() if _belongs(process, config)]
-    _, alive = psutil.wait_procs(left, timeout=60)  # whose parent has ended may be ending still
+    _, alive = psutil.wait_procs(processes(config), timeout=60)  # whose parent has ended may be ending still
     assert alive == [], [process.cmdline() for process in alive]
     left_files = list(temporary_folder(config.run.dir).rglob("*"))
     assert left_files == [], left_files
@@ -94,8 +93,12 @@ def check_nothing_left(config: RunConfig) -> None:
     assert names & {"coordinator.address", "coordinator.token", "operator.token", "prometheus.json"} == set()
 
 
+def processes(config: RunConfig) -> list[psutil.Process]:
+    """The services of this run, and what they have started."""
+    return [process for process in psutil.process_iter() if _belongs(process, config)]
+
+
 def _belongs(process: psutil.Process, config: RunConfig) -> bool:
-    """Whether it is a service of this run, or something that one started."""
     try:
         return process.environ().get(SOCKET) == str(moments_socket(config.run.dir))
     except (psutil.NoSuchProcess, psutil.AccessDenied):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from atoll import ScoreItem
 
 SOCKET = "SURVIVAL_SOCKET"
+HANG_S = 300.0  # only a hang takes as long
 
 # Runs a replica, and reports each decoding step that has work.
 DECODING = """#!{python}
@@ -114,7 +115,7 @@ class Moments:
         """Waits for the `count`-th of these moments from now. The services that report it, and those that
         report it again, wait until the context is left."""
         self._held[moment] = target = self.counts.get(moment, 0) + count
-        async with self._changed:
+        async with asyncio.timeout(HANG_S), self._changed:
             await self._changed.wait_for(lambda: self.counts.get(moment, 0) >= target)
         try:
             yield

@@ -14,11 +14,10 @@ from atoll.config.load import write_resolved
 from atoll.config.schema import RunConfig
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.coordinator import CoordinatorClient
+from atoll.runtime.parent_death import with_parent_death
 from atoll.runtime.ports import reserve_port
-from tests.survival.moments import environment
+from tests.survival.moments import HANG_S, environment
 from tests.tokens import TOKEN
-
-HANG_S = 120  # only a hang takes as long
 
 
 class Services:
@@ -105,8 +104,7 @@ class Services:
         command = (python, "-m", f"atoll.{role}") if python else serve
         with (self._logs / f"{name}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *command,
-                *map(str, words),
+                *with_parent_death(*map(str, (*command, *words))),
                 stdin=DEVNULL,
                 stdout=out or log,
                 stderr=STDOUT if out is None else log,

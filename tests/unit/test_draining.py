@@ -305,12 +305,14 @@ async def test_a_run_that_was_complete_starts_again_with_one_of_each() -> None:
     membership._clients.update(zip(there, fleet.members, strict=True))
     with pytest.raises(ServiceUnavailableError, match="still missing: 1 x rollout"):
         await membership.wait_for({"rollout": 3}, 10.0)
+    assert membership.needed({"rollout": 2}) == {"rollout": 2}
     await membership.wait_for({"rollout": 2}, 10.0)
+    assert membership.needed({"rollout": 2}) == {"rollout": 1}
     await membership.drain(there[1])
-    await membership.wait_for({"rollout": 2}, 10.0)
+    await membership.wait_for({"rollout": 1}, 10.0)
     await membership.drain(there[0])
     with pytest.raises(ServiceUnavailableError, match="still missing: 1 x rollout"):
-        await membership.wait_for({"rollout": 2}, 10.0)
+        await membership.wait_for({"rollout": 1}, 10.0)
 
 
 SUMS = {"sets": [{"name": "sums", "path": "sums.parquet"}], "best": "sums/avg@1"}

@@ -8,6 +8,8 @@ import pytest
 
 from atoll.coordinator.fleet import lifeline
 from atoll.coordinator.fleet.lifeline import Lifeline
+from atoll.runtime.server import Server
+from tests.tokens import TOKEN
 from tests.virtual_clock import run
 
 
@@ -120,3 +122,14 @@ async def test_a_listener_that_closes_ends_it(host: str) -> None:
     closes.set()
     assert await asyncio.wait_for(waiting, 30) == "it refuses connections: its process has ended"
     assert not line.held.is_set()
+
+
+async def test_a_server_that_stops_does_not_wait_for_it() -> None:
+    server = await Server.start(
+        "atoll.v1.Rollout", lambda server: None, host="127.0.0.1", port=0, token=TOKEN, setting="--port"
+    )
+    line = Lifeline(server.address)
+    waiting = asyncio.create_task(line.wait_for_loss(lambda: True))
+    await asyncio.wait_for(line.held.wait(), 30)
+    await asyncio.wait_for(server.stop(3600), 30)
+    assert await asyncio.wait_for(waiting, 30) == "it refuses connections: its process has ended"

@@ -62,7 +62,7 @@ class ServiceDirectory:
         self._draining: set[ServiceEntry] = set()
         self._clients: dict[ServiceEntry, RewardClient | Replica | AgentsClient | GatewayClient] = {}
         self._trainers: dict[ServiceEntry, Trainer] = {}
-        self._absent: set[ServiceEntry] = set()  # trainers that stand still beyond their lease
+        self._absent: set[ServiceEntry] = set()  # suspended trainers whose leases have ended
         self._lifelines: dict[ServiceEntry, Lifeline] = {}
         self._holding: dict[ServiceEntry, asyncio.Task[None]] = {}  # of lifelines
         self._changed = asyncio.Condition()
@@ -91,6 +91,12 @@ class ServiceDirectory:
                 else:
                     await self._leave(change)
 
+    def needed(self, expected: Mapping[str, int]) -> Mapping[str, int]:
+        """How many services of each role the run needs. Once it was complete, one of each is enough:
+        operators may have scaled it down since.
+        """
+        return dict.fromkeys(expected, 1) if self._is_complete else expected
+
     async def wait_for(self, expected: Mapping[str, int], timeout_s: float) -> None:
         """Waits until that many services of each role are connected. Raises ServiceUnavailableError, and
         UserError if a service of a missing role does not fit the run and the set was never complete."""
@@ -98,9 +104,7 @@ class ServiceDirectory:
         def missing() -> dict[str, int]:
             ready = self._clients.keys() - self._unseen - self._draining
             there = [*(entry.role for entry in ready), *self.models]
-            # once the run was complete, one of each is enough: operators may have scaled it down since
-            needed = dict.fromkeys(expected, 1) if self._is_complete else expected
-            counts = {role: number - there.count(role) for role, number in needed.items()}
+            counts = {role: number - there.count(role) for role, number in expected.items()}
             return {role: number for role, number in counts.items() if number > 0}
 
         def misfits() -> list[str]:
@@ -138,7 +142,7 @@ class ServiceDirectory:
 
     async def watch_trainers(self, *, or_absent: bool = False) -> None:
         """Raises TrainerLostError once a trainer is lost, or has been lost since `reconnect`; if `or_absent`,
-        also if one stands still.
+        also if one is absent.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._lost or (or_absent and self._absent))
@@ -300,12 +304,12 @@ class ServiceDirectory:
         return TrainerClient(entry.address, self._caller, self._timeout_s, role)
 
     async def _leave(self, change: ServiceLeft) -> None:
-        """A trainer that only stands still is absent: its calls wait, and it is not lost before another one
-        takes its role.
+        """A trainer that keeps its connection is absent: its calls wait, and it is lost only if another one
+        takes its role or the connection ends.
         """
         entry, lifeline = change.entry, self._lifelines.get(change.entry)
         if entry in self._trainers and change.lapsed and lifeline and lifeline.held.is_set():
-            log.warning("%s stands still: it sends no heartbeats; the run waits for it", entry.name)
+            log.warning("%s sends no heartbeats but keeps its connection: the run waits for it", entry.name)
             self._absent.add(entry)
             await self._notify()
             return

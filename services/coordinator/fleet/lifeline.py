@@ -15,8 +15,8 @@ KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_
 class Lifeline:
     """Notices at once that a process has ended, and within two seconds that its host does not answer.
 
-    The kernels of both ends keep the connection, so it proves nothing against a process that stands still, on
-    either side. Nothing is sent over it. gRPC closes such a connection after two minutes; it is opened again.
+    The kernels of both ends keep the connection, so it survives while either process is suspended. Nothing is
+    sent over it. gRPC closes such a connection after two minutes; it is opened again.
     """
 
     def __init__(self, address: str) -> None:
@@ -56,8 +56,10 @@ class Lifeline:
             self.held.set()
             self._was_held = True
             with suppress(OSError):
-                while await reader.read(4096):  # the greeting of HTTP/2
-                    pass
+                if await reader.read(4096):  # HTTP/2's greeting
+                    await reader.read(
+                        4096
+                    )  # its goodbye: a server that stops waits for all connections to close
         finally:
             self.held.clear()
             writer.close()

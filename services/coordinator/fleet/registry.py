@@ -43,7 +43,7 @@ return ''
 """)
 
 # entry, lease in ms; answers 1 unless the entry was removed. A lease that has lapsed is renewed, too: only
-# _LOOK removes those, since the heartbeats may have waited for a coordinator that stood still.
+# _LOOK removes those, since the heartbeats may have waited for a suspended coordinator.
 _RENEW: Final = _script("""
 if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 0 end
 redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
@@ -54,7 +54,7 @@ _REMOVE: Final = _script("redis.call('ZREM', KEYS[1], ARGV[1])")
 
 # time of the last look in ms (0: none), lease in ms; answers the time, live entries, and lapsed ones, which
 # it removes. A late look first opens every lease again: nobody could renew one while the coordinator or the
-# store stood still. Only the store's clock shows all of it: a host's monotonic clock stops in a suspend.
+# store was suspended. Only the store's clock always shows that: a monotonic clock may have stopped, too.
 _LOOK: Final = _script("""
 local last, lease = tonumber(ARGV[1]), tonumber(ARGV[2])
 if last > 0 and now - last > lease / 2 then
@@ -80,13 +80,13 @@ class ServiceLeft:
     """Its lease lapsed, it deregistered, or a newer incarnation took its name."""
 
     entry: ServiceEntry
-    lapsed: bool = field(default=False, compare=False)  # it may be alive and just stand still
+    lapsed: bool = field(default=False, compare=False)  # its process may just be suspended
 
 
 class Registry:
     """Outlives its coordinator: the next one finds the services that are still registered.
 
-    Only `changes` decides that a lease has lapsed, and never because the coordinator itself stood still.
+    Only `changes` decides that a lease has lapsed, and never because the coordinator itself was suspended.
     """
 
     def __init__(self, store: Store, lease_s: float) -> None:

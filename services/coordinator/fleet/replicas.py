@@ -82,7 +82,7 @@ class Replica:
         raise ServiceUnavailableError(self.why)
 
     def has_kept(self, version: Version) -> bool:
-        """Whether it joined with these weights and has generated with them since: it only stood still."""
+        """Whether it joined with these weights and has generated with them since."""
         return self.version == version and not self.has_failed
 
     async def abort_all(self, why: object) -> None:
