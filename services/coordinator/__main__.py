@@ -19,7 +19,7 @@ from atoll.coordinator.fleet.run_end import RunEnd, clear_end, expected_services
 from atoll.coordinator.fleet.scaling import Scaling
 from atoll.coordinator.gauges import RunCollector
 from atoll.coordinator.journal.checkpoints import Checkpoints
-from atoll.coordinator.journal.run_folder import check_folder, run_id
+from atoll.coordinator.journal.run_folder import check_folder, contains_run, run_id
 from atoll.coordinator.rewards.registration import RegistrationRules
 from atoll.coordinator.rewards.servers import Servers
 from atoll.coordinator.service import OPERATORS_MAY, CoordinatorService
@@ -34,7 +34,7 @@ from atoll.runtime.process import GARBAGE, announce, stop_signal
 from atoll.runtime.prometheus import ProcessMetrics
 from atoll.runtime.server import Server, TokenGrant
 from atoll.runtime.store import Store
-from atoll.runtime.telemetry import configure_logging
+from atoll.runtime.telemetry import configure_logging, load_metrics
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,9 @@ async def stop(serving: asyncio.Task[None], config: RunConfig, control: RunContr
     [ended], _ = await asyncio.wait((serving,))
     failure = None if ended.cancelled() else ended.exception()
     has_ended = not ended.cancelled() and failure is None
-    step, saved = control.progress.step, await asyncio.to_thread(last_saved_step, config)
+    rows = load_metrics(config.folder) if contains_run(config.folder) else []
+    step = min(control.progress.step, int(rows[-1]["step"]) if rows else 0)  # a warm-up has steps of its own
+    saved = await asyncio.to_thread(last_saved_step, config)
     if step > saved and not has_ended:
         late = f"its last step did not end within {grace_s:g} s"
         cause = late if is_late else failure or control.progress.error
