@@ -16,7 +16,7 @@ from tests.containers.compose import Project, docker, inspect, kill_and_wait_for
 
 ROOT = Path(__file__).parents[2]
 SERVERS = Path(__file__).with_name("servers")
-SERVICES = ("store", "coordinator", "reward", "trainer", "rollout", "reward-server")
+SERVICES = ("coordinator", "reward", "trainer", "rollout", "store")
 ENVIRONMENT = {
     "ATOLL_TOKEN": "0123456789abcdef" * 2,
     "BASE_IMAGE": "atoll-test/base",
@@ -71,7 +71,7 @@ def test_quickstart(quickstart: Project) -> None:
     with quickstart.rows() as wait:
         wait(lambda row: row["step"] >= 1)
         check_images(quickstart)
-        for service in SERVICES:
+        for service in (*SERVICES, "reward-server"):
             check_contained(quickstart, service)
         check_tier(quickstart)
         wait(lambda row: "reward/server:last_number/mean" in row)
@@ -97,7 +97,7 @@ def test_quickstart(quickstart: Project) -> None:
         quickstart.up()
         first = wait(lambda row: row["time"] > stopped["time"])
         assert first["step"] > stopped["step"]  # none is repeated: the stop has saved it
-        for service in ("coordinator", "reward", "trainer", "rollout"):
+        for service in SERVICES[:-1]:  # the store stays
             assert docker("wait", quickstart.container(service)) == "0\n", service
 
     summary = json.loads(quickstart.read("runs/quickstart/summary.json"))
