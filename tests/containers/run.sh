@@ -76,10 +76,11 @@ start_engine() {
     local folder
     folder=$(mktemp -d "${TMPDIR:-/tmp}/atoll-docker.XXXXXX")
     export DOCKER_HOST=unix://$folder/docker.sock
+    : >"$CACHE/dockerd.log"
     dockerd --data-root "$folder/data" --exec-root "$folder/exec" --pidfile "$folder/pid" --host "$DOCKER_HOST" \
         >"$CACHE/dockerd.log" 2>&1 &
     ENGINE=$!
-    trap 'kill $ENGINE && wait $ENGINE; rm -rf '"$folder" EXIT
+    trap "kill $ENGINE; wait $ENGINE || true; rm -rf $folder" EXIT
     grep --quiet --max-count 1 "API listen on" \
         <(tail --lines +1 --follow --pid $ENGINE "$CACHE/dockerd.log") ||
         fail "the Docker engine does not start: $CACHE/dockerd.log says why"
