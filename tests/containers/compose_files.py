@@ -23,6 +23,8 @@ SETTINGS = {
     "STORE_URL": "redis://elsewhere:6379/0",
     "TOOL_IMAGE": "tools",
     "ENVIRONMENT_IMAGE": "environment",
+    "TRAINER_VISIBLE": "0,1",
+    "ROLLOUT_VISIBLE": "2,3",
 }
 
 each_generation = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
