@@ -101,7 +101,7 @@ def test_quickstart(quickstart: Project) -> None:
             assert docker("wait", quickstart.container(service)) == "0\n", service
 
     summary = json.loads(quickstart.read("runs/quickstart/summary.json"))
-    assert summary["outcome"] == "target_reached"
+    assert summary["outcome"] == "target reached"
     rows = [json.loads(line) for line in quickstart.read("runs/quickstart/metrics.jsonl").splitlines()]
     rewards = [row["critic/score/mean"] for row in rows[-10:]]
     print(f"{len(rows)} steps, reward {sum(rewards) / 10:.2f}")
