@@ -8,7 +8,7 @@ TWO_AT_A_TIME = $(MAKE) --no-print-directory --jobs 2 --keep-going
 SAYING_WHOSE = 2>&1 | sed --unbuffered 's/^/$@: /'
 
 .PHONY: quickstart test test-units test-integration test-runs test-long test-learning test-long-runs test-services \
-	test-first-hour test-sglang test-gateway test-survival test-gpu lint proto docs
+	test-first-hour test-sglang test-gateway test-survival test-containers test-gpu lint proto docs
 
 quickstart: .venv/installed
 	$(BIN)/atoll quickstart
@@ -62,6 +62,11 @@ test-gateway: .venv/installed .venv-gateway/installed .venv-sglang/installed
 test-survival: .venv/installed
 	SURVIVAL_SEEDS=10 $(BIN)/pytest -v tests/integration/test_survival.py \
 		tests/integration/standstills.py $(SAYING_WHOSE)
+
+# Images, and runs in them with Docker Compose, on an engine that it installs and starts: about ten minutes.
+# SKIP_CONTAINERS=1 leaves it out where no engine can be had.
+test-containers: .venv/installed
+	tests/containers/run.sh
 
 # Kernels and device memory, in an environment with CUDA; each test skips with its reason where there is no GPU.
 # All other tests run on the CPU, whatever the machine has.

@@ -239,7 +239,7 @@ def test_the_architecture_page_lists_every_module() -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    folders = ("benchmarks", "docs", "examples", "proto", "services", "tests")
+    folders = ("benchmarks", "deploy", "docs", "examples", "proto", "services", "tests")
     files = {f"/{file.relative_to(ROOT)}" for folder in folders for file in (ROOT / folder).rglob("*.*")}
     files |= {f"/{file.name}" for file in ROOT.iterdir()}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
