@@ -11,7 +11,7 @@ import socket
 import sys
 import typing
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -22,22 +22,19 @@ import grpc.aio
 from atoll.config.errors import ConfigError
 from atoll.config.load import access_token, bypass_proxies_on_loopback, read_resolved, trainer_rank
 from atoll.config.schema import Role, RunConfig
-from atoll.runtime.clients.base import Caller
-from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.errors import (
     AtollError,
     EngineDiedError,
     MemoryExhaustedError,
     ReplacedError,
-    RunEndedError,
     SandboxError,
-    ServiceUnavailableError,
     UnauthenticatedError,
     UserError,
 )
 from atoll.runtime.failure_window import FailureWindow
+from atoll.runtime.lease import Lease
 from atoll.runtime.prometheus import ProcessMetrics
-from atoll.runtime.server import Fence, Server
+from atoll.runtime.server import Server
 from atoll.runtime.telemetry import configure_logging
 from atoll.wire.types import ServiceEntry
 
@@ -48,8 +45,6 @@ STOP_GRACE_S: Final = 5.0  # for calls in progress
 # would walk all samples in flight, or all open sessions.
 GARBAGE: Final = (20_000, 10, 10)
 BACKLOG: Final = 4096  # connections of agents that wait while a gateway is started again
-COORDINATOR_TIMEOUT_S: Final = 3.0
-AWAY_PAUSE_S: Final = 1.0  # between attempts to reach an unavailable coordinator
 EXIT_RANK_LOST: Final = 3  # of a trainer rank that ends because another rank died
 EXIT_RESTARTS_EXHAUSTED: Final = 4  # of a service that has used up its restarts, or that none would help
 
@@ -223,9 +218,8 @@ async def _serve_one(
     failed = asyncio.create_task(built.wait_for_failure())
     lease = None
     if arguments.coordinator is not None:
-        client = CoordinatorClient(arguments.coordinator, Caller(token=token), COORDINATOR_TIMEOUT_S)
         section = context.config.coordinator
-        lease = _Lease(client, section.away_timeout_s, section.drain_grace_s)
+        lease = Lease(arguments.coordinator, token, section.away_timeout_s, section.drain_grace_s)
     with stop_signal() as asked:
         try:
             server = await Server.start(
@@ -283,119 +277,3 @@ def stop_signal() -> Iterator[asyncio.Future[None]]:
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
-
-
-class _Lease:
-    """A service's place in its run: it registers, then sends three heartbeats per lease; the replies say
-    which coordinator's epoch is valid, and whether an operator wants the service to leave.
-    """
-
-    def __init__(self, client: CoordinatorClient, away_timeout_s: float, drain_grace_s: float) -> None:
-        self._client = client
-        self._away_timeout_s = away_timeout_s
-        self._drain_grace_s = drain_grace_s
-        self._told_to_leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._is_away = False  # the coordinator did not answer last
-        self._registered = asyncio.Event()
-        self._entry: ServiceEntry | None = None  # as it was registered first
-        self.fence = Fence(self._epoch)
-
-    async def hold(
-        self, entry: ServiceEntry, asked: asyncio.Future[None], failed: asyncio.Future[None]
-    ) -> None:
-        """Keeps `entry` registered until it is `asked` or told to leave, has `failed` or the run has ended,
-        even if the coordinator is unavailable for a while. A service that leaves finishes its work first;
-        then deregisters.
-
-        Raises ReplacedError if a newer process took the name, UnauthenticatedError for a wrong token,
-        ServiceUnavailableError if the coordinator stays away.
-        """
-        lease = asyncio.create_task(self._renew(entry))
-        try:
-            ends = (lease, failed, asked, self._told_to_leave)
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not (lease.done() or failed.done()):
-                await self._drain(entry, lease, failed)
-            if lease.done():
-                await lease
-            lease.cancel()  # otherwise its next heartbeat would register again
-            await asyncio.wait((lease,))
-            if not self._is_away:
-                with suppress(AtollError):  # ignore a coordinator that is gone
-                    await self._client.deregister(entry)
-        finally:
-            lease.cancel()
-
-    async def _drain(self, entry: ServiceEntry, *ends: asyncio.Future[None]) -> None:
-        """Gets no new work, and waits until none is in progress here: at most `coordinator.drain_grace_s`,
-        not at all if the coordinator is away, and until the first of `ends` is done."""
-        if self._is_away or not self._client.is_connected:  # a call would be retried for most of a second
-            self._is_away = True
-            return
-        _log.info("drains: gets no new work, and leaves once its work in progress is finished")
-        grace_s = self._drain_grace_s
-        drained = asyncio.create_task(self._client.drain(entry, grace_s + COORDINATOR_TIMEOUT_S))
-        try:
-            await asyncio.wait((drained, *ends), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-            if drained.done():
-                await drained
-            elif not any(end.done() for end in ends):
-                _log.warning(
-                    "leaves after %g s (coordinator.drain_grace_s); others repeat its work in progress",
-                    grace_s,
-                )
-        except AtollError as error:
-            self._is_away = isinstance(error, ServiceUnavailableError)
-            _log.info("stops at once: %s", error)
-        finally:
-            drained.cancel()
-
-    async def close(self) -> None:
-        await self._client.close()
-
-    async def _renew(self, entry: ServiceEntry) -> None:
-        """Returns when the run has ended."""
-        clock = asyncio.get_running_loop().time
-        registered, away_since = False, None
-        pause_s = AWAY_PAUSE_S
-        while True:
-            try:
-                if registered:
-                    renewal = await self._client.heartbeat(entry)
-                    registered, epoch = renewal.known, renewal.epoch
-                    if renewal.drain and not self._told_to_leave.done():
-                        _log.info("an operator wants this service to leave")
-                        self._told_to_leave.set_result(None)
-                if not registered:
-                    lease_s, epoch = await self._client.register(entry)
-                    pause_s, registered = lease_s / 3, True
-                    _log.info("registered at %s as %s", self._client.address, entry.incarnation)
-                self._heard(entry, epoch)
-                away_since, self._is_away = None, False
-            except RunEndedError:
-                _log.info("the run has ended")
-                return
-            except (ReplacedError, UnauthenticatedError):
-                raise
-            except AtollError as error:  # it is away, or has lost its store, or another one takes over
-                self._is_away = isinstance(error, ServiceUnavailableError)
-                if away_since is None:
-                    away_since = clock()
-                    _log.warning("could not renew the lease, retrying: %s", error)
-                if clock() >= away_since + self._away_timeout_s:
-                    raise ServiceUnavailableError(
-                        f"no answer from the coordinator at {self._client.address} for "
-                        f"{self._away_timeout_s:g} s (coordinator.away_timeout_s): {error}"
-                    ) from None
-            await asyncio.sleep(pause_s if away_since is None else AWAY_PAUSE_S)
-
-    def _heard(self, entry: ServiceEntry, epoch: int) -> None:
-        self._entry = entry
-        self.fence.rise(epoch)
-        self._registered.set()
-
-    async def _epoch(self) -> int:
-        """Waits for the first registration, whose answer a coordinator's first order may overtake."""
-        await self._registered.wait()
-        assert self._entry is not None
-        return (await self._client.heartbeat(self._entry)).epoch

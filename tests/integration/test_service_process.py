@@ -184,7 +184,7 @@ async def test_a_service_ends_with_its_run(start: Start, store: Store) -> None:
         assert await store.read("ZCARD", "leases") == 0  # it deregistered before its lease ended
         stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
     assert (process.returncode, stdout) == (0, b"closed\n")
-    assert "INFO reward-0 atoll.runtime.process: the run has ended" in stderr.decode()
+    assert "INFO reward-0 atoll.runtime.lease: the run has ended" in stderr.decode()
 
 
 class NotingRegistry(Registry):

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,6 +232,9 @@ class FakeMembership:
     def model(self, role: str) -> FakeTrainer:
         return self.models[role]
 
+    def needed(self, expected: Mapping[str, int]) -> Mapping[str, int]:
+        return expected
+
     async def follow(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for replica in self._replicas:
@@ -266,7 +269,7 @@ class FakeSync:
         self._version: Version | None = None
         self._lock = asyncio.Lock()
 
-    async def push(self, version: Version) -> PushReport:
+    async def push_and_measure(self, version: Version) -> Mapping[str, float]:
         async with self._lock:
             await asyncio.sleep(self._dice.uniform(0, 1))
             self._version = version
@@ -274,7 +277,7 @@ class FakeSync:
                 {*self._replicas, *self._replicas.waiting}, key=lambda replica: replica.entry.name
             )
             await asyncio.gather(*map(self._go_live, members))
-        return PushReport(0.1, 1, 0.0, len(members), {}, (), 0)
+        return PushReport(0.1, 1, 0.0, len(members), {}, (), 0).metrics()
 
     async def catch_up(self, replica: Replica) -> None:
         self._replicas.hold(replica)
@@ -288,9 +291,6 @@ class FakeSync:
 
     async def release(self) -> None:
         """Its replicas have devices of their own."""
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
 
     async def use_trainer(self, trainer: object, models: object = None) -> None:
         async with self._lock:

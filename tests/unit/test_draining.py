@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -85,7 +86,7 @@ async def test_a_replica_that_fails_while_it_leaves_is_lost_with_its_samples() -
 @timed
 async def test_a_reward_service_gives_its_verdicts_and_another_gets_the_next() -> None:
     leaving, staying = FakeService(seconds={0: 5.0}), FakeService()
-    services = RewardServices(600.0)
+    services = RewardServices(600.0, 600.0, AsyncMock())
     services.add(leaving, 1)  # type: ignore[arg-type]
 
     async def ask() -> None:
