@@ -35,12 +35,12 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def survival(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of a run whose services report moments, and put temporary files into a folder of their own.
-    Its name is short, as paths of sockets must be."""
+def survival(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The folder of a run whose services report moments. It moves to `tmp_path` afterwards; before, paths of
+    sockets must be short."""
     folder = Path(tempfile.mkdtemp(prefix="survival-"))
     for name, value in environment(folder).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SCRIPTED_LOG", str(folder / "engine.jsonl"))
     yield folder
-    shutil.rmtree(folder)
+    shutil.move(folder, tmp_path)

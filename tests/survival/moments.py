@@ -1,8 +1,8 @@
-"""Moments inside the services of a run: each of them holds its service until the test has let it continue.
+"""Moments inside the services of a run, at which a test can hold them.
 
-Services report "decode" (before each decoding step of a replica with work), "grade" (each response that is
-graded) and "loss" (each micro-batch of an update) on the Unix socket SURVIVAL_SOCKET. A test thus sends a
-signal in the middle of a step, at a moment that it counts, however fast the machine is.
+Services report "decode" (each decoding step of a replica that has work), "grade" (each response) and "loss"
+(each micro-batch of an update) on the Unix socket SURVIVAL_SOCKET. A test can thus send a signal in the
+middle of a step. It counts moments, so the speed of the machine does not matter.
 """
 
 import asyncio
@@ -68,13 +68,13 @@ def report(moment: str) -> None:
 
 
 def grade(item: "ScoreItem") -> float:
-    """A grader as exact_match."""
+    """Grades as exact_match does, and reports each response."""
     report("grade")
     return float(item.response == item.ground_truth)
 
 
 def ppo_clip(tokens: Any) -> Any:
-    """A loss as the built-in one."""
+    """The built-in loss; reports each micro-batch."""
     from atoll.trainer.losses import loss
 
     report("loss")
@@ -124,7 +124,7 @@ class Moments:
             await self._wake()
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError):  # of a service that has ended in the meantime
+        with suppress(ConnectionError):  # the service has ended
             moment = (await reader.readline()).decode().strip()
             self.counts[moment] = number = self.counts.get(moment, 0) + 1
             await self._wake()

@@ -26,7 +26,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 
 
 def make(assets: Path, folder: Path, **sections: dict[str, Any]) -> RunConfig:
-    """An on-policy run of 4 x 4 samples a step, in a folder that is made."""
+    """An on-policy run of 4 x 4 samples a step; creates its folder."""
     folder.mkdir(exist_ok=True)
     warmup = {"steps": 10, "rows_per_step": 16, "source": {"path": assets / "warmup.parquet"}}
     tree = _disturbed(folder, moments.decoding_python(folder))
@@ -34,7 +34,7 @@ def make(assets: Path, folder: Path, **sections: dict[str, Any]) -> RunConfig:
 
 
 def make_with_agents(folder: Path) -> RunConfig:
-    """Of 2 x 2 sessions of three turns a step."""
+    """2 x 2 sessions a step, each of three turns."""
     agent_runs.write_rows(folder / "rows.jsonl", [[CALL, CALL, "That is all."]] * 8)
     python = moments.decoding_python(folder, "tests.gateway.scripted_rollout")
     return run_config(agent_runs.config(folder, "qwen3", "openai_chat"), _disturbed(folder, python))
