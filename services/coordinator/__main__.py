@@ -76,21 +76,19 @@ def main() -> None:
 async def run(config: RunConfig, store_url: str, ready_fd: int | None, resume: bool) -> None:
     """Serves until the run has ended. Raises the error that ended it, if any.
 
-    Without a launcher, SIGTERM or SIGINT stops the run after the step in progress; a second signal ends the
-    process at once. A launcher stops the run by StopRun, and by SIGTERM ends the process at once.
+    SIGTERM or SIGINT stops the run after the step in progress; a second signal ends the process at once.
     """
     control = RunControl(
         trains=config.run.mode != "rollout_only",
         scaling=Scaling.of(config, has_launcher=ready_fd is not None),
     )
     serving = asyncio.create_task(serve(config, store_url, ready_fd, resume, control))
-    if ready_fd is None:
-        with stop_signal() as asked:
-            await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            await stop(serving, config, control)
-            return
-    await serving
+    with stop_signal() as asked:
+        await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
+    if asked.done():
+        await stop(serving, config, control)
+    else:
+        await serving
 
 
 async def stop(serving: asyncio.Task[None], config: RunConfig, control: RunControl) -> None:

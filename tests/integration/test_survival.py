@@ -49,10 +49,6 @@ MORE_STEPS = 3
 STANDSTILL_S = 30.0
 
 
-async def watch(client: CoordinatorClient) -> None:
-    await asyncio.Event().wait()
-
-
 async def terminate(client: CoordinatorClient, seeded: Seeded, name: str) -> None:
     """A service of the launcher's; ends with two steps of its successor."""
     before = await registered(client, name)
@@ -90,6 +86,21 @@ class Disturbance:
 
 
 @dataclass
+class CoordinatorEnds:
+    """Follows a resumed run under the launcher: after `step`, the coordinator itself gets SIGTERM."""
+
+    step: int
+    seeded: Seeded
+
+    async def __call__(self, client: CoordinatorClient) -> None:
+        async with self.seeded.seen:
+            await reached(client, self.step)
+            async with self.seeded.moment():
+                launched("atoll.coordinator").send_signal(signal.SIGTERM)
+            await asyncio.Event().wait()
+
+
+@dataclass
 class AgentsDisturbance:
     """Follows a run with agents under the launcher: their process and the gateway get SIGTERM."""
 
@@ -122,8 +133,11 @@ def test_under_the_launcher(
     check_generated_once(config)
     check_saved(config, steps)
     check_nothing_left(config)
-    assert launch(bounded(config, steps + MORE_STEPS), watch, resume=True)
-    check_history(config, steps + MORE_STEPS)
+    seeded = Seeded(seeded.rng, Moments(survival))
+    assert launch(config, CoordinatorEnds(steps + MORE_STEPS, seeded), resume=True)
+    steps = last_step(config)
+    check_history(config, steps)
+    check_saved(config, steps)
     check_nothing_left(config)
 
 

@@ -80,8 +80,7 @@ def launch(config: RunConfig, follow: Follow, *, resume: bool, step: int | None 
         except AtollError as error:
             complete_summary(config, Outcome.FAILED, str(error).partition("\n")[0])
             raise
-        if not completed:
-            complete_summary(config, Outcome.INTERRUPTED)
+        complete_summary(config, Outcome.INTERRUPTED)
         return completed
 
 
