@@ -114,7 +114,7 @@ async def stop(serving: asyncio.Task[None], config: RunConfig, control: RunContr
             f"the run was stopped after step {step}, but its last checkpoint is that of step {saved}: "
             f"{failure or control.progress.error}; --resume repeats the steps after it"
         )
-    log.info("the run was stopped after step %d and can continue with --resume", step)
+    log.info("the run was stopped after step %d and can continue with --resume", max(step, saved))
 
 
 async def _until_idle(control: RunControl) -> None:

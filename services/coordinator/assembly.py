@@ -81,7 +81,7 @@ class Assembly:
             asks_own=any(not grader.server for grader in graders),
             wait_timeout_s=timeout_s,
             absence_timeout_s=config.coordinator.start_timeout_s,
-            tell=lambda note: self._control.report(note=note),
+            tell=control.note,
         )
         self._agent_hosts, self._gateways = AgentHosts(), Gateways()
         self._sync = (
@@ -107,6 +107,7 @@ class Assembly:
             timeout_s,
             self._sync or OwnWeights(self._replicas),
             POLICY,
+            control.note,
         )
         control.departures.serve(self._let_go)
 

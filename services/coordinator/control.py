@@ -83,6 +83,10 @@ class RunControl:
         self.progress = replace(self.progress, **changes, revision=self.progress.revision + 1)  # type: ignore[arg-type]
         await self._wake()
 
+    async def note(self, note: str) -> None:
+        """Shows what the run waits for, or advice, until the next step's; "": nothing."""
+        await self.report(note=note)
+
     async def follow(self, seen: int, timeout_s: float) -> RunProgress:
         """Returns the progress once its revision differs from `seen`, or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):  # nothing new: the caller repeats its call

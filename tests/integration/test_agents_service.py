@@ -8,6 +8,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -132,7 +133,16 @@ async def test_a_file_that_cannot_be_imported_ends_the_process_with_its_reason(t
 async def test_the_coordinator_finds_processes_of_agents_and_loses_them(store: Store, tmp_path: Path) -> None:
     registry, hosts = Registry(store, lease_s=60), AgentHosts()
     membership = ServiceDirectory(
-        registry, Replicas(CALLER, 60), Rewards(0), hosts, Gateways(), CALLER, 60, NobodyGenerates(), "actor"
+        registry,
+        Replicas(CALLER, 60),
+        Rewards(0),
+        hosts,
+        Gateways(),
+        CALLER,
+        60,
+        NobodyGenerates(),
+        "actor",
+        AsyncMock(),
     )
     async with serving(tmp_path, "--agent", "hangs") as (_, address), asyncio.timeout(60):
         following = asyncio.create_task(membership.follow())

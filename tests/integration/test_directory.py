@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from logging.handlers import QueueHandler
 from pathlib import Path
+from unittest.mock import AsyncMock, call
 
 import grpc
 import pytest
@@ -87,9 +88,18 @@ async def log(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Log]:
     logger.removeHandler(handler)
 
 
-def directory(registry: Registry, replicas: Replicas) -> ServiceDirectory:
+def directory(registry: Registry, replicas: Replicas, tell: AsyncMock | None = None) -> ServiceDirectory:
     return ServiceDirectory(
-        registry, replicas, Rewards(0), AgentHosts(), Gateways(), CALLER, 60, NobodyGenerates(), "actor"
+        registry,
+        replicas,
+        Rewards(0),
+        AgentHosts(),
+        Gateways(),
+        CALLER,
+        60,
+        NobodyGenerates(),
+        "actor",
+        tell or AsyncMock(),
     )
 
 
@@ -111,9 +121,7 @@ async def test_a_replica_that_answers_after_it_was_replaced_stays_away(store: St
     """Nobody would see it leave, and its successor would be lost for good."""
     registry, replicas = Registry(store, lease_s=60), Replicas(CALLER, 60)
 
-    membership = ServiceDirectory(
-        registry, replicas, Rewards(0), AgentHosts(), Gateways(), CALLER, 60, NobodyGenerates(), "actor"
-    )
+    membership = directory(registry, replicas)
 
     async def logged(text: str) -> None:
         async with asyncio.timeout(30):
@@ -146,9 +154,7 @@ async def test_a_replica_that_is_too_busy_to_answer_is_asked_again(
     monkeypatch.setattr("atoll.coordinator.fleet.directory.RETRY_S", 0.01)
     registry, replicas = Registry(store, lease_s=60), Replicas(CALLER, 60)
 
-    membership = ServiceDirectory(
-        registry, replicas, Rewards(0), AgentHosts(), Gateways(), CALLER, 60, NobodyGenerates(), "actor"
-    )
+    membership = directory(registry, replicas)
     busy = SlowToDescribe(too_late=2)
     busy.may_answer.set()
     async with serving(busy) as address:
@@ -178,6 +184,7 @@ async def test_a_second_trainer_of_a_role_is_kept_out_until_the_first_leaves(
         60,
         NobodyGenerates(),
         "actor",
+        AsyncMock(),
     )
 
     async def logged() -> str:
@@ -215,17 +222,7 @@ async def test_a_service_that_does_not_fit_ends_the_run_only_before_it_has_begun
                 pass
 
     registry = Registry(store, lease_s=60)
-    membership = ServiceDirectory(
-        registry,
-        Replicas(CALLER, 60),
-        Rewards(0),
-        AgentHosts(),
-        Gateways(),
-        CALLER,
-        60,
-        NobodyGenerates(),
-        "actor",
-    )
+    membership = directory(registry, Replicas(CALLER, 60))
     async with serving(Misfit()) as bad_address, serving(OneOfEach()) as good_address:
         following = asyncio.create_task(membership.follow())
         stray = ServiceEntry("actor", "stray", "0001-a", bad_address)
@@ -275,7 +272,8 @@ async def test_a_trainer_that_only_stands_still_is_lost_once_another_takes_its_r
 ) -> None:
     """Its lease ends, but its weights are there, and so are its calls in progress."""
     registry = Registry(store, lease_s=3600)
-    membership = directory(registry, Replicas(CALLER, 60))
+    tell = AsyncMock()
+    membership = directory(registry, Replicas(CALLER, 60), tell)
     following = asyncio.create_task(membership.follow())
     lost = asyncio.create_task(membership.watch_trainers())
     async with serving(OneOfEach()) as address, serving(OneOfEach()) as other_address:
@@ -290,6 +288,8 @@ async def test_a_trainer_that_only_stands_still_is_lost_once_another_takes_its_r
             await registry.register(actor)
             await logged(log, "actor is back, with all that it had")
         assert membership.model("actor") is client
+        waits = call("actor sends no heartbeats but keeps its connection: the run waits for it")
+        assert tell.await_args_list == [waits, call("")] * 2
         assert not lost.done()
         await lapse(store, registry, membership, actor)
         await logged(log, "actor sends no heartbeats")

@@ -302,6 +302,7 @@ async def test_a_run_that_was_complete_starts_again_with_one_of_each() -> None:
         5.0,
         Weights(),
         "actor",
+        AsyncMock(),
     )
     membership._clients.update(zip(there, fleet.members, strict=True))
     with pytest.raises(ServiceUnavailableError, match="still missing: 1 x rollout"):

@@ -1,6 +1,7 @@
 """How long the coordinator waits for the services of a run."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -42,6 +43,7 @@ def test_a_service_may_load_its_model_for_as_long_as_the_config_says() -> None:
             section.request_timeout_s,
             NobodyGenerates(),
             "actor",
+            AsyncMock(),
         )
         begun = asyncio.get_running_loop().time()
         with pytest.raises(ServiceUnavailableError, match=r"start_timeout_s\) still missing: 1 x actor, 2 x"):

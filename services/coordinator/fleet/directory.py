@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 
 from atoll.coordinator.fleet.agent_hosts import AgentHosts
@@ -47,7 +47,9 @@ class ServiceDirectory:
         request_timeout_s: float,
         weights: WeightProvider,
         model: str,
+        tell: Callable[[str], Awaitable[None]],
     ) -> None:
+        """`tell` gets a note on the trainer that the run waits for, "" once that has passed."""
         self._registry = registry
         self._replicas = replicas
         self._rewards = rewards
@@ -57,6 +59,7 @@ class ServiceDirectory:
         self._timeout_s = request_timeout_s
         self._weights = weights
         self._health = HealthWatch(replicas, model, weights, listener=self)
+        self._tell = tell
         self._connecting: set[ServiceEntry] = set()
         self._unseen: set[ServiceEntry] = set()  # replicas that have not generated yet
         self._draining: set[ServiceEntry] = set()
@@ -167,6 +170,7 @@ class ServiceDirectory:
         if entry in self._absent:
             self._absent.discard(entry)
             log.info("%s is back, with all that it had", entry.name)
+            await self._tell("")
             return
         if entry in self._connecting:
             return  # its lease lapsed and it came back during the call
@@ -309,7 +313,9 @@ class ServiceDirectory:
         """
         entry, lifeline = change.entry, self._lifelines.get(change.entry)
         if entry in self._trainers and change.lapsed and lifeline and lifeline.held.is_set():
-            log.warning("%s sends no heartbeats but keeps its connection: the run waits for it", entry.name)
+            note = f"{entry.name} sends no heartbeats but keeps its connection: the run waits for it"
+            log.warning(note)
+            await self._tell(note)
             self._absent.add(entry)
             await self._notify()
             return
@@ -336,6 +342,7 @@ class ServiceDirectory:
 
     async def _lose_trainer(self, entry: ServiceEntry) -> None:
         self._absent.discard(entry)
+        await self._tell("")
         await _close(self._trainers.pop(entry))
         self._lost = entry.name
         await self._notify()
