@@ -146,6 +146,9 @@ def test_agents_with_two_gateways_servers_a_foreign_store_and_shared_memory(agen
             assert re.search(f"{server} .* healthy$", names, re.MULTILINE), names
         for gateway in agents.containers("gateway"):
             assert f"gateway-{inspect(gateway)['Config']['Hostname']}" in names
+        for service in ("gateway", "agents"):
+            restarted = kill_and_wait_for_restart(agents.containers(service)[0])
+            wait(lambda row, after=restarted: row["time"] > after)
         settings = json.loads(agents.read("runs/agents/config.json"))
         assert settings["weights"]["transport"] == "shm"
         shared = {inspect(agents.container(name))["HostConfig"]["PidMode"] for name in ("trainer", "rollout")}
