@@ -179,12 +179,12 @@ class CoordinatorSection(Section):
     max_sample_attempts: PositiveInt = 3  # attempts before a sample is dropped with its group
     sample_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # timeout of one attempt
     max_dropped_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of all groups; above it, the run fails
-    lease_s: Annotated[float, Field(ge=1)] = 10.0  # time without heartbeat until a stopped process is lost
+    lease_s: Annotated[float, Field(ge=1)] = 10.0  # time without heartbeat until a suspended service is lost
     away_timeout_s: Annotated[float, Field(gt=0)] = (
         600.0  # time without coordinator after which a service exits; a restarted coordinator reuses services
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = (
-        14400.0  # timeout for the store, for services to register, of samples for a lost reward service
+        14400.0  # timeout for the store, for services to register, and for a reward service to return
     )
     drain_grace_s: NonNegativeFloat = (
         20.0  # time for a service that leaves to finish its work; keep it below a container's stop grace
