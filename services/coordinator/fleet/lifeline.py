@@ -42,7 +42,8 @@ class Lifeline:
             await asyncio.sleep(max(0.0, begun + RETRY_S - loop.time()))
 
     async def _hold(self) -> None:
-        """Returns when the connection ends. Raises OSError if there is none."""
+        """Returns when the process at its other end closes the connection. Raises OSError if there is none, or
+        no longer a host that keeps it."""
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(*self._peer)
         try:
@@ -55,11 +56,10 @@ class Lifeline:
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
             self.held.set()
             self._was_held = True
-            with suppress(OSError):
+            with suppress(ConnectionError):  # its process has closed it; other errors are the host's
                 if await reader.read(4096):  # HTTP/2's greeting
-                    await reader.read(
-                        4096
-                    )  # its goodbye: a server that stops waits for all connections to close
+                    # its goodbye: a server that stops waits for all connections to close
+                    await reader.read(4096)
         finally:
             self.held.clear()
             writer.close()
