@@ -54,12 +54,10 @@ def run_follower() -> None:
         config, metrics = read_resolved(arguments.config), ProcessMetrics()
         metrics.serve(config.prometheus)
         rank = Rank(config, arguments.role, arguments.host)
-        for number in (signal.SIGTERM, signal.SIGINT):  # torchrun's, for all ranks: the leader may need this
+        for number in (signal.SIGTERM, signal.SIGINT):  # a signal to all ranks: the leader ends them
             signal.signal(number, signal.SIG_IGN)
         if arguments.ready_fd is not None:
             announce(arguments.ready_fd, "", metrics.address)
-        for number in (signal.SIGTERM, signal.SIGINT):  # a signal to all ranks: the leader ends them
-            signal.signal(number, signal.SIG_IGN)
         rank.follow()
         rank.close()
     except (UserError, ConfigError, MemoryExhaustedError) as error:

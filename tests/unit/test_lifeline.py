@@ -1,6 +1,7 @@
 """A connection that breaks, on a virtual clock, and over loopback."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,14 @@ from atoll.runtime.server import Server
 from tests.tokens import TOKEN
 from tests.virtual_clock import run
 
+# An error, silence (None), or a connection that ends after so many seconds, perhaps by an error
+Attempt = OSError | None | float | tuple[float, OSError]
+
 
 class Network:
-    """What becomes of each attempt to connect: an error, or a connection for so many seconds."""
+    """What becomes of each attempt to connect."""
 
-    def __init__(self, *attempts: OSError | float | None) -> None:
+    def __init__(self, *attempts: Attempt) -> None:
         self._attempts = list(attempts)
         self.tried: list[tuple[float, tuple[str, int]]] = []
 
@@ -27,15 +31,17 @@ class Network:
             raise outcome
         if outcome is None:
             await asyncio.Event().wait()
-        return Reader(outcome or 0.0), Writer()
+        return Reader(*outcome) if isinstance(outcome, tuple) else Reader(outcome or 0.0), Writer()
 
 
 class Reader:
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, error: OSError | None = None) -> None:
+        self._seconds, self._error = seconds, error
 
     async def read(self, size: int) -> bytes:
         await asyncio.sleep(self._seconds)
+        if self._error:
+            raise self._error
         return b""
 
 
@@ -50,7 +56,7 @@ class Writer:
 
 def lost_after(
     monkeypatch: pytest.MonkeyPatch,
-    *attempts: OSError | float | None,
+    *attempts: Attempt,
     is_patient: Callable[[], bool] = lambda: False,
 ) -> tuple[float, str, list[tuple[float, tuple[str, int]]]]:
     network = Network(*attempts)
@@ -73,16 +79,33 @@ def test_an_address_that_refuses_is_lost_at_once(monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_a_host_that_does_not_answer_is_lost_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_answer_a_new_connection_is_lost_after_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     when, why, _ = lost_after(monkeypatch, 50.0, None)
     assert (when, why) == (51.0, "its host does not answer: timeout")
+
+
+def test_a_host_that_does_not_answer_the_kernel_is_lost_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle_s, interval_s, count = (
+        lifeline.KEEPALIVE[option]
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    )
+    assert idle_s + count * interval_s == 2
+    when, why, tried = lost_after(monkeypatch, (50.0, TimeoutError("Connection timed out")))
+    assert (when, why, len(tried)) == (50.0, "its host does not answer: Connection timed out", 1)
+
+
+def test_a_connection_that_is_reset_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    when, why, _ = lost_after(monkeypatch, (50.0, ConnectionResetError()), 20.0, ConnectionRefusedError())
+    assert (when, why) == (70.0, "it refuses connections: its process has ended")
 
 
 def test_a_trainers_host_may_be_silent_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = OSError("no route to host")
     when, why, _ = lost_after(
         monkeypatch,
-        *(50.0, gone, gone, 50.0, gone, None, gone, gone),
+        *((50.0, TimeoutError()), gone, gone, 50.0, gone, None, gone, gone),
         is_patient=lambda: asyncio.get_running_loop().time() < 104.5,
     )
     assert (when, why) == (105.0, "its host does not answer: no route to host")

@@ -36,14 +36,14 @@ class Lifeline:
                 await self._hold()
             except ConnectionRefusedError:
                 return "it refuses connections: its process has ended"
-            except OSError as error:  # also a timeout, and a name that its container has taken along
+            except OSError as error:  # also a timeout, or a name that its container has taken along
                 if self._was_held and not is_patient():
                     return f"its host does not answer: {str(error) or 'timeout'}"
             await asyncio.sleep(max(0.0, begun + RETRY_S - loop.time()))
 
     async def _hold(self) -> None:
-        """Returns when the process at its other end closes the connection. Raises OSError if there is none, or
-        no longer a host that keeps it."""
+        """Returns when the process at the other end closes the connection. Raises OSError if there is
+        none, or if the other host is gone."""
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(*self._peer)
         try:
