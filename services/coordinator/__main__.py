@@ -20,6 +20,7 @@ from atoll.coordinator.fleet.scaling import Scaling
 from atoll.coordinator.gauges import RunCollector
 from atoll.coordinator.journal.checkpoints import Checkpoints
 from atoll.coordinator.journal.run_folder import check_folder, contains_run, run_id
+from atoll.coordinator.progress_log import log_progress
 from atoll.coordinator.rewards.registration import RegistrationRules
 from atoll.coordinator.rewards.servers import Servers
 from atoll.coordinator.service import OPERATORS_MAY, CoordinatorService
@@ -175,6 +176,7 @@ async def serve(
         operators=TokenGrant(operator_token, OPERATORS_MAY) if operator_token else None,
         calls=metrics.calls,
     )
+    logging_progress = asyncio.create_task(log_progress(control))
     try:
         if ready_fd is not None:
             announce(ready_fd, server.address, metrics.address)
@@ -183,6 +185,7 @@ async def serve(
             return
         await clear_end(store)
         outcome = await Assembly(config, store, registry, servers, control, caller).run(resume)
+        log.info("the run has ended after step %d: %s", control.progress.step, outcome)
         if not is_launched:
             await end_run(outcome, store, config, registry, control)
     except asyncio.CancelledError:
@@ -192,6 +195,7 @@ async def serve(
         await control.report(state=RunState.FAILED, error=str(cause))
         raise cause from error
     finally:
+        logging_progress.cancel()
         await server.stop(STOP_GRACE_S)
         await servers.close()
         await store.close()
