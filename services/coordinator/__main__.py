@@ -40,7 +40,6 @@ from atoll.runtime.telemetry import configure_logging, load_metrics
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S: Final = 2.0  # for calls in progress
-FOLLOW_S: Final = 60.0  # until a report that does not come is waited for again
 
 
 class StoppedUnsavedError(AtollError):
@@ -121,9 +120,9 @@ async def stop(serving: asyncio.Task[None], config: RunConfig, control: RunContr
 async def _until_idle(control: RunControl) -> None:
     """Returns once the run is in a state in which no step can be finished soon: before its first one, or
     while a trainer is away."""
-    progress = control.progress
-    while progress.state not in (RunState.STARTING, RunState.RECOVERING):
-        progress = await control.follow(progress.revision, FOLLOW_S)
+    async for progress in control.changes():
+        if progress.state in (RunState.STARTING, RunState.RECOVERING):
+            return
 
 
 def last_saved_step(config: RunConfig) -> int:

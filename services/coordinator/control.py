@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar
@@ -86,6 +86,15 @@ class RunControl:
     async def note(self, note: str) -> None:
         """Shows what the run waits for, or advice, until the next step's; "": nothing."""
         await self.report(note=note)
+
+    async def changes(self) -> AsyncIterator[RunProgress]:
+        """Yields the progress now and after each change, without end."""
+        while True:
+            progress = self.progress
+            yield progress
+            async with self._changed:
+                while self.progress is progress:
+                    await self._changed.wait()
 
     async def follow(self, seen: int, timeout_s: float) -> RunProgress:
         """Returns the progress once its revision differs from `seen`, or after `timeout_s`."""

@@ -11,7 +11,6 @@ from atoll.coordinator.control import RunControl, RunProgress
 log = logging.getLogger(__name__)
 
 EVERY_S: Final = 10.0
-WAIT_S: Final = 60.0  # for a change; then it waits again
 METRICS: Final = (SCORE, "actor/nll_loss", "timing_s/step")
 
 
@@ -21,14 +20,11 @@ async def log_progress(control: RunControl) -> None:
     Consumes the run's progress; waits for its next change; ends when cancelled.
     """
     clock = asyncio.get_running_loop().time
-    seen, state, logged_at = 0, None, -math.inf
-    while True:
-        progress = await control.follow(seen, WAIT_S)
-        is_due = progress.state is not state or clock() >= logged_at + EVERY_S
-        if is_due and progress.revision != seen:
+    state, logged_at = None, -math.inf
+    async for progress in control.changes():
+        if progress.state is not state or clock() >= logged_at + EVERY_S:
             log.info("%s", describe(progress))
             state, logged_at = progress.state, clock()
-        seen = progress.revision
 
 
 def describe(progress: RunProgress) -> str:
