@@ -11,7 +11,7 @@ from tests.virtual_clock import run
 
 
 def test_each_state_is_logged_and_its_steps_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene() -> None:
+    async def scene() -> None:  # its seconds are the virtual clock's: they pass at once
         control = RunControl(trains=True)
         telling = asyncio.create_task(log_progress(control))
         await asyncio.sleep(100.0)  # nothing changes
