@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atoll.config.errors import ConfigError
+from atoll.config.user_files import load_user_object
 
 PACKAGE = Path(__file__).parents[2]
 
@@ -43,7 +44,7 @@ class FunctionKind:
     signature: str
     traits: tuple[str, ...] = ()  # that one may have; their meaning is documented next to the dict
     is_async: bool = False
-    takes_argument: bool = True
+    takes_argument: bool | None = True  # None: any
 
     @property
     def keyword(self) -> str:
@@ -93,6 +94,8 @@ GRADER = FunctionKind(
 ROWS = FunctionKind("data.train", "", "", "(*, ...) -> Iterable[dict]", takes_argument=False)
 
 AGENT = FunctionKind("agents.function", "", "", "(session: AgentSession) -> float | None", is_async=True)
+
+TOOL = FunctionKind("agents.tools.functions", "", "", "(..., *, ...) -> object", takes_argument=None)
 
 
 def is_users_own(name: str) -> bool:
@@ -177,34 +180,12 @@ def load_user_function(
 ) -> Callable[..., Any]:
     """Imports `file.py:function`. Raises ConfigError if that fails or if it is not a plain function or, with
     `is_async`, an async one."""
-    path, _, function_name = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None  # a path ending in .py always has a loader
-    module = importlib.util.module_from_spec(spec)
-    try:
-        exec(compile(source or source_of(name), path, "exec"), vars(module))
-    except ConfigError:
-        raise
-    except Exception as error:  # user code may raise anything
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    if function_name not in vars(module):
-        raise ConfigError(f"{path} has no function {function_name!r}")
-    function: Callable[..., Any] = vars(module)[function_name]
+    function: Callable[..., Any] = load_user_object(name, source)
     if not callable(function) or inspect.iscoroutinefunction(function) is not is_async:
         expected, other = ("an async", "a plain") if is_async else ("a plain", "an async")
         got = f"{other} function" if callable(function) else f"{type(function).__name__} {function!r}"
         raise ConfigError(f"{name} does not fit: expected {expected} function, got {got}")
     return function
-
-
-def source_of(name: str) -> bytes:
-    """Content of the file of `file.py:function`."""
-    path = name.rpartition(":")[0]
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise ConfigError(f"{path}: {reason}; {name} is read from {Path.cwd()}") from error
 
 
 def _users_definition(kind: FunctionKind, name: str) -> Definition | None:
@@ -229,6 +210,8 @@ def _users_definition(kind: FunctionKind, name: str) -> Definition | None:
     keyword = "async def" if isinstance(definition, ast.AsyncFunctionDef) else "def"
     if keyword != kind.keyword:
         raise ConfigError(f"{where}: got `{keyword} {function_name}`, expected `{expected}`")
+    if kind.takes_argument is None:
+        return definition
     if not (_takes_one(definition.args) if kind.takes_argument else _takes_none(definition.args)):
         got = f"{keyword} {function_name}({ast.unparse(definition.args)})"
         shape = "one positional parameter, the others keyword-only"

@@ -24,6 +24,7 @@ from pydantic import (
 from atoll.config import functions
 from atoll.config.gpus import Gpu, check_gpus, parse_gpus
 from atoll.config.transports import TRANSPORTS
+from atoll.config.user_files import check_class
 
 MAX_SAMPLES: Final = 131_072  # of a step
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -36,6 +37,22 @@ Role = Literal["actor", "critic", "cost_critic", "reference", "reward_model", "c
 Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 PlacementMode = Literal["auto", "standalone", "split", "colocated"]
+
+
+def check_auth(value: str) -> str:
+    """Of a server: it is called by a bearer token in an environment variable."""
+    if not re.fullmatch(r"(env:[A-Za-z_][A-Za-z0-9_]*)?", value):  # it may be the token itself
+        raise ValueError(
+            "auth must name an environment variable, as in env:JUDGE_TOKEN (the current value is not shown): "
+            "put the token into a variable"
+        )
+    return value
+
+
+def check_url(value: str) -> str:
+    if "@" in value.partition("://")[2].partition("/")[0]:
+        raise ValueError("url contains a user or password: use auth instead")
+    return value
 
 
 class Section(BaseModel):
@@ -584,6 +601,7 @@ class GatewaySection(Section):
 
 
 OnEnd = Literal["train", "weight_0", "replace"]
+AGENT_TABLES: Final = ("tools", "environment", "http", "command")
 
 
 class SessionEndsConfig(Section):
@@ -605,28 +623,123 @@ class SessionEndsConfig(Section):
         return chosen[reason.replace(" ", "_")]
 
 
+class ToolLoopConfig(Section):
+    """The built-in tool loop: the policy calls tools until it replies without a call."""
+
+    servers: tuple[NonEmpty, ...] = ()  # names of tool servers, in [[servers]] or by `atoll register tool`
+    functions: tuple[str, ...] = ()  # file.py:function of your own; each call runs in the sandbox
+    timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per call of a function
+    max_result_chars: PositiveInt = 16384  # longer results are cut
+
+    @model_validator(mode="after")
+    def _has_tools(self) -> "ToolLoopConfig":
+        if not (self.servers or self.functions):
+            raise ValueError("agents.tools: set servers, functions, or both")
+        return self
+
+    @field_validator("functions")
+    @classmethod
+    def _exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            functions.check(functions.TOOL, name, {})
+        return names
+
+
+class EnvironmentLoopConfig(Section):
+    """The built-in environment loop: each reply of the policy is an action."""
+
+    server: str = ""  # name of environment servers, in [[servers]] or by `atoll register env`
+    environment: str = ""  # or a class of your own, file.py:Class, as Gymnasium has them
+    action: str = ""  # action field for the reply; "": the only required one
+    observation: str = ""  # observation field that the policy reads; "": the only one with text, else all
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "EnvironmentLoopConfig":
+        if bool(self.server) == bool(self.environment):
+            raise ValueError("agents.environment: set either server or environment (file.py:Class)")
+        if self.environment:
+            if self.action or self.observation:
+                raise ValueError(
+                    "agents.environment: action and observation are fields of a server's: remove them"
+                )
+            check_class("agents.environment.environment", self.environment)
+        return self
+
+
+class HttpAgentConfig(Section):
+    """An agent that runs elsewhere: each session is one POST of its task."""
+
+    url: str
+    auth: str = ""  # "env:VARIABLE": the variable with the bearer token; "": none
+
+    _auth_is_a_reference = field_validator("auth")(check_auth)
+    _url_holds_no_password = field_validator("url")(check_url)
+
+
+class CommandConfig(Section):
+    """A program that is started for each session, in a workspace of its own."""
+
+    command: Annotated[
+        tuple[NonEmpty, ...], Field(min_length=1)
+    ]  # program and arguments; "{task}" is replaced
+    workspace: Path | None = None  # folder that each session gets a copy of; default: an empty one
+    files: tuple[NonEmpty, ...] = ()  # of the workspace, for graders, such as "*.py"
+    env: dict[str, str] = {}  # more environment variables
+    memory_mb: PositiveInt = 4096  # address space per process
+    cpu_s: PositiveInt = 3600  # CPU seconds per process
+    file_mb: PositiveInt = 256  # MiB per file that it writes
+    output_kb: PositiveInt = 1024  # kept of its output, in the log
+
+
 class AgentConfig(Section):
-    """Your own agent function: `async def agent(session: AgentSession)`. See docs/agents.md."""
+    """An agent: your own function `async def agent(session: AgentSession)`, or one of the four tables. See
+    docs/agents.md."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")  # datasets refer to it by this name
-    function: str  # file.py:function, an `async def` with one parameter
+    function: str = ""  # file.py:function, an `async def` with one parameter
+    tools: ToolLoopConfig | None = None  # the built-in tool loop
+    environment: EnvironmentLoopConfig | None = None  # the built-in environment loop
+    http: HttpAgentConfig | None = None  # an agent that is called by HTTP
+    command: CommandConfig | None = None  # a program started for each session
     python: Path | None = None  # Python interpreter of these processes; default: the current one
-    processes: PositiveInt = 1  # number of processes that run the function
+    processes: PositiveInt = 1  # number of processes that run the agent
     concurrency: PositiveInt = 64  # concurrent sessions per process
     max_turns: NonNegativeInt = 0  # per session; 0: no limit
     max_tokens: NonNegativeInt = 0  # policy tokens per session; 0: no limit
     max_seconds: NonNegativeFloat = 3600.0  # per session; 0: no limit
     max_versions: NonNegativeInt = 0  # weight pushes during a session; 0: no limit
     train: Literal["main", "side", "all"] = "main"  # conversations to train on; side: titles and the like
-    reward: Literal["graders", "session"] = "graders"  # session: from the function or its environment
+    reward: Literal["graders", "session", "both"] = "graders"  # session: from the agent or its environment
+    reward_weight: float = 1.0  # of the session's own rewards, beside those of reward.graders
     on_end: SessionEndsConfig = SessionEndsConfig()
     max_restarts: NonNegativeInt = 3  # per process and hour
 
     @field_validator("function")
     @classmethod
     def _exists(cls, name: str) -> str:
-        functions.check(functions.AGENT, name, {})
+        if name:
+            functions.check(functions.AGENT, name, {})
         return name
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "AgentConfig":
+        given = [name for name in ("function", *AGENT_TABLES) if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(
+                f"agents: {self.name} has {' and '.join(given) or 'nothing that runs it'}: set one of "
+                f"function, {', '.join(f'[agents.{name}]' for name in AGENT_TABLES)}"
+            )
+        return self
+
+    @property
+    def tool_servers(self) -> tuple[str, ...]:
+        """Names of the tool servers that its sessions use."""
+        return self.tools.servers if self.tools else ()
+
+    @property
+    def env_server(self) -> str:
+        """Name of the environment servers, one of which each session occupies; "": none."""
+        return self.environment.server if self.environment else ""
 
 
 class WeightsSection(Section):
@@ -697,22 +810,8 @@ class ServerConfig(Section):
     concurrency: PositiveInt = 16  # concurrent calls
     timeout_s: Annotated[float, Field(gt=0)] = 60.0  # per call
 
-    @field_validator("auth")
-    @classmethod
-    def _auth_is_a_reference(cls, value: str) -> str:
-        if not re.fullmatch(r"(env:[A-Za-z_][A-Za-z0-9_]*)?", value):  # it may be the token itself
-            raise ValueError(
-                "servers: auth must name an environment variable, as in env:JUDGE_TOKEN (the current value "
-                "is not shown): put the token into a variable"
-            )
-        return value
-
-    @field_validator("url")
-    @classmethod
-    def _url_holds_no_password(cls, value: str) -> str:
-        if "@" in value.partition("://")[2].partition("/")[0]:
-            raise ValueError("servers: url contains a user or password: use auth instead")
-        return value
+    _auth_is_a_reference = field_validator("auth")(check_auth)
+    _url_holds_no_password = field_validator("url")(check_url)
 
 
 class ConsoleSection(Section):

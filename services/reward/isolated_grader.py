@@ -26,6 +26,7 @@ from typing import Self
 from atoll.config import functions
 from atoll.config.errors import ConfigError
 from atoll.config.schema import GraderConfig
+from atoll.config.user_files import source_of
 from atoll.reward.score import (
     BUDGETED,
     GRADERS,
@@ -74,7 +75,7 @@ class IsolatedGrader:
         if it cannot be read."""
         self._config = config
         try:
-            self._source = functions.source_of(config.name) if config.is_users_own else None
+            self._source = source_of(config.name) if config.is_users_own else None
         except ConfigError as error:
             raise UserError(str(error)) from error
         quick, over_budget = QUICK.get(config.name), BUDGETED.get(config.name)
