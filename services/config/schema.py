@@ -798,10 +798,13 @@ class PlacementSection(Section):
     gpus: GpusConfig = GpusConfig()
 
 
+ServerKind = Literal["reward", "tool", "env"]
+
+
 class ServerConfig(Section):
     """An external server, as with `atoll register`. See docs/rewards.md."""
 
-    kind: Literal["reward", "tool", "env"]
+    kind: ServerKind
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     url: str
     protocol: Literal["grpc", "http", "nemo_gym", "mcp", "openenv", "trainer"]
@@ -949,6 +952,15 @@ class RunConfig(Section):
     @property
     def has_agents(self) -> bool:
         return any(dataset.agent for dataset in self.datasets)
+
+    @property
+    def needed_servers(self) -> tuple[tuple[ServerKind, str], ...]:
+        """Kind and name of the external servers that graders and agents call."""
+        needed: list[tuple[ServerKind, str]] = [("reward", name) for name in self.reward.servers]
+        for agent in self.agents:
+            needed += [("tool", name) for name in agent.tool_servers]
+            needed += [("env", agent.env_server)] if agent.env_server else []
+        return tuple(dict.fromkeys(needed))
 
     @property
     def ungraded_agents(self) -> frozenset[str]:

@@ -30,6 +30,7 @@ from atoll.coordinator.rewards.servers import Servers
 from atoll.coordinator.rewards.verdict_sources import ServerGrader
 from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.group_sources import GenerateSource, GroupSource, ReplaySource
+from atoll.coordinator.rollouts.session_servers import SessionServers
 from atoll.coordinator.run_data import RunData, read_data
 from atoll.coordinator.steps import GroupSteps, NoRecipe, StepSource
 from atoll.coordinator.summary import Outcome
@@ -84,6 +85,7 @@ class Assembly:
             tell=control.note,
         )
         self._agent_hosts, self._gateways = AgentHosts(), Gateways()
+        self._session_servers = SessionServers(servers, self._rewards, caller.token)
         self._sync = (
             WeightSync(
                 self._replicas,
@@ -151,6 +153,7 @@ class Assembly:
                 {agent.name: agent for agent in self._config.agents},
                 self._agent_hosts,
                 self._gateways,
+                self._session_servers,
                 model=POLICY,
                 max_attempts=self._config.coordinator.max_sample_attempts,
                 sample_timeout_s=self._config.coordinator.sample_timeout_s,
@@ -207,16 +210,14 @@ class Assembly:
         return await self._loop(resume, data, models, generation, background)
 
     async def _wait_for_servers(self) -> None:
-        """Waits until every grader has a server. Users register servers, so there is no deadline."""
-        if missing := self._servers.missing():
-            folder, graders = self._config.folder, ", ".join(f"server:{name}" for name in missing)
-            reason = (
-                f"waiting for a server for each of the graders {graders}: atoll register reward "
-                f"{missing[0]} URL --protocol PROTOCOL --run {folder}"
-            )
+        """Waits until graders and agents have their servers. Users register them: there is no deadline."""
+        needed = self._config.needed_servers
+        if missing := [" ".join(name) for name in self._servers.missing(needed)]:
+            register = f"atoll register {missing[0]} URL --protocol PROTOCOL --run {self._config.folder}"
+            reason = f"waiting for external servers: {', '.join(missing)}; register each: {register}"
             log.warning("the run is %s", reason)
             await self._control.report(error=reason)
-            await self._servers.wait_for_all()
+            await self._servers.wait_for(needed)
 
     async def _loop(
         self,

@@ -623,6 +623,7 @@ class AgentTask:
     ground_truth: str
     data_source: str
     extra: Mapping[str, str] = field(default_factory=dict)
+    servers: tuple["ServerAccess", ...] = ()  # that the built-in loops call
 
 
 @dataclass(frozen=True, slots=True)
@@ -632,6 +633,7 @@ class AgentOutcome:
     cause: str = ""  # why it failed, such as "ValueError: no such tool"; "": it returned
     reward: float | None = None  # that it returned, if any; finite
     environment_failed: bool = False  # it was not the agent's fault
+    environment: Mapping[str, str] = field(default_factory=dict)  # what graders read of it, such as files
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -835,6 +837,17 @@ class ExternalServer:
 
     def __str__(self) -> str:
         return f"{self.kind} server {self.name} at {self.url}"
+
+
+SANDBOX: Final = "sandbox"  # name of a run's own reward services as tool servers
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAccess:
+    """What it takes to call an external server from another process than the coordinator's."""
+
+    server: ExternalServer
+    token: str | None = field(repr=False)  # for its `auth`
 
 
 @dataclass(frozen=True, slots=True)

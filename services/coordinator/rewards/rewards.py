@@ -67,6 +67,10 @@ class Rewards:
     def remove(self, client: RewardClient) -> None:
         self._own.remove(client)
 
+    async def addresses(self) -> list[str]:
+        """Of the run's own services; waits until there is one."""
+        return await self._own.addresses()
+
     async def score(self, items: Sequence[ScoreItem], deliver: Deliver) -> None:
         """Delivers one verdict per item as soon as all its parts have arrived. Raises a group with
         NoRewardServiceError if there is no service for too long.

@@ -1,4 +1,4 @@
-"""Distributes calls over servers of the same name, within each server's concurrency."""
+"""Distributes calls and episodes over servers of the same name, within each server's concurrency."""
 
 import asyncio
 import math
@@ -10,7 +10,9 @@ from itertools import count
 
 from atoll.external.base import ExternalClient
 from atoll.runtime.errors import AtollError, OverloadedError, ServiceUnavailableError, UserError
-from atoll.wire.types import ExternalServer
+from atoll.wire.types import ExternalServer, ServerAccess, ServerKind
+
+Name = tuple[ServerKind, str]  # servers of one kind and name share its calls
 
 RETRY_S = 1.0  # before an unhealthy server is probed; doubles after each failure
 
@@ -19,6 +21,7 @@ RETRY_S = 1.0  # before an unhealthy server is probed; doubles after each failur
 class PoolMember:
     server: ExternalServer
     client: ExternalClient
+    token: str | None = field(repr=False)
     is_registered: bool  # it was registered, not listed in the config
     cause: str = ""  # why it gets no calls; "" while it is healthy
     in_hand: int = 0  # calls
@@ -29,6 +32,14 @@ class PoolMember:
     last_answered: float = -math.inf  # when it last answered
     due: float = 0.0  # to be probed
     has_left: bool = False
+
+    @property
+    def name(self) -> Name:
+        return self.server.kind, self.server.name
+
+    @property
+    def access(self) -> ServerAccess:
+        return ServerAccess(self.server, self.token)
 
     @property
     def key(self) -> str:
@@ -76,7 +87,7 @@ class ServerPool:
         """`wait_timeout_s`: how long a call waits while no server is healthy."""
         self._members: dict[str, PoolMember] = {}  # by key
         self._wait_timeout_s = wait_timeout_s
-        self._waiting: dict[str, deque[_Waiter]] = defaultdict(deque)  # by name of reward servers
+        self._waiting: dict[Name, deque[_Waiter]] = defaultdict(deque)
         self._calls = count(1)
 
     def __iter__(self) -> Iterator[PoolMember]:
@@ -94,14 +105,14 @@ class ServerPool:
     def remove(self, member: PoolMember) -> None:
         del self._members[member.key]
 
-    def find(self, kind: str, name: str) -> list[PoolMember]:
-        return [member for member in self if (member.server.kind, member.server.name) == (kind, name)]
+    def find(self, name: Name) -> list[PoolMember]:
+        return [member for member in self if member.name == name]
 
-    def healthy(self, name: str) -> list[PoolMember]:
-        return [member for member in self.find("reward", name) if not member.cause]
+    def healthy(self, name: Name) -> list[PoolMember]:
+        return [member for member in self.find(name) if not member.cause]
 
     @asynccontextmanager
-    async def acquire(self, name: str, tried: Collection[PoolMember]) -> AsyncIterator[PoolMember]:
+    async def acquire(self, name: Name, tried: Collection[PoolMember] = ()) -> AsyncIterator[PoolMember]:
         """Acquires a healthy server with room, preferably not one of `tried`. Waits in line; unblocked by
         responses, joins and recoveries. Raises ServiceUnavailableError if none is healthy after
         wait_timeout_s.
@@ -123,7 +134,7 @@ class ServerPool:
             else:
                 self._waiting[name].remove(waiter)
 
-    def dispatch(self, name: str) -> None:
+    def dispatch(self, name: Name) -> None:
         """Assigns servers with room to waiting calls, in order."""
         for waiter in list(self._waiting[name]):
             healthy = self.healthy(name)
@@ -141,10 +152,10 @@ class ServerPool:
 
     async def release(self, member: PoolMember) -> None:
         member.in_hand -= 1
-        self.dispatch(member.server.name)
+        self.dispatch(member.name)
         if member.has_left and not member.in_hand:
             await member.client.close()
 
-    def _explain_absence(self, name: str) -> str:
-        causes = "; ".join(f"{member}: {member.cause}" for member in self.find("reward", name))
-        return f"no reward server {name} is healthy ({causes or 'none is registered'})"
+    def _explain_absence(self, name: Name) -> str:
+        causes = "; ".join(f"{member}: {member.cause}" for member in self.find(name))
+        return f"no {' server '.join(name)} is healthy ({causes or 'none is registered'})"

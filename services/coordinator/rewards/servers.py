@@ -7,14 +7,14 @@ next coordinator, until they are removed or have been unhealthy for LEASE_S.
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Final, TypeVar, cast
 
 from atoll.config.errors import ConfigError
 from atoll.config.load import secret
 from atoll.coordinator.rewards.registration import RegistrationRules
-from atoll.coordinator.rewards.server_pool import RETRY_S, PoolMember, ServerPool, cause_of
+from atoll.coordinator.rewards.server_pool import RETRY_S, Name, PoolMember, ServerPool, cause_of
 from atoll.external.base import ExternalClient, RewardServer
 from atoll.runtime.errors import (
     AtollError,
@@ -25,7 +25,7 @@ from atoll.runtime.errors import (
 )
 from atoll.runtime.store import Script, Store
 from atoll.wire.codec.fleet import decode_stored_server, encode_server
-from atoll.wire.types import ExternalServer, ScoreItem, ServerHealth, Verdict
+from atoll.wire.types import ExternalServer, ScoreItem, ServerAccess, ServerHealth, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,11 @@ class Servers:
         self._rules = rules
         self._changed = changed
         self._connect = connect
+        self._wait_timeout_s = wait_timeout_s
         self._pool = ServerPool(wait_timeout_s)
         self._store_lock = asyncio.Lock()  # keeps the store and the pool in step
         self._schedule_changed = asyncio.Event()  # a probe was moved forward
-        self._became_healthy = asyncio.Event()  # a server became healthy
+        self._became_healthy = asyncio.Condition()  # a server did
 
     def health(self) -> tuple[ServerHealth, ...]:
         members = sorted(self._pool, key=lambda member: member.key)
@@ -70,7 +71,7 @@ class Servers:
 
     def slots(self, name: str) -> int:
         """Calls that the reward servers of that name take at once, at this moment."""
-        return sum(member.server.concurrency for member in self._pool.healthy(name))
+        return sum(member.server.concurrency for member in self._pool.healthy(("reward", name)))
 
     # Membership
 
@@ -84,12 +85,13 @@ class Servers:
         for content in await self._store.read("HVALS", _SERVERS):
             server = decode_stored_server(content)
             try:
-                client = self._connect(server, self._rules.readmit(server))
+                token = self._rules.readmit(server)
+                client = self._connect(server, token)
             except UserError as error:
                 log.warning("%s is left out: %s", server, error)
                 continue
             cause = "the coordinator was restarted and has not probed it yet"
-            await self._enter(PoolMember(server, client, True, cause, unhealthy_since=now()))
+            await self._enter(PoolMember(server, client, token, True, cause, unhealthy_since=now()))
 
     async def open(self, servers: Sequence[ExternalServer]) -> None:
         """Opens the servers of the config. Raises UserError if one does not answer properly."""
@@ -103,7 +105,7 @@ class Servers:
         """
         server, token = await self._rules.admit(server)
         client = self._connect(server, token)
-        member = PoolMember(server, client, True)
+        member = PoolMember(server, client, token, True)
         old = self._pool.get(member.key)
         try:
             if old and not old.is_registered:
@@ -130,7 +132,8 @@ class Servers:
         """Removes registered servers of that name, or the one at `url`; returns their number. Pending calls
         are finished. Raises UserError for servers of the config.
         """
-        found = [member for member in self._pool.find(kind, name) if url in ("", member.server.url)]
+        named = [member for member in self._pool if member.name == (kind, name)]
+        found = [member for member in named if url in ("", member.server.url)]
         leaving = [member for member in found if member.is_registered]
         if found and not leaving:
             raise UserError(
@@ -144,20 +147,19 @@ class Servers:
         for member in self._pool:
             await member.client.close()
 
-    def missing(self) -> list[str]:
-        """Names used by graders without a healthy server."""
-        return [name for name in self._rules.grader_names if not self._pool.healthy(name)]
+    def missing(self, names: Collection[Name]) -> list[Name]:
+        """Those without a healthy server."""
+        return [name for name in names if not self._pool.healthy(name)]
 
-    async def wait_for_all(self) -> None:
-        """Waits until every grader has a healthy server; unblocked by registrations and recoveries."""
-        while self.missing():
-            self._became_healthy.clear()
-            await self._became_healthy.wait()
+    async def wait_for(self, names: Collection[Name]) -> None:
+        """Waits until each has a healthy server; unblocked by registrations and recoveries."""
+        async with self._became_healthy:
+            await self._became_healthy.wait_for(lambda: not self.missing(names))
 
     async def _open(self, server: ExternalServer) -> None:
         try:
             token = secret(server.auth) if server.auth else None
-            member = PoolMember(server, self._connect(server, token), is_registered=False)
+            member = PoolMember(server, self._connect(server, token), token, is_registered=False)
             log.info("%s joins: %s", member, await self._probe(member))
         except (AtollError, ConfigError) as error:
             raise UserError(
@@ -199,8 +201,9 @@ class Servers:
     async def _apply_health(self, member: PoolMember) -> None:
         """Applies a server's new health."""
         if not member.cause:
-            self._became_healthy.set()
-            self._pool.dispatch(member.server.name)
+            async with self._became_healthy:
+                self._became_healthy.notify_all()
+            self._pool.dispatch(member.name)
         await self._changed()
 
     # Health
@@ -292,7 +295,7 @@ class Servers:
         for too long.
         """
         with suppress(ServiceUnavailableError):
-            async with self._pool.acquire(name, ()):
+            async with self._pool.acquire(("reward", name)):
                 pass
 
     async def score(self, name: str, items: Sequence[ScoreItem]) -> list[Verdict]:
@@ -303,7 +306,7 @@ class Servers:
         """
         tried: list[PoolMember] = []
         while True:
-            async with self._pool.acquire(name, tried) as member:
+            async with self._pool.acquire(("reward", name), tried) as member:
                 try:
                     verdicts = await _answer(member, cast(RewardServer, member.client).score(items))
                 except AtollError as error:
@@ -311,12 +314,45 @@ class Servers:
                     # an unhealthy one has already failed another call
                     if not (member.cause or isinstance(error, OverloadedError)):
                         await self._record_failure(member, error)
-                    if all(other in tried for other in self._pool.healthy(name)):
+                    if all(other in tried for other in self._pool.healthy(("reward", name))):
                         raise type(error)(f"{member}: {member.public_error(error)}") from error
                 else:
                     member.last_answered = now()
                     self._reset_failures(member)
                     return verdicts
+
+    @asynccontextmanager
+    async def occupy(self, name: str) -> AsyncIterator[ServerAccess]:
+        """One of the environment servers of that name, for an episode, which takes one of its `concurrency`
+        places. Waits for a place; unblocked by episodes that end, joins and recoveries. Raises
+        ServiceUnavailableError if none is healthy for too long."""
+        async with self._pool.acquire(("env", name)) as member:
+            yield member.access
+
+    async def tools(self, names: Sequence[str]) -> list[ServerAccess]:
+        """All healthy tool servers of these names. Waits until each name has one; unblocked by registrations
+        and recoveries. Raises ServiceUnavailableError if one has none for too long."""
+        wanted: list[Name] = [("tool", name) for name in names]
+        try:
+            async with asyncio.timeout(self._wait_timeout_s):
+                await self.wait_for(wanted)
+        except TimeoutError:
+            missing = ", ".join(name for _, name in self.missing(wanted))
+            raise ServiceUnavailableError(
+                f"waited {self._wait_timeout_s:g} s for a healthy tool server {missing}: register one"
+            ) from None
+        return [member.access for name in wanted for member in self._pool.healthy(name)]
+
+    async def check(self, access: ServerAccess) -> None:
+        """Probes a server that a session failed at; returns once its health is known."""
+        for member in self._pool:
+            if member.server == access.server and not member.cause:
+                try:
+                    await self._probe(member)
+                except AtollError as error:
+                    member.failures = MAX_FAILURES
+                    await self._record_failure(member, error)
+                return
 
 
 async def _answer(member: PoolMember, call: Awaitable[T]) -> T:

@@ -100,6 +100,12 @@ class RewardServices:
         self._services = [service for service in self._services if service.client is not client]
         self._left = _now()
 
+    async def addresses(self) -> list[str]:
+        """Waits until there is one. Raises NoRewardServiceError if there is none for too long."""
+        if not self._services:
+            await self._wait_for_any(_now())
+        return [service.client.address for service in self._services]
+
     def split(self, items: Sequence[ScoreItem]) -> list[Sequence[ScoreItem]]:
         share = -(-len(items) // max(len(self._services), 1))
         return split_items(items, min(max(share, MIN_CALL), MAX_CALL))

@@ -11,6 +11,7 @@ from atoll.config.schema import AgentConfig
 from atoll.coordinator.fleet.agent_hosts import AgentHosts
 from atoll.coordinator.fleet.gateways import Gateways
 from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.rollouts.session_servers import SessionServers
 from atoll.coordinator.rollouts.session_turns import SessionTurns
 from atoll.runtime.clients.agents import AgentsClient
 from atoll.runtime.errors import AtollError, ServiceUnavailableError, UserError
@@ -21,6 +22,7 @@ from atoll.wire.types import (
     AgentTask,
     GroupId,
     SampleId,
+    ServerAccess,
     SessionEnd,
     SessionId,
     SessionLimits,
@@ -55,6 +57,7 @@ class AgentSessions:
         agents: Mapping[str, AgentConfig],
         gateways: Gateways,
         hosts: AgentHosts,
+        servers: SessionServers,
         turns: SessionTurns,
         receive: Receive,
         lose: Lose,
@@ -66,6 +69,7 @@ class AgentSessions:
         self._agents = agents
         self._gateways = gateways
         self._hosts = hosts
+        self._servers = servers
         self._turns = turns
         self._receive = receive
         self._lose = lose
@@ -113,11 +117,14 @@ class AgentSessions:
                 session.task = tasks.create_task(self._play(session))
 
     async def _play(self, session: _Playing) -> None:
-        """One session from its opening to its sample, or to its loss. Waits for a free place among the
-        agent's sessions, for its agent, its limit of time, or a cut."""
+        """One session from its opening to its sample, or to its loss. Waits for its servers, for a free place
+        among the agent's sessions, for its agent, its limit of time, or a cut."""
         agent = self._agents[session.group.prompt.agent]
-        async with self._hosts.place(agent.name) as host:
-            sample, reason = await self._attempt(session, agent, host)
+        try:
+            async with self._servers.lend(agent) as servers, self._hosts.place(agent.name) as host:
+                sample, reason = await self._attempt(session, agent, host, servers)
+        except ServiceUnavailableError as error:
+            sample, reason = None, str(error)
         self._sessions.pop(session.id, None)
         if sample is not None:
             await self._receive([sample], encode_payload([sample]))
@@ -125,11 +132,11 @@ class AgentSessions:
             await self._lose(session.group, session.id.sample, reason)
 
     async def _attempt(
-        self, session: _Playing, agent: AgentConfig, host: AgentsClient
+        self, session: _Playing, agent: AgentConfig, host: AgentsClient, servers: Sequence[ServerAccess]
     ) -> tuple[Trajectory | None, str]:
         """The sample; or None, and why the attempt is repeated."""
         try:
-            end, outcome = await self._run(session, agent, host)
+            end, outcome = await self._run(session, agent, host, servers)
             end, payload = await self._end(session.id, end)
             self._turns.end(session.id)
         except asyncio.CancelledError:
@@ -138,6 +145,8 @@ class AgentSessions:
         except AtollError as error:
             self._say_farewell(self._give_up(session.id, host))
             return None, f"session failed: {error}"
+        if outcome.environment_failed:
+            await self._servers.check(servers)
         what_becomes = "train" if end is SessionEnd.DONE else agent.on_end.of(end.value)
         why = f"{end.value}: {outcome.cause}" if outcome.cause else end.value
         if not payload:
@@ -148,12 +157,13 @@ class AgentSessions:
         if outcome.reward is not None:
             _check_reward(agent, outcome.reward)
             sample = sample.add_reward(TurnReward(WHOLE, outcome.reward, {"agent": outcome.reward}))
+        sample = _weighed(sample, agent.reward_weight)._replace(environment=outcome.environment)
         if agent.reward == "session" and not sample.rewards:
             return None, f"no reward: its session ended ({end.value}) before one was set"
         return _with_weights(sample, agent.train if what_becomes == "train" else "none"), ""
 
     async def _run(
-        self, session: _Playing, agent: AgentConfig, host: AgentsClient
+        self, session: _Playing, agent: AgentConfig, host: AgentsClient, servers: Sequence[ServerAccess]
     ) -> tuple[SessionEnd, AgentOutcome]:
         """Opens the session at a gateway, and has the agent play it; why it ended, and what the agent says. A
         gateway that dies in the midst of the opening is succeeded by another."""
@@ -173,10 +183,13 @@ class AgentSessions:
                 else:
                     if not is_ours:  # its host continues with the keys it already has
                         spec = replace(spec, agent_key="", reward_key="")
-                    return await self._run_task(session, agent, host, self._task(session, spec, url))
+                    task = self._task(session, spec, url, servers)
+                    return await self._run_task(session, agent, host, task)
             await asyncio.sleep(RETRY_S)
 
-    def _task(self, session: _Playing, spec: SessionSpec, url: str) -> AgentTask:
+    def _task(
+        self, session: _Playing, spec: SessionSpec, url: str, servers: Sequence[ServerAccess]
+    ) -> AgentTask:
         prompt = session.group.prompt
         return AgentTask(
             session=session.id,
@@ -189,6 +202,7 @@ class AgentSessions:
             ground_truth=prompt.ground_truth,
             data_source=prompt.data_source,
             extra=prompt.extra,
+            servers=tuple(servers),
         )
 
     async def _run_task(
@@ -205,7 +219,7 @@ class AgentSessions:
                 return _end_of(outcome), outcome
             end = SessionEnd.AGE if cut.done() else SessionEnd.SECONDS
             self._say_farewell(self._cancel(session.id, host))
-            return end, AgentOutcome(reward=await _last_reward(running))
+            return end, await _last_outcome(running)
         finally:
             running.cancel()
             cut.cancel()
@@ -247,19 +261,29 @@ def _end_of(outcome: AgentOutcome) -> SessionEnd:
     return SessionEnd.AGENT_FAILED if outcome.cause else SessionEnd.DONE
 
 
-async def _last_reward(cancelled: asyncio.Task[AgentOutcome]) -> float | None:
-    """What an agent returns although it was cancelled, if anything."""
+async def _last_outcome(cancelled: asyncio.Task[AgentOutcome]) -> AgentOutcome:
+    """What an agent leaves although it was cancelled, if anything; it did not fail."""
     await asyncio.wait({cancelled}, timeout=STOP_S)
-    return cancelled.result().reward if cancelled.done() and not cancelled.exception() else None
+    if not cancelled.done() or cancelled.exception():
+        return AgentOutcome()
+    return replace(cancelled.result(), cause="", environment_failed=False)
 
 
 def _check_reward(agent: AgentConfig, returned: float) -> None:
     """Graders that nobody named would score beside the function. Raises UserError."""
     if agent.reward == "graders":
         raise UserError(
-            f"agent {agent.name}: its function returned {returned:g}, and reward.graders score its sessions: "
-            'set reward = "session" in its [[agents]] table, or return None; session.reward adds to theirs'
+            f"agent {agent.name}: it returned {returned:g}, and reward.graders score its sessions: set "
+            'reward = "session" or "both" in its [[agents]] table, or return None'
         )
+
+
+def _weighed(sample: Trajectory, weight: float) -> Trajectory:
+    """With what its session was rewarded with so far times `weight`; its components stay as they are."""
+    if weight == 1.0:
+        return sample
+    rewards = tuple(reward._replace(value=weight * reward.value) for reward in sample.rewards)
+    return sample._replace(rewards=rewards)
 
 
 def _with_weights(sample: Trajectory, train: Literal["main", "side", "all", "none"]) -> Trajectory:

@@ -15,6 +15,7 @@ from atoll.coordinator.rollouts.dispatch import Dispatch
 from atoll.coordinator.rollouts.grading import Grading
 from atoll.coordinator.rollouts.groups import PendingGroup
 from atoll.coordinator.rollouts.producer import GroupsInFlight, GroupSink
+from atoll.coordinator.rollouts.session_servers import SessionServers
 from atoll.coordinator.rollouts.session_turns import SessionTurns
 from atoll.runtime.clients.rollout import Arrival
 from atoll.wire.types import FinishReason, GroupId, SampleId, Trajectory, TurnId
@@ -32,6 +33,7 @@ class Generation:
         agents: Mapping[str, AgentConfig],
         hosts: AgentHosts,
         gateways: Gateways,
+        servers: SessionServers,
         *,
         model: str,
         max_attempts: int,
@@ -63,7 +65,7 @@ class Generation:
             timeout_s=timeout_s,
         )
         self._sessions = AgentSessions(
-            agents, gateways, hosts, self._turns, self._accept, self._lose_session, model=model
+            agents, gateways, hosts, servers, self._turns, self._accept, self._lose_session, model=model
         )
 
     def submit(self, groups: Sequence[PendingGroup], sink: GroupSink) -> None:

@@ -22,11 +22,12 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from atoll.wire.v1 import coordinator_pb2 as atoll_dot_wire_dot_v1_dot_coordinator__pb2
 from atoll.wire.v1 import gateway_pb2 as atoll_dot_wire_dot_v1_dot_gateway__pb2
 from atoll.wire.v1 import reward_pb2 as atoll_dot_wire_dot_v1_dot_reward__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x61toll/wire/v1/agents.proto\x12\x08\x61toll.v1\x1a\x1b\x61toll/wire/v1/gateway.proto\x1a\x1a\x61toll/wire/v1/reward.proto\"\xbc\x02\n\x0fRunAgentRequest\x12$\n\x07session\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\x11\n\tagent_key\x18\x04 \x01(\t\x12\x12\n\nreward_key\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12#\n\x08messages\x18\x07 \x03(\x0b\x32\x11.atoll.v1.Message\x12\x14\n\x0cground_truth\x18\x08 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\t \x01(\t\x12\x33\n\x05\x65xtra\x18\n \x03(\x0b\x32$.atoll.v1.RunAgentRequest.ExtraEntry\x1a,\n\nExtraEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Z\n\rRunAgentReply\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\x12\x65nvironment_failed\x18\x03 \x01(\x08\x42\t\n\x07_reward\":\n\x12\x43\x61ncelAgentRequest\x12$\n\x07session\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\"\x12\n\x10\x43\x61ncelAgentReply\"\x13\n\x11\x41gentsInfoRequest\"\x97\x01\n\x0f\x41gentsInfoReply\x12?\n\x0b\x63oncurrency\x18\x01 \x03(\x0b\x32*.atoll.v1.AgentsInfoReply.ConcurrencyEntry\x12\x0f\n\x07running\x18\x02 \x01(\x05\x1a\x32\n\x10\x43oncurrencyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\x32\xc7\x01\n\x06\x41gents\x12\x39\n\x03Run\x12\x19.atoll.v1.RunAgentRequest\x1a\x17.atoll.v1.RunAgentReply\x12\x42\n\x06\x43\x61ncel\x12\x1c.atoll.v1.CancelAgentRequest\x1a\x1a.atoll.v1.CancelAgentReply\x12>\n\x04Info\x12\x1b.atoll.v1.AgentsInfoRequest\x1a\x19.atoll.v1.AgentsInfoReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x61toll/wire/v1/agents.proto\x12\x08\x61toll.v1\x1a\x1f\x61toll/wire/v1/coordinator.proto\x1a\x1b\x61toll/wire/v1/gateway.proto\x1a\x1a\x61toll/wire/v1/reward.proto\"\xe5\x02\n\x0fRunAgentRequest\x12$\n\x07session\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\x11\n\tagent_key\x18\x04 \x01(\t\x12\x12\n\nreward_key\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12#\n\x08messages\x18\x07 \x03(\x0b\x32\x11.atoll.v1.Message\x12\x14\n\x0cground_truth\x18\x08 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\t \x01(\t\x12\x33\n\x05\x65xtra\x18\n \x03(\x0b\x32$.atoll.v1.RunAgentRequest.ExtraEntry\x12\'\n\x07servers\x18\x0b \x03(\x0b\x32\x16.atoll.v1.ServerAccess\x1a,\n\nExtraEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"V\n\x0cServerAccess\x12(\n\x06server\x18\x01 \x01(\x0b\x32\x18.atoll.v1.ExternalServer\x12\x12\n\x05token\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_token\"\xcd\x01\n\rRunAgentReply\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\x12\x65nvironment_failed\x18\x03 \x01(\x08\x12=\n\x0b\x65nvironment\x18\x04 \x03(\x0b\x32(.atoll.v1.RunAgentReply.EnvironmentEntry\x1a\x32\n\x10\x45nvironmentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\t\n\x07_reward\":\n\x12\x43\x61ncelAgentRequest\x12$\n\x07session\x18\x01 \x01(\x0b\x32\x13.atoll.v1.SessionId\"\x12\n\x10\x43\x61ncelAgentReply\"\x13\n\x11\x41gentsInfoRequest\"\x97\x01\n\x0f\x41gentsInfoReply\x12?\n\x0b\x63oncurrency\x18\x01 \x03(\x0b\x32*.atoll.v1.AgentsInfoReply.ConcurrencyEntry\x12\x0f\n\x07running\x18\x02 \x01(\x05\x1a\x32\n\x10\x43oncurrencyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\x32\xc7\x01\n\x06\x41gents\x12\x39\n\x03Run\x12\x19.atoll.v1.RunAgentRequest\x1a\x17.atoll.v1.RunAgentReply\x12\x42\n\x06\x43\x61ncel\x12\x1c.atoll.v1.CancelAgentRequest\x1a\x1a.atoll.v1.CancelAgentReply\x12>\n\x04Info\x12\x1b.atoll.v1.AgentsInfoRequest\x1a\x19.atoll.v1.AgentsInfoReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,24 +36,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RUNAGENTREQUEST_EXTRAENTRY']._loaded_options = None
   _globals['_RUNAGENTREQUEST_EXTRAENTRY']._serialized_options = b'8\001'
+  _globals['_RUNAGENTREPLY_ENVIRONMENTENTRY']._loaded_options = None
+  _globals['_RUNAGENTREPLY_ENVIRONMENTENTRY']._serialized_options = b'8\001'
   _globals['_AGENTSINFOREPLY_CONCURRENCYENTRY']._loaded_options = None
   _globals['_AGENTSINFOREPLY_CONCURRENCYENTRY']._serialized_options = b'8\001'
-  _globals['_RUNAGENTREQUEST']._serialized_start=98
-  _globals['_RUNAGENTREQUEST']._serialized_end=414
-  _globals['_RUNAGENTREQUEST_EXTRAENTRY']._serialized_start=370
-  _globals['_RUNAGENTREQUEST_EXTRAENTRY']._serialized_end=414
-  _globals['_RUNAGENTREPLY']._serialized_start=416
-  _globals['_RUNAGENTREPLY']._serialized_end=506
-  _globals['_CANCELAGENTREQUEST']._serialized_start=508
-  _globals['_CANCELAGENTREQUEST']._serialized_end=566
-  _globals['_CANCELAGENTREPLY']._serialized_start=568
-  _globals['_CANCELAGENTREPLY']._serialized_end=586
-  _globals['_AGENTSINFOREQUEST']._serialized_start=588
-  _globals['_AGENTSINFOREQUEST']._serialized_end=607
-  _globals['_AGENTSINFOREPLY']._serialized_start=610
-  _globals['_AGENTSINFOREPLY']._serialized_end=761
-  _globals['_AGENTSINFOREPLY_CONCURRENCYENTRY']._serialized_start=711
-  _globals['_AGENTSINFOREPLY_CONCURRENCYENTRY']._serialized_end=761
-  _globals['_AGENTS']._serialized_start=764
-  _globals['_AGENTS']._serialized_end=963
+  _globals['_RUNAGENTREQUEST']._serialized_start=131
+  _globals['_RUNAGENTREQUEST']._serialized_end=488
+  _globals['_RUNAGENTREQUEST_EXTRAENTRY']._serialized_start=444
+  _globals['_RUNAGENTREQUEST_EXTRAENTRY']._serialized_end=488
+  _globals['_SERVERACCESS']._serialized_start=490
+  _globals['_SERVERACCESS']._serialized_end=576
+  _globals['_RUNAGENTREPLY']._serialized_start=579
+  _globals['_RUNAGENTREPLY']._serialized_end=784
+  _globals['_RUNAGENTREPLY_ENVIRONMENTENTRY']._serialized_start=723
+  _globals['_RUNAGENTREPLY_ENVIRONMENTENTRY']._serialized_end=773
+  _globals['_CANCELAGENTREQUEST']._serialized_start=786
+  _globals['_CANCELAGENTREQUEST']._serialized_end=844
+  _globals['_CANCELAGENTREPLY']._serialized_start=846
+  _globals['_CANCELAGENTREPLY']._serialized_end=864
+  _globals['_AGENTSINFOREQUEST']._serialized_start=866
+  _globals['_AGENTSINFOREQUEST']._serialized_end=885
+  _globals['_AGENTSINFOREPLY']._serialized_start=888
+  _globals['_AGENTSINFOREPLY']._serialized_end=1039
+  _globals['_AGENTSINFOREPLY_CONCURRENCYENTRY']._serialized_start=989
+  _globals['_AGENTSINFOREPLY_CONCURRENCYENTRY']._serialized_end=1039
+  _globals['_AGENTS']._serialized_start=1042
+  _globals['_AGENTS']._serialized_end=1241
 # @@protoc_insertion_point(module_scope)

@@ -3,6 +3,7 @@
 isort:skip_file
 """
 
+from atoll.wire.v1 import coordinator_pb2 as _coordinator_pb2
 from atoll.wire.v1 import gateway_pb2 as _gateway_pb2
 from atoll.wire.v1 import reward_pb2 as _reward_pb2
 from collections import abc as _abc
@@ -54,6 +55,7 @@ class RunAgentRequest(_message.Message):
     GROUND_TRUTH_FIELD_NUMBER: _builtins.int
     DATA_SOURCE_FIELD_NUMBER: _builtins.int
     EXTRA_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
     url: _builtins.str
     """of the gateway: chat APIs below /v1"""
@@ -70,6 +72,10 @@ class RunAgentRequest(_message.Message):
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_reward_pb2.Message]: ...
     @_builtins.property
     def extra(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServerAccess]:
+        """that the built-in loops call"""
+
     def __init__(
         self,
         *,
@@ -83,38 +89,91 @@ class RunAgentRequest(_message.Message):
         ground_truth: _builtins.str = ...,
         data_source: _builtins.str = ...,
         extra: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        servers: _abc.Iterable[Global___ServerAccess] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "agent_key", b"agent_key", "data_source", b"data_source", "extra", b"extra", "ground_truth", b"ground_truth", "messages", b"messages", "model", b"model", "reward_key", b"reward_key", "session", b"session", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "agent_key", b"agent_key", "data_source", b"data_source", "extra", b"extra", "ground_truth", b"ground_truth", "messages", b"messages", "model", b"model", "reward_key", b"reward_key", "servers", b"servers", "session", b"session", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunAgentRequest: _TypeAlias = RunAgentRequest  # noqa: Y015
 
 @_typing.final
+class ServerAccess(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    """for its auth"""
+    @_builtins.property
+    def server(self) -> _coordinator_pb2.ExternalServer: ...
+    def __init__(
+        self,
+        *,
+        server: _coordinator_pb2.ExternalServer | None = ...,
+        token: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_token", b"_token", "server", b"server", "token", b"token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token", b"_token", "server", b"server", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__token: _TypeAlias = _typing.Literal["token"]  # noqa: Y015
+    _WhichOneofArgType__token: _TypeAlias = _typing.Literal["_token", b"_token"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token) -> _WhichOneofReturnType__token | None: ...
+
+Global___ServerAccess: _TypeAlias = ServerAccess  # noqa: Y015
+
+@_typing.final
 class RunAgentReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EnvironmentEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     CAUSE_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FAILED_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
     cause: _builtins.str
     """why it failed; empty: it returned"""
     reward: _builtins.float
     """that it returned"""
     environment_failed: _builtins.bool
     """not the agent itself"""
+    @_builtins.property
+    def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """what graders read of its environment, such as files"""
+
     def __init__(
         self,
         *,
         cause: _builtins.str = ...,
         reward: _builtins.float | None = ...,
         environment_failed: _builtins.bool = ...,
+        environment: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "cause", b"cause", "environment_failed", b"environment_failed", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "cause", b"cause", "environment", b"environment", "environment_failed", b"environment_failed", "reward", b"reward"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
