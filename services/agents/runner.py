@@ -7,7 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from threading import Thread
 from typing import Final
@@ -146,15 +146,19 @@ class AgentRunner:
 
     async def _call(self, function: AgentFunction, task: AgentTask) -> AgentOutcome:
         """Runs in the other loop."""
-        try:
-            async with aclosing(AgentSession(task)) as session:
-                return AgentOutcome(reward=_reward(await function(session)))
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
-        except BaseException as error:  # users' code may raise anything, SystemExit would end the loop
-            _log.exception("session %s: agent %s failed", task.session, task.agent)
-            cause = f"{type(error).__name__}: {error}"[:MAX_CAUSE]
-            return AgentOutcome(cause, environment_failed=isinstance(error, EnvironmentFailedError))
+        async with aclosing(AgentSession(task)) as session:
+            try:
+                reward = _reward(await function(session))
+            except GeneratorExit:
+                raise
+            except asyncio.CancelledError:
+                return replace(CANCELLED, environment=session.environment)
+            except BaseException as error:  # users' code may raise anything, SystemExit would end the loop
+                _log.exception("session %s: agent %s failed", task.session, task.agent)
+                cause = f"{type(error).__name__}: {error}"[:MAX_CAUSE]
+                failed = isinstance(error, EnvironmentFailedError)
+                return AgentOutcome(cause, environment_failed=failed, environment=session.environment)
+            return AgentOutcome(reward=reward, environment=session.environment)
 
     def _forget(self, session: _AgentCall) -> None:
         if session.num_listeners == 0 and self._sessions.get(session.id) is session:

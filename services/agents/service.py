@@ -5,8 +5,9 @@ from typing import Any, Self
 
 import grpc.aio
 
+from atoll.agents.kinds import agent_function
 from atoll.agents.runner import AgentRunner, HostedAgent
-from atoll.config import functions
+from atoll.agents.server_clients import ServerClients
 from atoll.config.load import withhold_tokens
 from atoll.runtime.process import ServiceContext
 from atoll.wire.codec.agents import decode_agent_task, encode_agent_outcome, encode_agents_info
@@ -26,10 +27,9 @@ class AgentsService(agents_pb2_grpc.AgentsServicer):
     async def build(cls, context: ServiceContext) -> Self:
         """Raises ConfigError if a function cannot be loaded."""
         withhold_tokens()
+        clients = ServerClients()
         agents = {
-            agent.name: HostedAgent(
-                functions.load_user_function(agent.function, is_async=True), agent.concurrency
-            )
+            agent.name: HostedAgent(agent_function(agent, clients), agent.concurrency)
             for agent in context.config.agents
             if context.agent in ("", agent.name)
         }

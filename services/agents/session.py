@@ -29,15 +29,18 @@ class AgentSession:
 
     def __init__(self, task: AgentTask) -> None:
         self.id = str(task.session)
+        self.row_number = task.session.sample.group.prompt  # of the row, in its dataset
         self.messages: list[dict[str, Any]] = [_chat_message(message) for message in task.messages]
         self.ground_truth = task.ground_truth
         self.data_source = task.data_source
         self.extra = dict(task.extra)
+        self.environment: dict[str, str] = {}  # what graders get to read of it, such as files
         self.base_url = f"{task.url}/v1"  # for OpenAI's clients
         self.anthropic_url = task.url  # for Anthropic's
         self.api_key = task.agent_key
         self.model = task.model
         self.reward_key = task.reward_key  # for a judge or an environment, never for the agent
+        self.servers = task.servers
 
     def __repr__(self) -> str:
         return f"AgentSession({self.id!r}, model={self.model!r}, base_url={self.base_url!r})"
@@ -54,8 +57,9 @@ class AgentSession:
             http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
         )
 
-    async def reward(self, value: float, turn: str | None = None) -> None:
-        """Adds a reward for the answer with the id `turn`, or for the whole session.
+    async def reward(self, value: float, turn: str | None = None, component: str = "session") -> None:
+        """Adds a reward for the answer with the id `turn`, or for the whole session; metrics show it as
+        reward/COMPONENT.
 
         Raises ValueError if it is not finite, openai.APIStatusError if the gateway refuses it.
         """
@@ -65,7 +69,7 @@ class AgentSession:
         await client.post(
             "/sessions/reward",
             cast_to=object,
-            body={"value": float(value), "turn": turn},
+            body={"value": float(value), "turn": turn, "component": component},
             # equal in all tries of this call
             options={"headers": {"idempotency-key": secrets.token_hex(8)}},
         )

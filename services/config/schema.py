@@ -709,7 +709,9 @@ class AgentConfig(Section):
     max_seconds: NonNegativeFloat = 3600.0  # per session; 0: no limit
     max_versions: NonNegativeInt = 0  # weight pushes during a session; 0: no limit
     train: Literal["main", "side", "all"] = "main"  # conversations to train on; side: titles and the like
-    reward: Literal["graders", "session", "both"] = "graders"  # session: from the agent or its environment
+    reward: Literal["graders", "session", "both"] = (
+        "graders"  # session: from the agent or its environment, which is the default for an environment
+    )
     reward_weight: float = 1.0  # of the session's own rewards, beside those of reward.graders
     on_end: SessionEndsConfig = SessionEndsConfig()
     max_restarts: NonNegativeInt = 3  # per process and hour
@@ -720,6 +722,13 @@ class AgentConfig(Section):
         if name:
             functions.check(functions.AGENT, name, {})
         return name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_reward(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("environment") and "reward" not in value:
+            return value | {"reward": "session"}
+        return value
 
     @model_validator(mode="after")
     def _is_one(self) -> "AgentConfig":

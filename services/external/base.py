@@ -64,10 +64,16 @@ class ToolResult:
     is_error: bool = False  # the tool failed; the text says why
 
 
-class ToolServer(ExternalClient, Protocol):
+class ToolSession(Protocol):
     async def tools(self) -> tuple[Tool, ...]: ...
 
     async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult: ...
+
+
+class ToolServer(ExternalClient, Protocol):
+    def session(self) -> AbstractAsyncContextManager[ToolSession]:
+        """The calls of one agent, between which the server may keep state, until the context exits."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,10 @@ class Episode(Protocol):
 
 
 class EnvServer(ExternalClient, Protocol):
+    async def action_schema(self) -> Mapping[str, Json]:
+        """JSON schema of an action."""
+        ...
+
     def episode(self) -> AbstractAsyncContextManager[Episode]:
         """A separate environment until the context exits."""
         ...

@@ -202,7 +202,8 @@ class _ToolChecks:
         ]
 
     async def _describe(self) -> str:
-        tools = await self._server.tools()
+        async with self._server.session() as session:
+            tools = await session.tools()
         names = [tool.name for tool in tools]
         if not names or len(set(names)) < len(names):
             raise ProtocolError(f"got the tools {names}, expected at least one, each with a name of its own")
@@ -215,7 +216,8 @@ class _ToolChecks:
         return ", ".join(names)
 
     async def _unknown(self) -> str:
-        result = await self._server.call("no_such_tool", {})
+        async with self._server.session() as session:
+            result = await session.call("no_such_tool", {})
         if not result.is_error:
             raise ProtocolError(f"got {result.text!r} from the tool no_such_tool, expected an error")
         return result.text

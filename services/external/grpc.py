@@ -144,6 +144,10 @@ class GrpcTool:
             )
         return "runs Python"
 
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator["GrpcTool"]:
+        yield self
+
     async def tools(self) -> tuple[Tool, ...]:
         return (
             Tool(

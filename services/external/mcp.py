@@ -1,14 +1,14 @@
 """MCP servers over streamable HTTP: tools, and tools used as graders.
 
 The `mcp` client asks for the stateless revision of 2026-07-28 and falls back to the sessions of 2025-11-25.
-Each call is its own session over kept-alive connections: failures do not affect other calls, and a server may
-restart between two.
+An agent's calls share a session; a grading call is its own session over kept-alive connections, so that
+failures do not affect other calls, and a server may restart between two.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx2
 from mcp.client import Client
@@ -45,21 +45,37 @@ class McpTool:
         self._channel = Channel(server, token)
 
     async def probe(self) -> str:
-        return f"tools {', '.join(tool.name for tool in await self.tools()) or '(none)'}"
+        async with _call(self._channel) as client:
+            tools = await _tools(self._channel, client)
+        return f"tools {', '.join(tool.name for tool in tools) or '(none)'}"
 
-    async def tools(self) -> tuple[Tool, ...]:
-        return await _tools(self._channel)
-
-    async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult:
-        try:
-            async with _session(self._channel) as client:
-                result = await client.call_tool(name, dict(arguments))
-        except RefusedError as refused:
-            return ToolResult(str(refused), is_error=True)
-        return ToolResult(_text(result), result.is_error)
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator["McpToolSession"]:
+        async with _session(self._channel) as client:
+            yield McpToolSession(self._channel, client)
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+class McpToolSession:
+    """Each call has `server.timeout_s`, and takes one of the server's slots."""
+
+    def __init__(self, channel: Channel, client: Client) -> None:
+        self._channel = channel
+        self._client = client
+
+    async def tools(self) -> tuple[Tool, ...]:
+        async with self._channel.call(), _translating(self._channel):
+            return await _tools(self._channel, self._client)
+
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult:
+        try:
+            async with self._channel.call(), _translating(self._channel):
+                result = await self._client.call_tool(name, dict(arguments))
+        except RefusedError as refused:
+            return ToolResult(str(refused), is_error=True)
+        return ToolResult(_text(result), result.is_error)
 
 
 class McpRewardOptions(OptionsModel):
@@ -91,7 +107,7 @@ class McpReward:
     async def _grade(self, item: ScoreItem) -> Verdict:
         known: dict[str, Json] = {**item.extra, **item_fields(item)}
         arguments = {name: value for name, value in known.items() if name in self._fields}
-        async with _session(self._channel) as client:
+        async with _call(self._channel) as client:
             result = await client.call_tool(self._name, arguments)
         where = f"{self._channel.where}: tool {self._name}"
         if result.is_error:
@@ -101,7 +117,8 @@ class McpReward:
         return Graded(item.id, parse_response(where, said, _REWARD, self._channel.token), {})
 
     async def _find_fields(self) -> frozenset[str]:
-        tools = {tool.name: tool for tool in await _tools(self._channel)}
+        async with _call(self._channel) as client:
+            tools = {tool.name: tool for tool in await _tools(self._channel, client)}
         if self._name not in tools:
             raise UserError(
                 f"{self._channel.where}: option tool = {self._name!r}; the server has "
@@ -118,38 +135,60 @@ class McpReward:
 
 
 @asynccontextmanager
+async def _call(channel: Channel) -> AsyncIterator[Client]:
+    """A session of one call: the body has `server.timeout_s`, the opening included."""
+    async with channel.call(), _session(channel) as client, _translating(channel):
+        yield client
+
+
+@asynccontextmanager
 async def _session(channel: Channel) -> AsyncIterator[Client]:
-    async with channel.call():
-        transport = streamable_http_client(
-            channel.address(""), http_client=channel.http, max_sse_event_size=MAX_ANSWER_BYTES
-        )
-        farewell = asyncio.timeout(
-            channel.server.timeout_s + CLOSE_TIMEOUT_S
-        )  # a server that just hung may hang again
-        try:
-            async with farewell, Client(transport, cache=None) as client:
+    transport = streamable_http_client(
+        channel.address(""), http_client=channel.http, max_sse_event_size=MAX_ANSWER_BYTES
+    )
+    farewell = asyncio.timeout(None)
+    failure: Exception | None = None  # of what the session is used for
+    try:
+        async with farewell, AsyncExitStack() as stack:
+            async with channel.deadline():
+                client = await stack.enter_async_context(Client(transport, cache=None))
+            try:
                 yield client
-        except Exception as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # the client's own tasks may fail
-                raise asyncio.CancelledError from None
-            raise _translate(channel, error) from None
+            except Exception as error:
+                failure = error
+                raise
+            finally:  # a server that just hung may hang again
+                farewell.reschedule(asyncio.get_running_loop().time() + CLOSE_TIMEOUT_S)
+    except Exception as error:
+        if farewell.expired() and failure is None:
+            return  # all that it was used for was answered
+        raise (failure or _translate(channel, error)) from None
 
 
-async def _tools(channel: Channel) -> tuple[Tool, ...]:
+@asynccontextmanager
+async def _translating(channel: Channel) -> AsyncIterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise _translate(channel, error) from None
+
+
+async def _tools(channel: Channel, client: Client) -> tuple[Tool, ...]:
     tools: list[Tool] = []
     cursor = None
-    async with _session(channel) as client:
-        for _ in range(MAX_PAGES):
-            page = await client.list_tools(cursor=cursor)
-            tools += [Tool(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
-            cursor = page.next_cursor
-            if cursor is None:
-                return tuple(tools)
+    for _ in range(MAX_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        tools += [Tool(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
+        cursor = page.next_cursor
+        if cursor is None:
+            return tuple(tools)
     raise ProtocolError(f"{channel.where}: got more than {MAX_PAGES} pages of tools, expected an end")
 
 
-def _translate(channel: Channel, error: Exception) -> Exception:
+def _translate(channel: Channel, error: Exception) -> BaseException:
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():  # the client's own tasks may fail
+        return asyncio.CancelledError()
     while isinstance(error, ExceptionGroup):  # of one session's tasks, of which the first failure ends all
         error = error.exceptions[0]
     if isinstance(error, AtollError | TimeoutError | httpx2.HTTPError):

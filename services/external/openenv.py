@@ -91,6 +91,9 @@ class OpenEnvEnv:
             await episode.reset({})
         return f"actions of {', '.join(schema.action.properties) or 'no field'}"
 
+    async def action_schema(self) -> Mapping[str, Json]:
+        return (await self._channel.get("/schema", _SCHEMA)).action.model_dump()
+
     @asynccontextmanager
     async def episode(self) -> AsyncIterator["OpenEnvEpisode"]:
         async with _episode(self._channel) as episode:

@@ -117,10 +117,11 @@ async def test_tools_are_listed_and_called(seen: tuple[str, Seen]) -> None:
     url, _ = seen
     tools = connect(ExternalServer("tool", "theirs", url, "mcp"), TOKEN)
     assert await tools.probe() == "tools number, structured, told, hangs"
-    assert (await tools.tools())[0].description == "One where they are equal."
-    assert await tools.call("told", {"response": "words"}) == ToolResult("good")
-    assert (await tools.call("told", {"answer": "words"})).is_error
-    unknown = await tools.call("nothing", {})
+    async with tools.session() as session:
+        assert (await session.tools())[0].description == "One where they are equal."
+        assert await session.call("told", {"response": "words"}) == ToolResult("good")
+        assert (await session.call("told", {"answer": "words"})).is_error
+        unknown = await session.call("nothing", {})
     assert unknown.is_error
     assert "nothing" in unknown.text
     await tools.close()
@@ -130,7 +131,8 @@ async def test_a_call_that_hangs_is_given_up(seen: tuple[str, Seen]) -> None:
     url, _ = seen
     tools = connect(ExternalServer("tool", "theirs", url, "mcp", timeout_s=0.3), TOKEN)
     with pytest.raises(ServiceUnavailableError, match=r"no answer within 0\.3 s"):
-        await tools.call("hangs", {"response": ""})
+        async with tools.session() as session:
+            await session.call("hangs", {"response": ""})
     await tools.close()
 
 
@@ -158,7 +160,8 @@ async def test_a_session_with_a_server_that_hangs_ends_too() -> None:
         tools = connect(ExternalServer("tool", "theirs", raw.url, "mcp", timeout_s=3), TOKEN)
         async with asyncio.timeout(30):
             with pytest.raises(ServiceUnavailableError, match="no answer within 3 s"):
-                await tools.call("hangs", {})
+                async with tools.session() as session:
+                    await session.call("hangs", {})
         await tools.close()
     assert "DELETE" in methods
 

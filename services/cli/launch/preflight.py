@@ -4,6 +4,7 @@ Does not load torch. Users' functions are imported in a process of their own, ex
 """
 
 import asyncio
+import shutil
 import socket
 import subprocess
 import sys
@@ -42,9 +43,13 @@ _LOAD_FUNCTIONS = """
 import sys
 from atoll.config.errors import ConfigError
 from atoll.config.functions import load_user_function
+from atoll.config.user_files import load_class
 try:
     for name in sys.argv[2:]:
-        load_user_function(name, is_async=sys.argv[1] == "async")
+        if sys.argv[1] == "class":
+            load_class(name)
+        else:
+            load_user_function(name, is_async=sys.argv[1] == "async")
 except ConfigError as error:
     sys.exit(str(error))
 """
@@ -205,7 +210,16 @@ def _own_functions(config: RunConfig) -> list[str]:
 
 def _agent(agent: AgentConfig) -> str:
     check_interpreter(f'[[agents]] "{agent.name}": python', agent.python)
-    return _import(str(agent.python or sys.executable), "async", agent.function)
+    interpreter = str(agent.python or sys.executable)
+    if agent.function:
+        return _import(interpreter, "async", agent.function)
+    if agent.environment and agent.environment.environment:
+        return _import(interpreter, "class", agent.environment.environment)
+    if agent.http and agent.http.auth:
+        return _secret(agent.http.auth)
+    if agent.command and shutil.which(agent.command.command[0]) is None:
+        raise UserError(f"agents.command.command: no program {agent.command.command[0]!r} in PATH")
+    return interpreter
 
 
 def _import(interpreter: str, kind: str, *names: str) -> str:

@@ -1,0 +1,41 @@
+"""The built-in tool loop: the policy calls tools until it replies without a call."""
+
+import asyncio
+from typing import Any
+
+import openai
+
+from atoll.agents.runner import AgentFunction
+from atoll.agents.server_clients import ServerClients
+from atoll.agents.session import AgentSession
+from atoll.agents.toolbox import open_toolbox
+from atoll.config.schema import ToolLoopConfig
+
+
+def tool_loop(settings: ToolLoopConfig, clients: ServerClients) -> AgentFunction:
+    async def play(session: AgentSession) -> None:
+        """Calls of one reply run side by side. Ends quietly if a rule ends the session."""
+        async with open_toolbox(session, clients, settings.max_result_chars) as toolbox:
+            messages: list[Any] = [*session.messages]
+            tools: Any = toolbox.schemas() or openai.omit
+            while True:
+                try:
+                    reply = await session.client.chat.completions.create(
+                        model=session.model, messages=messages, tools=tools
+                    )
+                except openai.PermissionDeniedError:
+                    return
+                message = reply.choices[0].message
+                calls: list[Any] = message.tool_calls or []
+                if not calls:
+                    return
+                messages.append(message.model_dump(exclude_none=True))
+                results = await asyncio.gather(
+                    *(toolbox.call(call.function.name, call.function.arguments) for call in calls)
+                )
+                messages += [
+                    {"role": "tool", "tool_call_id": call.id, "content": result}
+                    for call, result in zip(calls, results, strict=True)
+                ]
+
+    return play
