@@ -5,20 +5,22 @@
 """
 
 import asyncio
+import logging
 from typing import Annotated, Final
 
 import httpx
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from atoll.agents.runner import AgentFunction
-from atoll.agents.session import AgentSession
+from atoll.agents.session import AgentSession, tls_context
 from atoll.config.load import secret
 from atoll.config.schema import HttpAgentConfig
 
+log = logging.getLogger(__name__)
+
 CONNECT_TIMEOUT_S: Final = 10.0
 BUSY: Final = (429, 503)  # statuses
-BUSY_S: Final = 1.0  # before a busy agent is asked again, unless it says when; doubles each time
-MAX_BUSY_S: Final = 30.0
+PAUSES_S: Final = (0.5, 1, 2, 4, 8, 15, 30, 30, 30)  # before a busy agent is asked again, unless it says when
 MAX_EXCERPT: Final = 200  # characters of an answer, in an error
 
 
@@ -32,17 +34,12 @@ def http_agent(settings: HttpAgentConfig) -> AgentFunction:
     headers = {"authorization": f"Bearer {secret(settings.auth)}"} if settings.auth else {}
 
     async def play(session: AgentSession) -> float | None:
-        """Waits as long as the session may take; a busy agent (429, or 503) is asked again later."""
+        """Waits as long as the session may take. An agent that is busy, or not there, is asked again for about
+        two minutes."""
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        async with httpx.AsyncClient(timeout=timeout, trust_env=False, headers=headers) as client:
-            pause_s = BUSY_S
-            while (response := await client.post(settings.url, json=_task(session))).status_code in (
-                429,
-                503,
-            ):
-                said = response.headers.get("retry-after", "")
-                await asyncio.sleep(float(said) if said.isdecimal() else pause_s)
-                pause_s = min(2 * pause_s, MAX_BUSY_S)
+        tls = tls_context()
+        async with httpx.AsyncClient(timeout=timeout, trust_env=False, verify=tls, headers=headers) as client:
+            response = await _post(client, settings.url, _task(session))
         if response.status_code != 200:
             raise RuntimeError(
                 f"{settings.url}: got status {response.status_code} and {response.text[:MAX_EXCERPT]!r}, "
@@ -60,6 +57,21 @@ def http_agent(settings: HttpAgentConfig) -> AgentFunction:
         return answer.reward
 
     return play
+
+
+async def _post(client: httpx.AsyncClient, url: str, task: dict[str, object]) -> httpx.Response:
+    for pause_s in PAUSES_S:
+        try:
+            response = await client.post(url, json=task)
+        except httpx.ConnectError:  # it has not heard of the session
+            log.warning("no agent answers at %s: trying again in %g s", url, pause_s)
+        else:
+            if response.status_code not in BUSY:
+                return response
+            said = response.headers.get("retry-after", "")
+            pause_s = float(said) if said.isdecimal() else pause_s
+        await asyncio.sleep(pause_s)
+    return await client.post(url, json=task)
 
 
 def _task(session: AgentSession) -> dict[str, object]:

@@ -41,7 +41,7 @@ class Toolbox:
 
     async def call(self, name: str, arguments: str) -> str:
         """What the policy reads: the result, or what is wrong with the call, which it may have written in any
-        form. Raises EnvironmentFailedError if the tool's server fails."""
+        form. Raises AtollError if the tool's server fails."""
         offer = self._offers.get(name)
         if offer is None:
             return f"error: there is no tool {name}; there is {', '.join(self._offers)}"
@@ -51,10 +51,7 @@ class Toolbox:
             return f"error: the arguments are not valid JSON: {error}"
         if not isinstance(given, dict):
             return f"error: the arguments are {type(given).__name__}, expected an object"
-        try:
-            result = await offer.session.call(name, given)
-        except AtollError as error:
-            raise EnvironmentFailedError(f"tool {name}: {error}") from error
+        result = await offer.session.call(name, given)
         text = f"error: {result.text}" if result.is_error else result.text
         if len(text) <= self._max_result_chars:
             return text
@@ -72,29 +69,25 @@ async def open_toolbox(
         if access.server.kind == "tool":
             by_name[access.server.name].append(access)
     offers: dict[str, _Offer] = {}
-    async with AsyncExitStack() as stack:
-        for name, servers in by_name.items():
-            server = clients.tools(choose(servers, session.id))
-            try:
+    try:
+        async with AsyncExitStack() as stack:
+            for name, servers in by_name.items():
+                server = clients.tools(choose(servers, session.id))
                 there = await stack.enter_async_context(server.session())
-                found = await there.tools()
-            except AtollError as error:
-                raise EnvironmentFailedError(str(error)) from error
-            for tool in found:
-                if tool.name in offers:
-                    raise ValueError(
-                        f"tool server {name}: its tool {tool.name} is offered by another one, too"
-                    )
-                offers[tool.name] = _Offer(tool, there)
-        yield Toolbox(_wanted(session, offers), max_result_chars)
+                for tool in await there.tools():
+                    if tool.name in offers:
+                        raise ValueError(f"tool server {name}: another one offers a tool {tool.name}, too")
+                    offers[tool.name] = _Offer(tool, there)
+            yield Toolbox(_wanted(session, offers), max_result_chars)
+    except AtollError as error:
+        raise EnvironmentFailedError(str(error)) from error
 
 
 def _wanted(session: AgentSession, offers: Mapping[str, _Offer]) -> Mapping[str, _Offer]:
     names = row_tools(session.extra)
     if missing := [name for name in names if name not in offers]:
-        raise ValueError(
-            f"the row names the tools {', '.join(missing)}; there is {', '.join(offers) or 'none'}"
-        )
+        known = ", ".join(offers) or "none"
+        raise ValueError(f"the row names the tools {', '.join(missing)}, expected some of {known}")
     return {name: offers[name] for name in names} if names else offers
 
 

@@ -191,9 +191,11 @@ def _translate(channel: Channel, error: Exception) -> BaseException:
         return asyncio.CancelledError()
     while isinstance(error, ExceptionGroup):  # of one session's tasks, of which the first failure ends all
         error = error.exceptions[0]
-    if isinstance(error, AtollError | TimeoutError | httpx2.HTTPError):
+    if isinstance(error, AtollError | TimeoutError):
         return error
     text = f"{channel.where}: got {excerpt(str(error), channel.token)}"
+    if isinstance(error, httpx2.HTTPError):
+        return ServiceUnavailableError(f"{text}: the connection failed")
     if isinstance(error, MCPError):
         if error.code == CONNECTION_CLOSED:
             return ServiceUnavailableError(text)

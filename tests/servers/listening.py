@@ -1,4 +1,4 @@
-"""Serves an ASGI application on any free port of loopback, which is the first line on stdout."""
+"""Serves an ASGI application on a port of loopback (0: any free one), which is the first line on stdout."""
 
 import socket
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import uvicorn
 
 
-def serve(application: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def serve(application: Any, port: int = 0) -> None:
+    with socket.create_server(("127.0.0.1", port)) as listener:
         print(listener.getsockname()[1], flush=True)
         uvicorn.Server(uvicorn.Config(application, log_level="warning")).run(sockets=[listener])

@@ -1,0 +1,184 @@
+"""Whole runs of each kind of agent, with real servers in processes of their own, of which each hangs once and
+dies once in mid-episode. What the policy says is scripted."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.cli.launch.launcher import launch
+from atoll.runtime.dump import dumps, read_dump
+from atoll.wire.types import Trajectory
+from tests.builders import run_config
+from tests.gateway import agent_runs
+from tests.gateway.exactness import until_ended
+
+ROOT = Path(__file__).parents[2]
+THEIRS = ROOT / ".venv-servers/bin/python"
+TOKEN = "sesame-4711"
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 34}}\n</tool_call>'
+FAIL = '<tool_call>\n{"name": "fail_once", "arguments": {"how": "%s"}}\n</tool_call>'
+
+
+@contextmanager
+def kept_alive(script: str, folder: Path, python: Path | str = THEIRS) -> Iterator[int]:
+    """The port of a server that is started again there whenever its process ends."""
+    faults = folder / script
+    faults.mkdir()
+    is_over = threading.Event()
+
+    def start(port: int) -> tuple[subprocess.Popen[str], int]:
+        command = [python, ROOT / "tests/servers" / f"{script}.py", str(port), faults]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        return process, int(process.stdout.readline())
+
+    running, port = start(0)
+
+    def keep() -> None:
+        nonlocal running
+        while running.wait() is not None and not is_over.is_set():
+            running, _ = start(port)
+
+    keeper = threading.Thread(target=keep)
+    keeper.start()
+    try:
+        yield port
+    finally:
+        is_over.set()
+        running.kill()
+        keeper.join()
+    assert sorted(path.name for path in faults.iterdir()) == ["die", "hang"]  # each happened
+
+
+def server(kind: str, name: str, url: str, protocol: str) -> dict[str, Any]:
+    return {"kind": kind, "name": name, "url": url, "protocol": protocol, "timeout_s": 3.0}
+
+
+def train(folder: Path, agent: dict[str, Any], scripts: list[list[str]], **tables: Any) -> list[Trajectory]:
+    """One step on a row for each script; its samples."""
+    agent_runs.write_rows(folder / "rows.jsonl", scripts)
+    tree = agent_runs.config(folder, "qwen2.5", "openai_chat", **tables)
+    tree["run"]["steps"] = 1
+    tree["agents"] = [{"name": "tested", **agent}]
+    tree["coordinator"] |= {"prompts_per_step": len(scripts), "max_sample_attempts": 10}
+    config = run_config(tree)
+    assert launch(config, until_ended, resume=False)
+    [dump] = dumps(config.folder / "dumps")
+    samples = [sample for group in read_dump(dump)[1] for sample in group.samples]
+    samples.sort(key=lambda sample: sample.id)
+    assert len(samples) == 2 * len(scripts)
+    return samples
+
+
+def reasons(folder: Path) -> str:
+    """What the coordinator's log says of attempts that were lost."""
+    lines = (folder / "runs/agents/logs/coordinator.log").read_text().splitlines()
+    return "\n".join(line for line in lines if ", attempt " in line)
+
+
+def replies(sample: Trajectory) -> list[str]:
+    return [message.content for message in sample.messages if message.role == "tool"]
+
+
+@pytest.mark.long
+def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
+    scripts = [[ADD, "46"], [ADD, FAIL % "hang", "46"], [ADD, FAIL % "die", "46"], [ADD + ADD, "47"]]
+    with kept_alive("mcp_sums", tmp_path) as port:
+        samples = train(
+            tmp_path,
+            {"tools": {"servers": ["sums"]}},
+            scripts,
+            servers=[server("tool", "sums", f"http://127.0.0.1:{port}/mcp", "mcp")],
+        )
+    assert [sample.score for sample in samples] == [1, 1, 1, 1, 1, 1, 0, 0]
+    assert [replies(sample) for sample in samples[::2]] == [
+        ["46"],
+        ["46", "well again"],
+        ["46", "well again"],
+        ["46", "46"],
+    ]
+    lost = reasons(tmp_path)
+    assert "environment failed: EnvironmentFailedError: tool fail_once: tool server sums" in lost
+    assert "no answer within 3 s" in lost
+
+
+@pytest.mark.long
+def test_an_openenv_environment(tmp_path: Path) -> None:
+    scripts = [["a", "b", "c"], ["a", "hang", "c"], ["a", "die", "c"], ["a"]]
+    with kept_alive("openenv_steps", tmp_path) as port:
+        samples = train(
+            tmp_path,
+            {"environment": {"server": "steps"}},
+            scripts,
+            servers=[server("env", "steps", f"http://127.0.0.1:{port}", "openenv")],
+        )
+    for sample in samples:
+        assert [(reward.node, reward.value) for reward in sample.rewards] == [
+            (sample.turns[0].node, 0.25),
+            (sample.turns[1].node, 0.25),
+            (sample.turns[2].node, 0.5),
+            (-1, 0.0),
+        ]
+        asked = [message.content for message in sample.messages if message.role == "user"]
+        assert asked[0].endswith("\nbegin at ")
+        assert asked[1:] == ["step 1", "step 2"]
+    assert "environment failed" in reasons(tmp_path)
+
+
+@pytest.mark.long
+def test_an_agent_called_by_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENT_TOKEN", TOKEN)
+    scripts = [["a", "46"], ["hang", "46"], ["die", "46"], ["a", "47"]]
+    with kept_alive("http_agent", tmp_path, sys.executable) as port:
+        agent = {"http": {"url": f"http://127.0.0.1:{port}/solve", "auth": "env:AGENT_TOKEN"}}
+        ends = {"max_seconds": 20.0, "on_end": {"seconds": "replace"}, "reward": "session"}
+        samples = train(tmp_path, agent | ends, scripts)
+    assert [sample.score for sample in samples] == [1, 1, 1, 1, 1, 1, 0, 0]
+    assert [dict(sample.environment) for sample in samples[::2]] == [{"last": "46"}] * 3 + [{"last": "47"}]
+    assert "agent failed" in reasons(tmp_path)
+    assert "seconds" in reasons(tmp_path)
+
+
+ENVIRONMENT = """
+from pathlib import Path
+
+class Countdown:
+    def __init__(self):
+        self.left = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.left = 3
+        return f"{self.left} left, seed {seed}", {}
+
+    def step(self, action):
+        if action == "fail" and not Path("failed").exists():
+            Path("failed").touch()
+            raise OSError("the world ended")
+        self.left -= 1
+        return f"{self.left} left", 0.5 * (action == "down"), self.left == 0, False, {}
+"""
+
+
+def test_a_class_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    samples = train(
+        tmp_path,
+        {"environment": {"environment": "mine.py:Countdown"}, "max_turns": 2},
+        [["down", "up"], ["down", "fail", "down"]],
+    )
+    assert [sample.score for sample in samples] == [0.5] * 4
+    assert [len(sample.turns) for sample in samples] == [2] * 4
+    assert all(sample.reason == "turns" for sample in samples)
+    asked = [[m.content.partition("\n")[2] for m in sample.messages[:1]] for sample in samples]
+    assert asked[0] == asked[1]
+    assert asked[0] != asked[2]
+    assert "environment failed: EnvironmentFailedError: Countdown: OSError: the world ended" in reasons(
+        tmp_path
+    )
