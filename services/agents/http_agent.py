@@ -34,8 +34,8 @@ def http_agent(settings: HttpAgentConfig) -> AgentFunction:
     headers = {"authorization": f"Bearer {secret(settings.auth)}"} if settings.auth else {}
 
     async def play(session: AgentSession) -> float | None:
-        """Waits as long as the session may take. An agent that is busy, or not there, is asked again for about
-        two minutes."""
+        """Waits as long as the session may take. One that is busy or not there is asked again, for about two
+        minutes."""
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         tls = tls_context()
         async with httpx.AsyncClient(timeout=timeout, trust_env=False, verify=tls, headers=headers) as client:

@@ -153,17 +153,24 @@ class AgentRunner:
                 raise
             except asyncio.CancelledError:
                 return replace(CANCELLED, environment=session.environment)
+            except EnvironmentFailedError as error:
+                _log.warning(
+                    "session %s: agent %s: its environment failed: %s", session.id, task.agent, error
+                )
+                return AgentOutcome(_cause(error), environment_failed=True, environment=session.environment)
             except BaseException as error:  # users' code may raise anything, SystemExit would end the loop
-                _log.exception("session %s: agent %s failed", task.session, task.agent)
-                cause = f"{type(error).__name__}: {error}"[:MAX_CAUSE]
-                failed = isinstance(error, EnvironmentFailedError)
-                return AgentOutcome(cause, environment_failed=failed, environment=session.environment)
+                _log.exception("session %s: agent %s failed", session.id, task.agent)
+                return AgentOutcome(_cause(error), environment=session.environment)
             return AgentOutcome(reward=reward, environment=session.environment)
 
     def _forget(self, session: _AgentCall) -> None:
         if session.num_listeners == 0 and self._sessions.get(session.id) is session:
             self.cancel(session.id)
             del self._sessions[session.id]
+
+
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:MAX_CAUSE]
 
 
 def _reward(value: object) -> float | None:

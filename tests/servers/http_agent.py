@@ -1,4 +1,4 @@
-"""An agent behind FastAPI: two turns by OpenAI's client, and the reward for the last reply. It fails once after
+"""An agent behind FastAPI: two turns by OpenAI's client, and a reward for the last reply. It fails once after
 the replies "hang" and "die". Arguments: port (0: any), folder of its faults."""
 
 import sys

@@ -280,16 +280,16 @@ def test_tool_calls_of_a_row_are_as_openais_api_has_them() -> None:
     ]
 
 
-def num_tls_contexts() -> int:
+def numtls_contexts() -> int:
     return sum(issubclass(type(each), ssl.SSLContext) for each in gc.get_objects())
 
 
-async def test_clients_of_all_sessions_share_a_tls_context_and_each_is_closed_alone() -> None:
+async def test_clients_of_all_sessions_share_atls_context_and_each_is_closed_alone() -> None:
     first, *others = sessions = [AgentSession(task(index)) for index in range(20)]
     assert not first.client.is_closed()  # it has built what is shared, unless another test did
-    before = num_tls_contexts()
+    before = numtls_contexts()
     clients = [session.client for session in others]
-    assert num_tls_contexts() == before
+    assert numtls_contexts() == before
     await first.aclose()
     assert first.client.is_closed()
     assert not any(client.is_closed() for client in clients)
@@ -318,12 +318,12 @@ async def test_a_reward_goes_to_the_gateway_with_its_own_key_until_it_is_there()
     assert {(r.method, r.path, r.headers["authorization"]) for r in server.requests} == {
         ("POST", "/sessions/reward", "Bearer reward-key")
     }
-    whole = {"value": 0.5, "turn": None}
+    whole = {"value": 0.5, "turn": None, "component": "session"}
     assert [request.json for request in server.requests] == [
         whole,
         whole,
-        {"value": 1.0, "turn": "chatcmpl-3"},
-        {"value": 2.0, "turn": None},
+        {"value": 1.0, "turn": "chatcmpl-3", "component": "session"},
+        {"value": 2.0, "turn": None, "component": "session"},
     ]
     keys = [request.headers["idempotency-key"] for request in server.requests]
     assert keys[0] == keys[1]

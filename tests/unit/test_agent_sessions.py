@@ -20,7 +20,9 @@ from atoll.wire.types import (
     WHOLE,
     AgentOutcome,
     AgentTask,
+    ExternalServer,
     SampleId,
+    ServerAccess,
     SessionEnd,
     SessionId,
     Trajectory,
@@ -29,6 +31,7 @@ from atoll.wire.types import (
 )
 from tests.builders import group_id, node, pending, sample, sample_id
 
+ENVIRONMENT = ServerAccess(ExternalServer("env", "maze", "http://maze", "openenv"), "sesame")
 ID = SessionId(SampleId(group_id(), 0), 0)
 
 
@@ -55,6 +58,8 @@ class Stage:
         self.gateway = MagicMock(open=AsyncMock(return_value=("http://g", True)), end=self._end)
         self.begun, self.ended = asyncio.Event(), asyncio.Event()
         self.turns: Any = MagicMock(has_turn=MagicMock(return_value=True), end=lambda _: self.ended.set())
+        self.servers = MagicMock(check=AsyncMock())
+        self.servers.lend.return_value.__aenter__.return_value = (ENVIRONMENT,)
         self.group = pending(0, 1)
         self.group.prompt = replace(self.group.prompt, agent="solver")
         self.sessions: AgentSessions
@@ -91,7 +96,7 @@ class Stage:
         await hosts.add(MagicMock(run=self._run, cancel=self._cancel), {"solver": 1})
         agents = {"solver": self.agent}
         self.sessions = AgentSessions(
-            agents, gateways, hosts, self.turns, self._receive, self._lose, model="toy"
+            agents, gateways, hosts, self.servers, self.turns, self._receive, self._lose, model="toy"
         )
         self.sessions.submit([self.group])
 

@@ -9,6 +9,7 @@ import pytest
 
 from atoll.config.schema import ServerConfig
 from atoll.coordinator.rewards.rewards import Rewards
+from atoll.coordinator.rewards.server_pool import Name
 from atoll.coordinator.rewards.servers import LEASE_S
 from atoll.coordinator.rewards.verdict_sources import ServerGrader
 from atoll.external.protocols import connect
@@ -31,6 +32,7 @@ NONSENSE = ProtocolError('got "lots", expected a number')
 SILENT = "it does not answer, or not in time"  # what others than the log say of a registered server
 WRONG = "it violates its protocol"
 BUSY = OverloadedError("the queue is full")
+JUDGES: list[Name] = [("reward", "judge"), ("reward", "style")]
 
 
 async def score(world: World, number: int = 1, name: str = "judge") -> list[list[Verdict]]:
@@ -289,10 +291,10 @@ async def test_a_restarted_coordinator_finds_who_was_registered() -> None:
     later.store = later.servers._store = world.store  # type: ignore[assignment]
     await later.servers.restore(resume=True)
     assert set(later.unhealthy()) == {"a"}
-    assert later.servers.missing() == ["judge", "style"]
+    assert later.servers.missing(JUDGES) == JUDGES
     async with watched(later):
         await asyncio.sleep(1)
-        assert later.servers.missing() == ["style"]
+        assert later.servers.missing(JUDGES) == JUDGES[1:]
         assert later.servers.health() == (
             ServerHealth(reward_server("a", options={"preset": "slime"}, address=ADDRESS), True),
         )
