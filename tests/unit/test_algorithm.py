@@ -429,7 +429,7 @@ def test_weights_and_rejection_go_together() -> None:
 )
 def test_an_advantage_of_ones_own_that_fails_is_named(tmp_path: Path, body: str, cause: str) -> None:
     file = tmp_path / "own.py"
-    file.write_text(f"from atoll.coordinator.algorithm.advantage import Estimate\ndef mine(t):\n    {body}\n")
+    file.write_text(f"from atoll.coordinator.algorithm.estimates import Estimate\ndef mine(t):\n    {body}\n")
     with pytest.raises(AtollError, match=rf"own.py:mine' failed: {cause}"):
         prepare({"actor": Model([])}, algorithm={"advantage": f"{file}:mine"})
 

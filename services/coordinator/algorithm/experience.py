@@ -10,8 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
-from atoll.coordinator.algorithm.advantage import Float64
 from atoll.coordinator.algorithm.branches import Branches, find_branches
+from atoll.coordinator.algorithm.estimates import Float64
 from atoll.runtime.trajectory import inserted_node
 from atoll.wire.types import (
     BELOW_PROMPT,
