@@ -1,4 +1,5 @@
-"""Advantage estimators. Pure numpy; shapes as in estimates.py."""
+"""Advantage estimators. Pure numpy; shapes as in estimates.py. Those that count turns are in
+advantage_turns.py."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -6,6 +7,7 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
+from atoll.coordinator.algorithm.advantage_turns import episode_grpo, turn_gae, turn_returns
 from atoll.coordinator.algorithm.estimates import (
     Estimate,
     Estimator,
@@ -199,6 +201,9 @@ ADVANTAGES: Mapping[str, Estimator] = {
     "gpg": gpg,
     "pass_at_k": pass_at_k,
     "gdpo": gdpo,
+    "turn_gae": turn_gae,
+    "turn_returns": turn_returns,
+    "episode_grpo": episode_grpo,
 }
 
 # What an estimator asks of other settings; without it a config is refused (services/config/rules.py).
@@ -216,4 +221,6 @@ TRAITS: Mapping[str, tuple[str, ...]] = {
     "gpg": ("group_relative",),
     "pass_at_k": ("group_relative",),
     "gdpo": ("group_relative", "reads_components"),
+    "turn_gae": ("needs_values",),
+    "episode_grpo": ("group_relative",),
 }

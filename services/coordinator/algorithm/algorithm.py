@@ -230,6 +230,7 @@ class Algorithm:
             values_T=_values_before(layout, answers.values),
             baselines_N=_baselines(groups),
             branches=layout.branches,
+            turn_lengths_U=layout.turn_lengths,
         )
 
     def _estimate(self, trajectories: Trajectories) -> Estimate:

@@ -2,8 +2,8 @@
 
 Letters in shapes: N samples, G groups, K graders, T loss-masked tokens of all samples, one sample after
 the other, each sample's in the order in which they were produced. Prompt, tool and template tokens are
-excluded, so what an estimator carries from token to token passes over them.
-B branches (branches.py): only answers drawn side by side from one context are alternatives, and
+excluded, so what an estimator carries from token to token passes over them. U turns with such tokens, in the
+same order. B branches (branches.py): only answers drawn side by side from one context are alternatives, and
 nothing is carried from one to another. What comes before them gets what is carried from each, once.
 """
 
@@ -34,6 +34,7 @@ class Trajectories:
     values_T: Float64 | None = None  # the critic's value of the state before each token
     baselines_N: Float64 | None = None  # score of the greedy sample of the same prompt
     branches: Branches | None = None  # None: no sample has alternatives
+    turn_lengths_U: Int64 | None = None  # tokens of each turn; None: each sample is one turn
 
     def spread(self, per_sample_N: Float64) -> Float64:
         """[T] each sample's value, repeated for all of its tokens."""
