@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll import Grade, ScoreItem
-from atoll.coordinator.algorithm.advantage import Estimate, Trajectories
+from atoll.coordinator.algorithm.estimates import Estimate, Trajectories
 from atoll.wire.types import Group
 
 if TYPE_CHECKING:  # the coordinator and the reward service run without torch

@@ -185,6 +185,25 @@ class Reading:
         return sums
 
     @cached_property
+    def turn_history(self) -> dict[int, list[int]]:
+        """Of each turn, by its node: itself and all that it follows, the nearest first."""
+        return {
+            token.node: list(dict.fromkeys(self.tokens[i].node for i in history))
+            for token, history in zip(self.tokens, self.history, strict=True)
+        }
+
+    def carried_back_by_turn(self, terms: dict[int, float], discount: float) -> dict[int, float]:
+        """Of each turn: every term at or after it, once, discounted by how many turns lie in between."""
+        sums = dict.fromkeys(self.turn_history, 0.0)
+        for node, term in terms.items():
+            for distance, before in enumerate(self.turn_history[node]):
+                sums[before] += discount**distance * term
+        return sums
+
+    def on_tokens(self, of_turns: dict[int, float]) -> list[float]:
+        return [of_turns[token.node] for token in self.tokens]
+
+    @cached_property
     def rewards(self) -> list[float]:
         at = [0.0] * len(self.tokens)
         for reward in self.sample.rewards if at else ():
@@ -203,6 +222,30 @@ class Reading:
             if token.after >= 0:
                 next_values[token.after] += value
         return [r + GAMMA * n - v for r, n, v in zip(self.rewards, next_values, self.values, strict=True)]
+
+    @cached_property
+    def turn_rewards(self) -> dict[int, float]:
+        sums = dict.fromkeys(self.turn_history, 0.0)
+        for token, reward in zip(self.tokens, self.rewards, strict=True):
+            sums[token.node] += reward
+        return sums
+
+    @cached_property
+    def turn_values(self) -> dict[int, float]:
+        """Before the first token of each turn."""
+        backwards = zip(reversed(self.tokens), reversed(self.values), strict=True)
+        return {token.node: value for token, value in backwards}
+
+    @cached_property
+    def turn_errors(self) -> dict[int, float]:
+        next_values = dict.fromkeys(self.turn_history, 0.0)
+        for node, (_, *before) in self.turn_history.items():
+            if before:
+                next_values[before[0]] += self.turn_values[node]
+        return {
+            node: reward + GAMMA * next_values[node] - self.turn_values[node]
+            for node, reward in self.turn_rewards.items()
+        }
 
 
 def read(groups: Sequence[Group]) -> list[list[Reading]]:

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from atoll.coordinator.algorithm.advantage import (
     ADVANTAGES,
     TRAITS,
-    Float64,
-    Trajectories,
     dr_grpo,
     gae,
     gdpo,
@@ -24,8 +22,8 @@ from atoll.coordinator.algorithm.advantage import (
     remax,
     rloo,
     vapo,
-    whiten,
 )
+from atoll.coordinator.algorithm.estimates import Float64, Trajectories, whiten
 from atoll.wire.types import Bool
 
 

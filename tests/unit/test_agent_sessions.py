@@ -180,9 +180,13 @@ async def test_a_limit_of_the_gateway_takes_no_reward_away(limit: SessionEnd) ->
         (REWARDED, AgentOutcome(reward=0.25), 0.75),
         (None, STOPPED, f"no reward: its session ended ({limit.value}) before one was set"),
     ):
-        stage = Stage(payload, reward="session")
-        stage.ended_by_gateway = limit
-        assert score_of(await stage.play(outcome)) == score
+        for what, expected in (("train", [True, False]), ("weight_0", [False, False])):
+            on_end = SessionEndsConfig.model_validate({limit.value: what})
+            stage = Stage(payload, reward="session", on_end=on_end)
+            stage.ended_by_gateway = limit
+            result = await stage.play(outcome)
+            assert score_of(result) == score
+            assert isinstance(result, str) or weights(result) == expected
 
 
 @pytest.mark.parametrize("limit", [SessionEnd.SECONDS, SessionEnd.AGE])

@@ -187,21 +187,25 @@ def test_of_alternatives_each_is_as_old_as_it_is(
         ("seq_mean_token_sum_norm", [1 / (3 * 8)] * 4),
     ],
 )
-def test_side_and_aborted_turns_have_no_weight_and_their_rewards_count(
-    aggregation: str, weights: list[float]
+@pytest.mark.parametrize("end", [TrajectoryStatus.ABORTED, TrajectoryStatus.TRUNCATED])
+def test_side_aborted_and_masked_turns_have_no_weight_and_their_rewards_count(
+    aggregation: str, weights: list[float], end: TrajectoryStatus
 ) -> None:
-    # flat tokens: the prompt; [3, 4, 5] of the main conversation; a title's [6, 7]; [8]; the aborted [9, 10]
+    """A truncated session is masked as `on_end` says: `weight_0`."""
+    # flat tokens: the prompt; [3, 4, 5] of the main conversation; a title's [6, 7]; [8]; the third's [9, 10]
     first = builders.sample(
         sample_id(0, 0), node([3, 4, 5]), node([6, 7], parent=NEW_CONVERSATION), score=1.0
     )
     main, title = first.turns
     first = first._replace(turns=(main, title._replace(untrained=True)))
     second = builders.sample(sample_id(0, 1), node([8]), score=0.5)
-    third = builders.sample(sample_id(0, 2), node([9, 10]), score=0.0)
-    aborted = third._replace(status=TrajectoryStatus.ABORTED)
+    third = builders.sample(sample_id(0, 2), node([9]), node([10], parent=0), score=0.0)
+    third = third._replace(status=end)
+    if end is TrajectoryStatus.TRUNCATED:
+        third = third._replace(turns=tuple(turn._replace(untrained=True) for turn in third.turns))
     prepared, _ = prepare(
         {"actor": Model([])},
-        [group(first, second, aborted)],
+        [group(first, second, third)],
         coordinator={"prompts_per_step": 1, "samples_per_prompt": 3},
         rollout={"sampling": {"max_new_tokens": 8}},
         algorithm={"advantage": "rloo", "aggregation": aggregation},
@@ -211,7 +215,7 @@ def test_side_and_aborted_turns_have_no_weight_and_their_rewards_count(
     trained = np.flatnonzero(batch.loss_weights)
     np.testing.assert_array_equal(ids[trained], [3, 4, 5, 8])
     np.testing.assert_allclose(batch.loss_weights[trained], weights, rtol=1e-6)
-    # less the mean of the two others' rewards: 1 - 0.25, and 0.5 - 0.5, with the aborted one's 0
+    # less the mean of the two others' rewards: 1 - 0.25, and 0.5 - 0.5, with the third one's 0
     np.testing.assert_allclose(batch.advantages[trained], [0.75, 0.75, 0.75, 0.0], atol=1e-7)
     assert prepared.metrics["critic/score/mean"] == 0.5
 
@@ -429,7 +433,7 @@ def test_weights_and_rejection_go_together() -> None:
 )
 def test_an_advantage_of_ones_own_that_fails_is_named(tmp_path: Path, body: str, cause: str) -> None:
     file = tmp_path / "own.py"
-    file.write_text(f"from atoll.coordinator.algorithm.advantage import Estimate\ndef mine(t):\n    {body}\n")
+    file.write_text(f"from atoll.coordinator.algorithm.estimates import Estimate\ndef mine(t):\n    {body}\n")
     with pytest.raises(AtollError, match=rf"own.py:mine' failed: {cause}"):
         prepare({"actor": Model([])}, algorithm={"advantage": f"{file}:mine"})
 
@@ -465,7 +469,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Group], list[Group]]:
     return plain, padded
 
 
-@given(batches(), st.sampled_from(["gae", "vapo", "grpo", "rloo", "opo", "reinforce_pp", "gdpo"]))
+@given(batches(), st.sampled_from(["gae", "vapo", "grpo", "rloo", "opo", "reinforce_pp", "gdpo", "turn_gae"]))
 @settings(max_examples=60, deadline=None)
 def test_masked_tokens_change_nothing(pair: tuple[list[Group], list[Group]], advantage: str) -> None:
     trained = []
@@ -475,7 +479,7 @@ def test_masked_tokens_change_nothing(pair: tuple[list[Group], list[Group]], adv
         starts = np.cumsum(layout.lengths) - layout.lengths
         before = np.cumsum(layout.loss_mask_T) - starts[layout.sample_T]
         values = np.where(layout.sample_T >= 0, 0.1 * before, 0.0)
-        critic = {"critic": Model(values.tolist())} if advantage in ("gae", "vapo") else {}
+        critic = {"critic": Model(values.tolist())} if advantage in ("gae", "vapo", "turn_gae") else {}
         prepared, _ = prepare(
             {"actor": Model([]), **critic},
             groups,

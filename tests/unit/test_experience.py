@@ -57,6 +57,7 @@ def test_layout_by_hand() -> None:
     np.testing.assert_array_equal(layout.group_N, [0, 0, 1])
     np.testing.assert_array_equal(layout.lengths, [2, 3, 0])
     np.testing.assert_array_equal(layout.last_N, [3, 7, 8])  # the empty response: its prompt's last token
+    np.testing.assert_array_equal(layout.turn_lengths, [2, 1, 2])
 
 
 def routed(node: Node, *numbers: int) -> Node:
@@ -153,6 +154,7 @@ def test_conversations_of_a_sample_in_time_order() -> None:
     assert layout.branches.lengths_B.tolist() == [4, 1, 1, 2]
     assert layout.branches.parents_B.tolist() == [-1, 0, 0, -1]
     assert layout.branches.samples_B.tolist() == [0, 0, 0, 1]
+    assert layout.turn_lengths.tolist() == [1, 1, 2, 1, 1, 1, 1]  # the title's in between
 
 
 def test_without_a_prompt_samples_are_trees_of_their_own() -> None:

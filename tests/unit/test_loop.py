@@ -233,7 +233,7 @@ async def test_an_error_that_is_not_a_trainers_leaves_a_checkpoint_of_the_last_s
 
 
 FAILS_LATER = """
-from atoll.coordinator.algorithm.advantage import Estimate
+from atoll.coordinator.algorithm.estimates import Estimate
 
 calls = []
 

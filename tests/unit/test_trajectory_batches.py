@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def prepare(
     groups: Sequence[Group], advantage: Any, aggregation: str = "token_mean", oldest: int = 0
 ) -> PreparedStep:
     name = advantage["name"] if isinstance(advantage, dict) else advantage
-    critic = {"critic": Model()} if name in ("gae", "vapo") else {}
+    critic = {"critic": Model()} if name in ("gae", "vapo", "turn_gae") else {}
     config = run_config(
         coordinator={"prompts_per_step": 2, "samples_per_prompt": 2, "greedy_baseline": name == "remax"},
         algorithm={"advantage": advantage, "aggregation": aggregation},
@@ -79,6 +80,8 @@ def test_the_layout_has_every_token_once_and_below_its_context(groups: list[Grou
     np.testing.assert_array_equal(layout.lengths, counts)
     np.testing.assert_array_equal(layout.trained_samples, np.repeat(np.arange(len(counts)), counts))
     np.testing.assert_allclose(layout.rewards_R, [x for each in readings for r in each for x in r.rewards])
+    turns = [Counter(token.node for token in r.tokens) for each in readings for r in each]
+    assert layout.turn_lengths.tolist() == [count for each in turns for count in each.values()]
     # what is not trained: each prompt once, and of each group's samples what they have for themselves
     for number, group in enumerate(groups):
         firsts = Counter((node.parent, tuple(node.token_ids)) for node in first_inserted(group))
@@ -168,6 +171,19 @@ def remax(readings: list[list[Reading]]) -> list[float]:
     ]
 
 
+def discounted_episodes(readings: list[list[Reading]]) -> list[float]:
+    out = []
+    for each in readings:
+        scores = [
+            sum(GAMMA ** (len(r.turn_history[node]) - 1) * reward for node, reward in r.turn_rewards.items())
+            + (r.sample.score - sum(r.rewards))  # without a token
+            for r in each
+        ]
+        for advantage, r in zip(standardise(scores, []), each, strict=True):
+            out += [advantage] * len(r.tokens)
+    return out
+
+
 ADVANTAGES: dict[str, tuple[Any, Callable[[list[list[Reading]]], list[float]]]] = {
     "gae": (
         {"name": "gae", "gamma": GAMMA, "lam": LAM},
@@ -193,7 +209,31 @@ ADVANTAGES: dict[str, tuple[Any, Callable[[list[list[Reading]]], list[float]]]] 
     "gpg": ("gpg", gpg),
     "pass_at_k": ("pass_at_k", on_all_tokens(best_of_two)),
     "gdpo": ("gdpo", lambda readings: whiten(on_all_tokens(standardise)(readings))),
+    "turn_gae": (
+        {"name": "turn_gae", "gamma": GAMMA, "lam": LAM},
+        lambda readings: whiten(flat(turn_advantages)(readings)),
+    ),
+    "turn_returns": (
+        {"name": "turn_returns", "gamma": GAMMA},
+        lambda readings: whiten(
+            flat(lambda r: r.on_tokens(r.carried_back_by_turn(r.turn_rewards, GAMMA)))(readings)
+        ),
+    ),
+    "episode_grpo": ({"name": "episode_grpo", "gamma": GAMMA}, discounted_episodes),
 }
+
+
+def turn_advantages(r: Reading) -> list[float]:
+    return r.on_tokens(r.carried_back_by_turn(r.turn_errors, GAMMA * LAM))
+
+
+def returns(name: str, r: Reading) -> list[float]:
+    """The critic's targets."""
+    if name == "turn_gae":
+        advantages, values = turn_advantages(r), r.on_tokens(r.turn_values)
+    else:
+        advantages, values = r.carried_back(r.errors, GAMMA * LAM), r.values
+    return [x + v for x, v in zip(advantages, values, strict=True)]
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -209,10 +249,8 @@ def test_advantages_and_returns(name: str, groups: list[Group]) -> None:
     assert not batch.advantages[~layout.loss_mask_T].any()
     for learned in prepared.batches.get("critic", ()):
         assert isinstance(learned, ValueBatch)
-        back = flat(
-            lambda r: [x + v for x, v in zip(r.carried_back(r.errors, GAMMA * LAM), r.values, strict=True)]
-        )
-        np.testing.assert_allclose(learned.returns[layout.trained], back(readings), rtol=1e-5, atol=1e-5)
+        targets = flat(partial(returns, name))(readings)
+        np.testing.assert_allclose(learned.returns[layout.trained], targets, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(learned.values[layout.trained], flat(lambda r: r.values)(readings))
 
 

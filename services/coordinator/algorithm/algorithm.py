@@ -17,9 +17,10 @@ import numpy as np
 
 from atoll.config.functions import load
 from atoll.config.schema import Role, RunConfig
-from atoll.coordinator.algorithm.advantage import ADVANTAGES, Estimate, Estimator, Float64, Trajectories
+from atoll.coordinator.algorithm.advantage import ADVANTAGES
 from atoll.coordinator.algorithm.constraint import combine_advantages, update_multiplier
 from atoll.coordinator.algorithm.correction import combine, correct
+from atoll.coordinator.algorithm.estimates import Estimate, Estimator, Float64, Trajectories
 from atoll.coordinator.algorithm.experience import BatchLayout, lay_out, loss_weights, split, weighing_tokens
 from atoll.coordinator.algorithm.filters import components_of
 from atoll.coordinator.algorithm.kl import adapt_kl_coef, kl_penalty
@@ -229,6 +230,7 @@ class Algorithm:
             values_T=_values_before(layout, answers.values),
             baselines_N=_baselines(groups),
             branches=layout.branches,
+            turn_lengths_U=layout.turn_lengths,
         )
 
     def _estimate(self, trajectories: Trajectories) -> Estimate:

@@ -5,7 +5,7 @@ Source: https://arxiv.org/abs/2310.12773.
 
 import math
 
-from atoll.coordinator.algorithm.advantage import Float64
+from atoll.coordinator.algorithm.estimates import Float64
 
 MIN_LOG_MULTIPLIER = math.log(1e-8)  # negligible in an advantage; below, e^x would underflow to 0
 

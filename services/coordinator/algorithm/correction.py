@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atoll.coordinator.algorithm.advantage import Float64, Floats
+from atoll.coordinator.algorithm.estimates import Float64, Floats
 from atoll.wire.types import Bool, Int64
 
 MAX_LOG_WEIGHT = 20.0

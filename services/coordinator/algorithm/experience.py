@@ -10,8 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
-from atoll.coordinator.algorithm.advantage import Float64
 from atoll.coordinator.algorithm.branches import Branches, find_branches
+from atoll.coordinator.algorithm.estimates import Float64
 from atoll.runtime.trajectory import inserted_node
 from atoll.wire.types import (
     BELOW_PROMPT,
@@ -42,6 +42,7 @@ class BatchLayout:
     last_N: Int64  # flat index of the last token of each sample's last conversation; -1: it has no token
     rewards_R: Float64  # each turn's reward at its last loss-masked token; a turn without one has none
     branches: Branches | None  # of the R tokens; None: no sample has alternatives
+    turn_lengths: Int64  # of the R tokens, those of each turn that has any
 
     @property
     def num_samples(self) -> int:
@@ -192,6 +193,7 @@ def _flatten(
         last_N=_last_tokens(np.array(ends, np.int64), parents_D, starts_D, lengths_D),
         rewards_R=_rewards(groups, rewards, lengths_D, counts_D, lengths_N),
         branches=_branches(branches, lengths_N),
+        turn_lengths=counts_D[counts_D > 0],
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from atoll.config.functions import load
 from atoll.config.schema import FilterConfig
-from atoll.coordinator.algorithm.advantage import Float64
+from atoll.coordinator.algorithm.estimates import Float64
 from atoll.runtime.errors import AtollError, UserError
 from atoll.wire.types import Group, Trajectory
 

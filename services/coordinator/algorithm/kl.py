@@ -5,7 +5,7 @@ T: loss-masked tokens of all samples, as in advantage.py. KL in the loss is in s
 
 import numpy as np
 
-from atoll.coordinator.algorithm.advantage import Float64, Floats
+from atoll.coordinator.algorithm.estimates import Float64, Floats
 
 
 def kl_penalty(logprobs_T: Floats, ref_logprobs_T: Floats, estimator: str) -> Float64:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from atoll.coordinator.algorithm.advantage import Float64
+from atoll.coordinator.algorithm.estimates import Float64
 from atoll.coordinator.algorithm.experience import fresh_tokens
 from atoll.coordinator.algorithm.filters import scores_differ
 from atoll.runtime.telemetry import StepTimer

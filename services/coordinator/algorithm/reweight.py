@@ -13,7 +13,7 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge
 
-from atoll.coordinator.algorithm.advantage import Float64
+from atoll.coordinator.algorithm.estimates import Float64
 
 Reweight = Callable[..., Float64]  # (scores_N, *, parameters of its own) -> weights_N
 
