@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.server is not None:
         raise UserError(f"{config.name}: test a server with `atoll conformance URL --items FILE`")
     rows = read_graded_rows(Dataset(arguments.data))
-    items = [_item(number, row, response) for number, (row, response) in enumerate(rows)]
+    items = [_item(number, row, response, config.file) for number, (row, response) in enumerate(rows)]
     verdicts = asyncio.run(_grade(config, items))
     if arguments.jsonl:
         for verdict in verdicts:
@@ -79,8 +79,8 @@ async def _grade(config: GraderConfig, items: Sequence[ScoreItem]) -> list[Verdi
     return [verdicts[item.id] for item in items]
 
 
-def _item(number: int, row: DatasetRow, response: str) -> ScoreItem:
-    """Without a tokenizer, a response's length is counted in words."""
+def _item(number: int, row: DatasetRow, response: str, file: str) -> ScoreItem:
+    """Without a tokenizer, a response's length is counted in words. `file`: responses are its content."""
     return ScoreItem(
         id=SampleId(GroupId("grade", 0, number), 0),
         prompt="\n".join(message["content"] for message in row.messages),
@@ -89,6 +89,7 @@ def _item(number: int, row: DatasetRow, response: str) -> ScoreItem:
         data_source=row.data_source,
         response_length=len(response.split()),
         extra=row.extra,
+        environment={file: response} if file else {},
     )
 
 

@@ -111,6 +111,16 @@ def _graders_have_samples(config: RunConfig) -> str | None:
     return None
 
 
+def _files_are_of_sessions(config: RunConfig) -> str | None:
+    named = [grader for grader in config.reward.graders if grader.file]
+    if named and not config.has_agents:
+        return (
+            f'reward.graders: {named[0].name}: file = "{named[0].file}" is in an agent\'s workspace, and no '
+            'dataset has an agent: remove file, or set agent = "NAME" in a [[data.train]] table'
+        )
+    return None
+
+
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _agents_have_names_of_their_own,
     _datasets_name_agents,
@@ -121,4 +131,5 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _agents_are_not_greedy_baselines,
     _rewards_of_sessions_are_the_whole_score,
     _graders_have_samples,
+    _files_are_of_sessions,
 )

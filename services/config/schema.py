@@ -301,9 +301,12 @@ class GraderConfig(FunctionConfig):
     concurrency: PositiveInt | None = (
         None  # parallel responses (default: 1; for `code`, reward.sandbox.programs)
     )
+    file: str = ""  # of an agent's workspace, to be graded instead of its last reply, such as "solution.py"
 
     def _check(self) -> None:
         if self.server is not None:
+            if self.file:
+                raise ValueError(f"reward.graders: {self.name}: servers get replies, not files: remove file")
             functions.check_server(self.name, self.parameters)
             return
         super()._check()
@@ -330,7 +333,10 @@ class GraderConfig(FunctionConfig):
 class SandboxConfig(Section):
     """The sandbox for programs of the graders `code` and `data_source`, and for agents' tools."""
 
-    programs: PositiveInt = 16  # concurrent programs; up to 7x as many are parked while they sleep or spin
+    programs: PositiveInt = (
+        16  # concurrent programs of graders; up to 7x as many are parked while they sleep or spin
+    )
+    executions: PositiveInt = 16  # likewise of tools, counted separately: neither waits for the other
     memory_mb: PositiveInt = 512  # address space per program
     output_kb: PositiveInt = 1024  # per program, for stdout and stderr each
     disk_mb: NonNegativeInt = 16  # writable disk per program; 0 without namespaces
@@ -343,7 +349,9 @@ class RewardSection(Section):
     max_restarts: NonNegativeInt = 3  # per service and hour; above it, the run stops
     sandbox: SandboxConfig | None = None  # default: a sandbox only if a grader needs one
     retries: NonNegativeInt = 3  # retries after transient grading failures
-    max_queued: PositiveInt = 8192  # responses held per service; further ones wait or go to another service
+    max_queued: PositiveInt = (
+        8192  # responses held per service, and calls of tools; further ones wait or go to another service
+    )
 
     @property
     def has_service(self) -> bool:

@@ -1,8 +1,9 @@
 """Runs a service's graders (inline, isolated or sandboxed) and combines their verdicts."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -65,6 +66,19 @@ class RunningGrader(Protocol):
         ...
 
 
+def with_file(config: GraderConfig, item: ScoreItem) -> ScoreItem:
+    """The item with `config.file` of the session's workspace as its response. A missing file is an empty one:
+    a wrong answer, and no error, by which a policy could get rid of its sample."""
+    return item._replace(response=item.environment.get(config.file, "")) if config.file else item
+
+
+def with_reason(config: GraderConfig, item: ScoreItem, outcome: Outcome) -> Outcome:
+    """The outcome of an item with its file; says so if there was none."""
+    if isinstance(outcome, Failure) or not config.file or config.file in item.environment:
+        return outcome
+    return replace(outcome, reason=f"no file: {config.file}")
+
+
 class InlineGrader:
     """An inline grader behind the asynchronous interface, for routed items."""
 
@@ -86,7 +100,7 @@ class SandboxedGrader:
     def __init__(self, config: GraderConfig, sandbox: Sandbox, programs: int) -> None:
         self._grade: Callable[..., Any] = load(config, GRADERS)
         self._sandbox = sandbox
-        self._deadline_s = config.deadline_s
+        self._deadline_s, self._is_file = config.deadline_s, bool(config.file)
         self._places = ProgramSlots(config.concurrency or programs)
 
     async def grade(self, item: ScoreItem) -> Outcome:
@@ -94,7 +108,7 @@ class SandboxedGrader:
             sandbox = self._sandbox.watched(step_aside)
             try:
                 async with asyncio.timeout(self._deadline_s):
-                    return check_grade(await self._grade(item, sandbox))
+                    return check_grade(await self._grade(item, sandbox, self._is_file))
             except TimeoutError:  # programs have their own limits: the machine is slow
                 cause = f"no grade within {self._deadline_s:g} s (deadline_s)"
                 return Failure(cause, retryable=True, timed_out=True)
@@ -110,7 +124,7 @@ class RoutedGrader:
 
     def __init__(self, config: GraderConfig, run: Callable[[GraderConfig], RunningGrader]) -> None:
         self._route: Callable[[ScoreItem], Route] = load(config, GRADERS)
-        self._limits = {"deadline_s": config.deadline_s, "concurrency": config.concurrency}
+        self._settings = config.model_dump(include={"deadline_s", "concurrency", "file"})
         self._run = run
         self._running: dict[str, RunningGrader] = {}
 
@@ -128,7 +142,7 @@ class RoutedGrader:
     def _grader(self, route: Route) -> RunningGrader:
         key = repr(route)
         if key not in self._running:
-            settings = {"name": route.grader, **self._limits, **route.parameters}
+            settings = {"name": route.grader, **self._settings, **route.parameters}
             self._running[key] = self._run(GraderConfig.model_validate(settings))
         return self._running[key]
 
@@ -148,11 +162,11 @@ class GraderPanel:
 
     def __init__(
         self,
-        configs: Sequence[GraderConfig],
+        configs: Iterable[GraderConfig],
         inline: Mapping[str, Grader],
         others: Mapping[str, RunningGrader],
     ) -> None:
-        self._configs = configs
+        self._configs = {config.name: config for config in configs}
         self._weights = {config.name: config.weight for config in configs}
         self._inline = inline
         self._others = others
@@ -178,16 +192,17 @@ class GraderPanel:
 
     @property
     def names(self) -> list[str]:
-        return [config.name for config in self._configs]
+        return list(self._configs)
 
     async def reload(self) -> "GraderPanel":
         """Returns a new panel with the user-defined graders imported again. Raises UserError if one cannot be
         loaded, or if there are none.
         """
-        fresh = {config.name: IsolatedGrader(config) for config in self._configs if config.is_users_own}
+        own = [config for config in self._configs.values() if config.is_users_own]
+        fresh = {config.name: IsolatedGrader(config) for config in own}
         if not fresh:
             raise UserError("reward.graders names no file.py:function: there is nothing to reload")
-        panel = GraderPanel(self._configs, self._inline, {**self._others, **fresh})
+        panel = GraderPanel(self._configs.values(), self._inline, {**self._others, **fresh})
         await panel._load(fresh)
         return panel
 
@@ -217,7 +232,7 @@ class GraderPanel:
 
     async def _load(self, graders: Mapping[str, RunningGrader]) -> None:
         try:
-            for config in self._configs:
+            for config in self._configs.values():
                 grader = graders.get(config.name)
                 if config.is_users_own and isinstance(grader, IsolatedGrader):
                     await grader.load()
@@ -265,8 +280,16 @@ class GraderPanel:
 
     async def _verdict(self, item: ScoreItem) -> Verdict:
         outcomes = self._judge_inline(item)
-        others = await asyncio.gather(*[grader.grade(item) for grader in self._others.values()])
-        return combine(item.id, self._weights, outcomes | dict(zip(self._others, others, strict=True)))
+        others = await asyncio.gather(
+            *[grader.grade(with_file(self._configs[name], item)) for name, grader in self._others.items()]
+        )
+        for name, outcome in zip(self._others, others, strict=True):
+            outcomes[name] = with_reason(self._configs[name], item, outcome)
+        return combine(item.id, self._weights, outcomes)
 
     def _judge_inline(self, item: ScoreItem) -> dict[str, Outcome]:
-        return {name: judge(grade, item) for name, grade in self._inline.items()}
+        return {
+            name: with_reason(config, item, judge(grade, with_file(config, item)))
+            for name, grade in self._inline.items()
+            if (config := self._configs[name])
+        }

@@ -26,7 +26,8 @@ from atoll.wire.types import Grade, Graded, GradingError, SampleId, ScoreItem, V
 
 Grader = Callable[[ScoreItem], float | Grade]  # with its parameters bound
 
-# (item, *, own parameters); sandboxed graders: async, (item, sandbox, *, own parameters)
+# (item, *, own parameters); sandboxed graders: async, (item, sandbox, is_file, *, own parameters), where
+# `is_file` says that the response is a file of the session's workspace
 GRADERS: Mapping[str, Callable[..., Any]] = {
     "data_source": data_source,
     "exact_match": exact_match,

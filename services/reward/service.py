@@ -30,7 +30,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RewardService(reward_pb2_grpc.RewardServicer):
-    """Accepts at most `max_queued` responses and programs at a time, over all calls."""
+    """Accepts at most `max_queued` responses at a time, over all calls, and as many calls of Execute. The
+    sandbox counts programs of the two separately, so neither keeps the other waiting."""
 
     def __init__(
         self, section: RewardSection, panel: GraderPanel, sandbox: Sandbox | None, resources: AsyncExitStack
@@ -40,8 +41,10 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         self._max_queued = section.max_queued
         self._panel = panel
         self._sandbox = sandbox
+        self._tools = sandbox.apart(self._settings.executions) if sandbox else None
         self._resources = resources
-        self._held = 0
+        self._held = 0  # responses
+        self._executing = 0  # calls of Execute, running or waiting
         self._retiring: set[asyncio.Task[None]] = set()
         self._reloading = asyncio.Lock()
 
@@ -75,29 +78,38 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             self._held -= left
 
     async def Execute(self, request: reward_pb2.ExecuteRequest, context: Context) -> reward_pb2.ExecuteReply:
-        """Limits are capped by [reward.sandbox] and by the call's deadline."""
-        if self._sandbox is None:
+        """Waits for one of `executions` places, in order. Limits are capped by [reward.sandbox] and by the
+        call's deadline."""
+        if self._tools is None:
             raise UserError(
                 "Execute: this reward service has no sandbox: add [reward.sandbox] to the run's TOML file"
             )
         source, stdin, limits = decode_execute(request)
-        if not (0 < limits.timeout_s < math.inf and limits.memory_bytes > 0 and limits.output_bytes > 0):
+        sizes = limits.memory_bytes, limits.output_bytes, limits.disk_bytes
+        if not (0 < limits.timeout_s < math.inf and min(sizes) > 0):
             raise UserError(
                 f"Execute: got {limits}, expected limits above 0 and a finite timeout_s, "
                 "or none for the default"
             )
-        self._take_places(1)
+        if self._executing >= self._max_queued:
+            raise OverloadedError(
+                f"{self._executing} programs of tools run or wait, as many as reward.max_queued: try another "
+                "service, or retry later"
+            )
+        self._executing += 1
         try:
             bounded = self._bounded(limits, context.time_remaining() or math.inf)
-            return encode_execution(await self._sandbox.run(source, stdin, bounded))
+            return encode_execution(await self._tools.run(source, stdin, bounded))
         finally:
-            self._held -= 1
+            self._executing -= 1
 
     async def Describe(
         self, request: reward_pb2.DescribeRequest, context: Context
     ) -> reward_pb2.DescribeReply:
         tier = self._sandbox.tier if self._sandbox else ""
-        return encode_reward_info(RewardInfo(tuple(self._panel.names), self._max_queued, tier))
+        disk_bytes = self._settings.disk_mb << 20 if "namespaces" in tier else 0
+        info = RewardInfo(tuple(self._panel.names), self._max_queued, tier, disk_bytes)
+        return encode_reward_info(info)
 
     async def Reload(self, request: reward_pb2.ReloadRequest, context: Context) -> reward_pb2.ReloadReply:
         """Changes nothing if a file cannot be loaded."""

@@ -44,6 +44,7 @@ class RewardInfo:
     graders: tuple[str, ...]
     max_queued: int  # responses that it holds at once, over all calls; 0: it does not say
     sandbox: str = ""  # isolation of programs; "": no sandbox
+    disk_bytes: int = 0  # largest working directory of a program; 0: it can write no file
 
 
 @dataclass(frozen=True, slots=True)

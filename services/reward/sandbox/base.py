@@ -49,6 +49,11 @@ class Sandbox(Protocol):
         this caller runs at that moment sleep."""
         ...
 
+    def apart(self, programs: int) -> "Sandbox":
+        """The same sandbox for programs that are counted separately: at most so many run concurrently,
+        whatever the others do."""
+        ...
+
     async def close(self) -> None:
         """Running and waiting programs end with a SandboxError."""
         ...

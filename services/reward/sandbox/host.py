@@ -71,6 +71,9 @@ class ForkSandbox:
     def watched(self, when_all_sleep: Callable[[], None]) -> "ForkSandbox":
         return ForkSandbox(self.tier, self._zygotes, self._slots, SleepWatch(when_all_sleep), self.refusal)
 
+    def apart(self, programs: int) -> "ForkSandbox":
+        return ForkSandbox(self.tier, self._zygotes, ProgramSlots(programs), self._watch, self.refusal)
+
     async def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
         async with (
             self._slots.acquire() as park,

@@ -39,6 +39,7 @@ _HARNESS = f"import marshal\nexec(marshal.loads({_COMPILED!r}))\n"
 async def code(
     item: ScoreItem,
     sandbox: Sandbox,
+    is_file: bool = False,
     *,
     pass_fraction: bool = False,
     case_timeout_s: Annotated[float, Gt(0)] = 6.0,
@@ -47,13 +48,14 @@ async def code(
 ) -> Grade:
     """1.0 if all test cases pass, otherwise 0.0; or the fraction that passes.
 
-    `case_timeout_s` limits one call or run, `timeout_s` all of a response's; both are wall time of its
-    programs. The reason is "passed", or that of the first failing case: wrong answer, compile error,
-    exception, timeout, memory, output limit, crash, exit code, no answer; or no code. Raises UserError if the
-    row has no valid test cases, SandboxError if the sandbox fails.
+    `is_file`: the response is a program, without text around it. `case_timeout_s` limits one call or run,
+    `timeout_s` all of a response's; both are wall time of its programs. The reason is "passed", or that of
+    the first failing case: wrong answer, compile error, exception, timeout, memory, output limit, crash, exit
+    code, no answer; or no code. Raises UserError if the row has no valid test cases, SandboxError if the
+    sandbox fails.
     """
     tests = read_tests(item.ground_truth, item.extra)
-    source = program(item.response, tests)
+    source = program(item.response, tests, is_file)
     if source is None:
         return Grade(0.0, "no code")
     limits = ProgramLimits(timeout_s=timeout_s, memory_bytes=memory_mb << 20)

@@ -20,10 +20,10 @@ _GLUED = re.compile(r"^([^`\n]*[^`\s])```[ \t]*$", re.MULTILINE)  # a fence at t
 _PYTHON = ("python", "py", "python3")
 
 
-def program(response: str, tests: Tests) -> str | None:
-    """None if there is no code in the response."""
-    code = extract_code(response)
-    if code is None:
+def program(response: str, tests: Tests, is_file: bool = False) -> str | None:
+    """None if there is no code in the response. `is_file`: all of it is code, whatever its strings hold."""
+    code = response if is_file else extract_code(response)
+    if code is None or not code.strip():
         return None
     match tests:
         case OutputTests() | CallTests():  # __future__ stays first

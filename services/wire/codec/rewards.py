@@ -187,6 +187,7 @@ def encode_execute(source: str, stdin: bytes, limits: ProgramLimits) -> reward_p
         timeout_s=limits.timeout_s,
         memory_bytes=limits.memory_bytes,
         output_bytes=limits.output_bytes,
+        disk_bytes=limits.disk_bytes,
     )
 
 
@@ -197,6 +198,7 @@ def decode_execute(message: reward_pb2.ExecuteRequest) -> tuple[str, bytes, Prog
         timeout_s=message.timeout_s or default.timeout_s,
         memory_bytes=message.memory_bytes or default.memory_bytes,
         output_bytes=message.output_bytes or default.output_bytes,
+        disk_bytes=message.disk_bytes or default.disk_bytes,
     )
     return message.source, message.stdin, limits
 
@@ -224,8 +226,13 @@ def decode_execution(message: reward_pb2.ExecuteReply) -> Execution:
 
 
 def encode_reward_info(info: RewardInfo) -> reward_pb2.DescribeReply:
-    return reward_pb2.DescribeReply(graders=info.graders, sandbox=info.sandbox, max_queued=info.max_queued)
+    return reward_pb2.DescribeReply(
+        graders=info.graders,
+        sandbox=info.sandbox,
+        max_queued=info.max_queued,
+        disk_bytes=info.disk_bytes,
+    )
 
 
 def decode_reward_info(message: reward_pb2.DescribeReply) -> RewardInfo:
-    return RewardInfo(tuple(message.graders), message.max_queued, message.sandbox)
+    return RewardInfo(tuple(message.graders), message.max_queued, message.sandbox, message.disk_bytes)

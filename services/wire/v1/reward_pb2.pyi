@@ -416,15 +416,20 @@ class ExecuteRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     OUTPUT_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """Python"""
     stdin: _builtins.bytes
     timeout_s: _builtins.float
-    """wall time; finite"""
+    """The service lowers limits to its own ([reward.sandbox]) and to the call's deadline. 0: 5 s, 512 MiB, 1 MiB, 16 MiB
+    wall time from the program's start; finite
+    """
     memory_bytes: _builtins.int
     """address space"""
     output_bytes: _builtins.int
     """of stdout and stderr, each"""
+    disk_bytes: _builtins.int
+    """of its working directory; none without namespaces (DescribeReply.disk_bytes)"""
     def __init__(
         self,
         *,
@@ -433,10 +438,11 @@ class ExecuteRequest(_message.Message):
         timeout_s: _builtins.float = ...,
         memory_bytes: _builtins.int = ...,
         output_bytes: _builtins.int = ...,
+        disk_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "output_bytes", b"output_bytes", "source", b"source", "stdin", b"stdin", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_bytes", b"disk_bytes", "memory_bytes", b"memory_bytes", "output_bytes", b"output_bytes", "source", b"source", "stdin", b"stdin", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -453,12 +459,16 @@ class ExecuteReply(_message.Message):
     WALL_S_FIELD_NUMBER: _builtins.int
     CPU_S_FIELD_NUMBER: _builtins.int
     status: _builtins.str
-    """"ok", "compile error", "exception", "exit code", "signal", "timeout", "output limit" """
+    """What the program wrote is data of whoever wrote the program, as is its exit code: it proves nothing.
+    "ok", "compile error", "exception", "exit code", "signal", "timeout", "output limit"
+    """
     detail: _builtins.str
     """the exception, the code, the signal"""
     stdout: _builtins.bytes
+    """cut at output_bytes"""
     stderr: _builtins.bytes
     wall_s: _builtins.float
+    """without the wait for a place"""
     cpu_s: _builtins.float
     def __init__(
         self,
@@ -500,10 +510,13 @@ class DescribeReply(_message.Message):
     GRADERS_FIELD_NUMBER: _builtins.int
     SANDBOX_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
     sandbox: _builtins.str
     """isolation of programs: "landlock, seccomp, namespaces" """
     max_queued: _builtins.int
-    """most responses and programs at once, over all calls; 0: unknown"""
+    """most responses at once, over all calls, and as many calls of Execute; 0: unknown"""
+    disk_bytes: _builtins.int
+    """largest working directory of a program; 0: it can write no file"""
     @_builtins.property
     def graders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -512,10 +525,11 @@ class DescribeReply(_message.Message):
         graders: _abc.Iterable[_builtins.str] | None = ...,
         sandbox: _builtins.str = ...,
         max_queued: _builtins.int = ...,
+        disk_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["graders", b"graders", "max_queued", b"max_queued", "sandbox", b"sandbox"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_bytes", b"disk_bytes", "graders", b"graders", "max_queued", b"max_queued", "sandbox", b"sandbox"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

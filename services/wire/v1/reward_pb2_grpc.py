@@ -69,7 +69,10 @@ class RewardServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request, context):
-        """Runs a Python program in its own sandbox.
+        """Runs a Python program in its own sandbox and answers when it has ended, however it did. Programs wait in order
+        for one of the service's places (reward.sandbox.executions), within the call's deadline. The program's own end
+        is in the reply; errors: INVALID_ARGUMENT (no sandbox, invalid limits), RESOURCE_EXHAUSTED (too many wait),
+        INTERNAL (the sandbox failed, not the program: retry).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

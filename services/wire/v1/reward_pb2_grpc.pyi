@@ -36,7 +36,11 @@ class RewardStub:
     Score: _grpc.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreReply]
     """Streams one verdict per item, as they are ready. A reply without verdicts is a keep-alive."""
     Execute: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ExecuteRequest, _reward_pb2.ExecuteReply]
-    """Runs a Python program in its own sandbox."""
+    """Runs a Python program in its own sandbox and answers when it has ended, however it did. Programs wait in order
+    for one of the service's places (reward.sandbox.executions), within the call's deadline. The program's own end
+    is in the reply; errors: INVALID_ARGUMENT (no sandbox, invalid limits), RESOURCE_EXHAUSTED (too many wait),
+    INTERNAL (the sandbox failed, not the program: retry).
+    """
     Describe: _grpc.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeReply]
     Reload: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ReloadRequest, _reward_pb2.ReloadReply]
     """Reloads the user's own graders; responses being graded finish with the old ones."""
@@ -49,7 +53,11 @@ class RewardAsyncStub(RewardStub):
     Score: _aio.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreReply]  # type: ignore[assignment]
     """Streams one verdict per item, as they are ready. A reply without verdicts is a keep-alive."""
     Execute: _aio.UnaryUnaryMultiCallable[_reward_pb2.ExecuteRequest, _reward_pb2.ExecuteReply]  # type: ignore[assignment]
-    """Runs a Python program in its own sandbox."""
+    """Runs a Python program in its own sandbox and answers when it has ended, however it did. Programs wait in order
+    for one of the service's places (reward.sandbox.executions), within the call's deadline. The program's own end
+    is in the reply; errors: INVALID_ARGUMENT (no sandbox, invalid limits), RESOURCE_EXHAUSTED (too many wait),
+    INTERNAL (the sandbox failed, not the program: retry).
+    """
     Describe: _aio.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeReply]  # type: ignore[assignment]
     Reload: _aio.UnaryUnaryMultiCallable[_reward_pb2.ReloadRequest, _reward_pb2.ReloadReply]  # type: ignore[assignment]
     """Reloads the user's own graders; responses being graded finish with the old ones."""
@@ -71,7 +79,11 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ExecuteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ExecuteReply, _abc.Awaitable[_reward_pb2.ExecuteReply]]:
-        """Runs a Python program in its own sandbox."""
+        """Runs a Python program in its own sandbox and answers when it has ended, however it did. Programs wait in order
+        for one of the service's places (reward.sandbox.executions), within the call's deadline. The program's own end
+        is in the reply; errors: INVALID_ARGUMENT (no sandbox, invalid limits), RESOURCE_EXHAUSTED (too many wait),
+        INTERNAL (the sandbox failed, not the program: retry).
+        """
 
     @_abc_1.abstractmethod
     def Describe(
