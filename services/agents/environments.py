@@ -38,7 +38,7 @@ async def server_episode(
 ) -> AsyncIterator[TextEpisode]:
     """On the environment server that the session occupies."""
     [access] = [access for access in session.servers if access.server.kind == "env"]
-    server = clients.environment(access)
+    server = await clients.environment(access)
     try:
         async with server.episode() as episode:
             yield ServerTextEpisode(episode, await _form(server, settings), settings.observation)

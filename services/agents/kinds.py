@@ -6,13 +6,15 @@ from atoll.agents.runner import AgentFunction
 from atoll.agents.server_clients import ServerClients
 from atoll.agents.tool_loop import tool_loop
 from atoll.config import functions
-from atoll.config.schema import AgentConfig
+from atoll.config.schema import AgentConfig, SandboxConfig
 
 
-def agent_function(agent: AgentConfig, clients: ServerClients) -> AgentFunction:
+def agent_function(
+    agent: AgentConfig, sandbox: SandboxConfig | None, clients: ServerClients
+) -> AgentFunction:
     """Raises ConfigError if it cannot be loaded."""
     if agent.tools:
-        return tool_loop(agent.tools, clients)
+        return tool_loop(agent.tools, sandbox or SandboxConfig(), clients)
     if agent.environment:
         return environment_loop(agent.environment, clients)
     if agent.http:

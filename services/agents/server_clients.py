@@ -1,34 +1,89 @@
 """Clients of the servers that sessions were lent, shared by all sessions of the process."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TypeVar, cast
 from zlib import crc32
 
-from atoll.external.base import EnvServer, ExternalClient, ToolServer
+from atoll.external.base import EnvServer, ExternalClient, Json, Tool, ToolResult, ToolServer
+from atoll.external.grpc import GrpcTool
 from atoll.external.protocols import connect
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.reward import RewardClient
 from atoll.wire.types import ServerAccess
 
 T = TypeVar("T")
 
 
 class ServerClients:
-    """Belongs to the event loop of the agents. A server's `concurrency` limits the calls of this process, and
-    connections last as long as the process."""
+    """A server's `concurrency` limits the calls of this process; connections last as long as the process.
+
+    Clients belong to the agents' event loop, but gRPC keeps to the service's: its threads serve one loop well.
+    """
 
     def __init__(self) -> None:
+        """Call it in the service's loop."""
+        self._home = asyncio.get_running_loop()
         self._clients: dict[str, ExternalClient] = {}  # by server and token, of which none changes
+        self._sandboxes: dict[str, RewardClient] = {}  # by address
 
-    def tools(self, access: ServerAccess) -> ToolServer:
-        return cast(ToolServer, self._client(access))
+    async def tools(self, access: ServerAccess) -> ToolServer:
+        if access.server.protocol == "grpc":
+            return _GrpcTools(cast(GrpcTool, await self.at_home(self._client, access)), self)
+        return cast(ToolServer, await self._client(access))
 
-    def environment(self, access: ServerAccess) -> EnvServer:
-        return cast(EnvServer, self._client(access))
+    async def environment(self, access: ServerAccess) -> EnvServer:
+        return cast(EnvServer, await self._client(access))
 
-    def _client(self, access: ServerAccess) -> ExternalClient:
+    async def sandbox(self, access: ServerAccess) -> RewardClient:
+        """Of one of the run's reward services; its calls are to be made `at_home`."""
+        return await self.at_home(self._sandbox, access)
+
+    async def at_home(self, call: Callable[..., Awaitable[T]], *arguments: object) -> T:
+        """The call in the service's loop."""
+
+        async def make() -> T:
+            return await call(*arguments)
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), self._home))
+
+    async def _client(self, access: ServerAccess) -> ExternalClient:
         key = repr((access.server, access.token))
         if key not in self._clients:
             self._clients[key] = connect(access.server, access.token)
         return self._clients[key]
+
+    async def _sandbox(self, access: ServerAccess) -> RewardClient:
+        address = access.server.url
+        if address not in self._sandboxes:
+            self._sandboxes[address] = RewardClient(address, Caller(token=access.token))
+        return self._sandboxes[address]
+
+
+class _GrpcTools:
+    """A tool server whose calls are made at home."""
+
+    def __init__(self, client: GrpcTool, clients: ServerClients) -> None:
+        self.server = client.server
+        self._client = client
+        self._clients = clients
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator["_GrpcTools"]:
+        yield self
+
+    async def tools(self) -> tuple[Tool, ...]:
+        return await self._client.tools()
+
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult:
+        return await self._clients.at_home(self._client.call, name, arguments)
+
+    async def probe(self) -> str:
+        return await self._clients.at_home(self._client.probe)
+
+    async def close(self) -> None:
+        await self._clients.at_home(self._client.close)
 
 
 def choose(servers: Sequence[T], session: str) -> T:

@@ -27,9 +27,9 @@ class AgentsService(agents_pb2_grpc.AgentsServicer):
     async def build(cls, context: ServiceContext) -> Self:
         """Raises ConfigError if a function cannot be loaded."""
         withhold_tokens()
-        clients = ServerClients()
+        clients, sandbox = ServerClients(), context.config.reward.sandbox
         agents = {
-            agent.name: HostedAgent(agent_function(agent, clients), agent.concurrency)
+            agent.name: HostedAgent(agent_function(agent, sandbox, clients), agent.concurrency)
             for agent in context.config.agents
             if context.agent in ("", agent.name)
         }

@@ -6,16 +6,20 @@ from typing import Any
 import openai
 
 from atoll.agents.runner import AgentFunction
+from atoll.agents.sandbox_calls import FunctionTool
 from atoll.agents.server_clients import ServerClients
 from atoll.agents.session import AgentSession
-from atoll.agents.toolbox import open_toolbox
-from atoll.config.schema import ToolLoopConfig
+from atoll.agents.toolbox import ToolSources
+from atoll.config.schema import SandboxConfig, ToolLoopConfig
 
 
-def tool_loop(settings: ToolLoopConfig, clients: ServerClients) -> AgentFunction:
+def tool_loop(settings: ToolLoopConfig, sandbox: SandboxConfig, clients: ServerClients) -> AgentFunction:
+    """Raises ConfigError if a function cannot be loaded."""
+    sources = ToolSources(clients, tuple(map(FunctionTool, settings.functions)), sandbox, settings)
+
     async def play(session: AgentSession) -> None:
         """Calls of one reply run side by side. Ends quietly if a rule ends the session."""
-        async with open_toolbox(session, clients, settings.max_result_chars) as toolbox:
+        async with sources.open(session) as toolbox:
             messages: list[Any] = [*session.messages]
             tools: Any = toolbox.schemas() or openai.omit
             while True:

@@ -1,5 +1,6 @@
-"""The tools of one session: those of servers, each in a session of its own there."""
+"""The tools of one session: those of servers, and functions that run in the sandbox."""
 
+import asyncio
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -7,10 +8,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from atoll.agents.sandbox_calls import FunctionTool, SandboxTools, parse_files
 from atoll.agents.server_clients import ServerClients, choose
 from atoll.agents.session import AgentSession, EnvironmentFailedError
-from atoll.external.base import Tool, ToolSession
+from atoll.config.schema import SandboxConfig, ToolLoopConfig
+from atoll.external.base import Json, Tool, ToolResult, ToolSession
 from atoll.runtime.errors import AtollError
+from atoll.wire.types import SANDBOX, ServerAccess
 
 Schema = dict[str, Any]  # of a tool, as the chat API has it
 
@@ -58,29 +62,70 @@ class Toolbox:
         return f"{text[: self._max_result_chars]}\n[cut: the result has {len(text):,} characters]"
 
 
-@asynccontextmanager
-async def open_toolbox(
-    session: AgentSession, clients: ServerClients, max_result_chars: int
-) -> AsyncIterator[Toolbox]:
-    """With the tools that the session's row names, otherwise all. Raises EnvironmentFailedError if a server
-    fails, ValueError if two offer the same tool or none offers one that the row names."""
-    by_name = defaultdict(list)
-    for access in session.servers:
-        if access.server.kind == "tool":
+class Workspace:
+    """Functions of one session, one call at a time: the files that one leaves are those of the next, and what
+    graders read in the end."""
+
+    def __init__(self, session: AgentSession, sandbox: SandboxTools, clients: ServerClients) -> None:
+        """Raises UserError for a row whose `files` are none."""
+        self._session = session
+        self._sandbox = sandbox
+        self._clients = clients
+        self._turn = asyncio.Lock()
+        session.environment.update(parse_files(session.extra.get("files") or "{}"))
+
+    async def tools(self) -> tuple[Tool, ...]:
+        return self._sandbox.tools
+
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult:
+        async with self._turn:
+            extra = hidden_arguments(self._session.extra, name)
+            files = dict(self._session.environment)
+            result = await self._clients.at_home(self._sandbox.call, name, arguments, files, extra)
+            self._session.environment.clear()
+            self._session.environment.update(result.files)
+            return ToolResult(result.text, result.is_error)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSources:
+    """Where the tools of an agent's sessions come from."""
+
+    clients: ServerClients
+    functions: tuple[FunctionTool, ...]
+    sandbox: SandboxConfig  # its limits
+    settings: ToolLoopConfig
+
+    @asynccontextmanager
+    async def open(self, session: AgentSession) -> AsyncIterator[Toolbox]:
+        """With the tools that the session's row names, otherwise all. Raises EnvironmentFailedError if a
+        server fails, ValueError if two offer the same tool or none offers one that the row names."""
+        by_name = defaultdict(list)
+        for access in session.servers:
             by_name[access.server.name].append(access)
-    offers: dict[str, _Offer] = {}
-    try:
-        async with AsyncExitStack() as stack:
-            for name, servers in by_name.items():
-                server = clients.tools(choose(servers, session.id))
-                there = await stack.enter_async_context(server.session())
-                for tool in await there.tools():
-                    if tool.name in offers:
-                        raise ValueError(f"tool server {name}: another one offers a tool {tool.name}, too")
-                    offers[tool.name] = _Offer(tool, there)
-            yield Toolbox(_wanted(session, offers), max_result_chars)
-    except AtollError as error:
-        raise EnvironmentFailedError(str(error)) from error
+        offers: dict[str, _Offer] = {}
+        try:
+            async with AsyncExitStack() as stack:
+                for name, servers in by_name.items():
+                    opening = self._open_source(session, choose(servers, session.id))
+                    there = await stack.enter_async_context(opening)
+                    for tool in await there.tools():
+                        if tool.name in offers:
+                            raise ValueError(f"{name}: another server offers a tool {tool.name}, too")
+                        offers[tool.name] = _Offer(tool, there)
+                yield Toolbox(_wanted(session, offers), self.settings.max_result_chars)
+        except AtollError as error:
+            raise EnvironmentFailedError(str(error)) from error
+
+    @asynccontextmanager
+    async def _open_source(self, session: AgentSession, access: ServerAccess) -> AsyncIterator[ToolSession]:
+        if access.server.name != SANDBOX:
+            async with (await self.clients.tools(access)).session() as there:
+                yield there
+            return
+        client = await self.clients.sandbox(access)
+        tools = SandboxTools(client, self.functions, self.sandbox, self.settings.timeout_s)
+        yield Workspace(session, tools, self.clients)
 
 
 def _wanted(session: AgentSession, offers: Mapping[str, _Offer]) -> Mapping[str, _Offer]:
@@ -89,6 +134,14 @@ def _wanted(session: AgentSession, offers: Mapping[str, _Offer]) -> Mapping[str,
         known = ", ".join(offers) or "none"
         raise ValueError(f"the row names the tools {', '.join(missing)}, expected some of {known}")
     return {name: offers[name] for name in names} if names else offers
+
+
+def hidden_arguments(extra: Mapping[str, str], tool: str) -> Mapping[str, str]:
+    """A row's fields, and what verl calls the `create_kwargs` of the tool."""
+    kwargs = json.loads(extra.get("tools_kwargs") or "{}").get(tool, {}).get("create_kwargs", {})
+    return dict(extra) | {
+        name: value if isinstance(value, str) else json.dumps(value) for name, value in kwargs.items()
+    }
 
 
 def row_tools(extra: Mapping[str, str]) -> Sequence[str]:
