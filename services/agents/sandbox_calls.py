@@ -43,6 +43,7 @@ from atoll.runtime.errors import SandboxError, UserError
 from atoll.wire.types import NO_TEXTS, Execution, ProgramLimits, ProgramStatus
 
 _HARNESS: Final = inspect.getsource(tool_program)
+MAX_SHOWN: Final = 3 * MAX_TEXT  # characters of a report: printed, returned, and a note
 MAX_PROBLEMS: Final = 500  # characters that say what is wrong with a call
 MAX_LEFT_OUT: Final = 4096  # files: as many as a working directory may have
 UNCHANGED: Final = "The files are as they were before the call."
@@ -176,7 +177,7 @@ def parse(execution: Execution, files: Files) -> CallResult:
         report = _Report.model_validate_json(execution.stdout)
     except ValidationError:
         return CallResult(f"The call ended without a result. {UNCHANGED}", True, files)
-    text = report.text[: 2 * MAX_TEXT]
+    text = report.text[:MAX_SHOWN]
     if report.num_left_out:
         text += f"\n[{report.num_left_out} files that are not text, or have odd names, are not kept]"
     return CallResult(text, report.is_error, files if report.files is None else report.files)

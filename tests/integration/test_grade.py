@@ -53,6 +53,14 @@ def test_a_function_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("folder")
+def test_responses_as_files_of_a_workspace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grade", "exact_match", "good.jsonl", "--set", "file=answer.txt", "-n", "0"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "2 rows, 0 with an error; score 0.500 on average, 0 to 1"
+    )
+
+
+@pytest.mark.usefixtures("folder")
 def test_lines_of_json_and_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grade", "g.py:close", "all.jsonl", "--jsonl"]) == 1
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -5,8 +5,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
@@ -49,6 +47,7 @@ from atoll.wire.types import (
 from atoll.wire.v1 import reward_pb2, reward_pb2_grpc
 from tests.coordinator_server import serve_coordinator
 from tests.fake_rewards import scored
+from tests.reward_process import start_reward_process
 from tests.tokens import TOKEN
 
 GRADER = """
@@ -501,9 +500,19 @@ class RecordingSandbox:
 
     def __init__(self) -> None:
         self.limits: list[ProgramLimits] = []
+        self.num_tools = 0  # programs of tools at once
+        self.go = asyncio.Event()  # until then a program that is "wait" runs
+        self.begun = asyncio.Semaphore(0)
+
+    def apart(self, programs: int) -> "RecordingSandbox":
+        self.num_tools = programs
+        return self
 
     async def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
         self.limits.append(limits)
+        if source == "wait":
+            self.begun.release()
+            await self.go.wait()
         return Execution(ProgramStatus.OK, "", source.encode() + stdin, b"", 0.1, 0.2)
 
     def open(
@@ -536,36 +545,116 @@ async def test_execute_stays_within_the_services_limits() -> None:
         assert 50 < bounded.timeout_s < 61  # the call's own deadline
         assert (bounded.memory_bytes, bounded.output_bytes) == (100 << 20, 10 << 10)
         assert (asked.disk_bytes, bounded.disk_bytes) == (1 << 20, 1 << 20)
+        await client.execute("", b"", replace(small, disk_bytes=100))
+        assert sandbox.limits[-1].disk_bytes == 100
+        assert (await client.describe()).disk_bytes == 0  # its tier has no namespaces
+    assert sandbox.num_tools == 16
 
 
-def start(tmp_path: Path, grader: str) -> tuple[subprocess.Popen[bytes], str]:
-    """Starts `python -m atoll.reward` as the launcher does; returns its address, or "" if it ended."""
-    config = {
-        "run": {"name": "toy", "steps": 1},
-        "model": {"path": "unused"},
-        "data": {"train": [{"path": "unused.jsonl"}]},
-        "reward": {"graders": [{"name": grader}]},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    ready, write_end = os.pipe()
-    arguments = [
-        "--config",
-        str(tmp_path / "config.json"),
-        "--name",
-        "reward-0",
-        "--ready-fd",
-        str(write_end),
+async def test_more_programs_of_tools_than_a_service_holds_are_refused_and_keep_no_response_out() -> None:
+    sandbox = RecordingSandbox()
+    section = RewardSection(sandbox=SandboxConfig(executions=5), max_queued=2)
+    panel = await GraderPanel.start(section.graders, sandbox, 1)
+    async with serving(RewardService(section, panel, sandbox, AsyncExitStack())) as client:
+        calls = [asyncio.create_task(client.execute("wait", b"", ProgramLimits())) for _ in range(2)]
+        for _ in calls:
+            await asyncio.wait_for(sandbox.begun.acquire(), 30)
+        with pytest.raises(
+            OverloadedError, match=r"2 programs of tools run or wait, as many as reward\.max_q"
+        ):
+            await client.execute("", b"", ProgramLimits())
+        assert len(await client.score([item(1, "46"), item(2, "46")])) == 2
+        sandbox.go.set()
+        assert [execution.stdout for execution in await asyncio.gather(*calls)] == [b"wait"] * 2
+        assert (await client.execute("1", b"", ProgramLimits())).stdout == b"1"
+    assert sandbox.num_tools == 5
+
+
+async def test_neither_tools_nor_graders_wait_for_the_other() -> None:
+    """As many programs sleep as fit: one place, and seven that stepped aside."""
+    sleep = "import time; print(flush=True); time.sleep(600)"
+    coding = item(0, "")._replace(ground_truth=json.dumps({"inputs": ["1"], "outputs": ["1"]}))
+    sleeping = {"timeout_s": 500.0, "case_timeout_s": 100.0, "deadline_s": 600.0}
+    code = GraderConfig.model_validate({"name": "code", **sleeping})
+    section = RewardSection(graders=(code,), sandbox=SandboxConfig(programs=1, executions=1))
+    before = set(psutil.Process().children(recursive=True))
+
+    async def programs(count: int) -> None:
+        async with asyncio.timeout(60):
+            while len(set(psutil.Process().children(recursive=True)) - before) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # there is no event for another process's start
+
+    async with serving(await RewardService.start(section)) as client:
+        before = set(psutil.Process().children(recursive=True))
+        tools = [
+            asyncio.create_task(client.execute(sleep, b"", ProgramLimits(timeout_s=500.0))) for _ in range(9)
+        ]
+        await programs(8)
+        [right] = await client.score([coding._replace(response="print(input())")])
+        assert isinstance(right, Graded)
+        assert right.value == 1.0
+        hasty = RewardClient(client.address, Caller(token=TOKEN), timeout_s=0.3)
+        with pytest.raises(ServiceUnavailableError, match=r"Execute at .*: no answer within 0\.3 s"):
+            await hasty.execute("print(1)", b"", ProgramLimits())  # waits until its deadline
+        await hasty.close()
+        assert not any(task.done() for task in tools)
+        for task in tools:
+            task.cancel()
+        await asyncio.wait(tools)
+
+        before = set(psutil.Process().children(recursive=True))
+        slow = [item(index, sleep)._replace(ground_truth=coding.ground_truth) for index in range(8)]
+        graded = asyncio.create_task(client.score(slow))
+        await programs(8)
+        assert (await client.execute("print(1)", b"", ProgramLimits())).stdout == b"1\n"
+        assert not graded.done()
+        graded.cancel()
+
+
+async def test_graders_of_a_file_of_the_workspace(tmp_path: Path) -> None:
+    """Inline, isolated and of a user's own: a missing file is graded as an empty one, with a reason."""
+    (tmp_path / "own.py").write_text("def grade(item): return len(item.response)")
+    own = f"{tmp_path / 'own.py'}:grade"
+    names = ["exact_match", "maths", own, "normalized_match"]
+    tables = [{"name": name, "file": "out/answer.txt"} for name in names[:3]] + [{"name": names[3]}]
+    tables[1]["wrong"] = -1.0
+    environment = {"out/answer.txt": "46", "other.txt": "45"}
+    items = [
+        item(0, "the answer is in the file")._replace(environment=environment),
+        item(1, "46")._replace(environment={"other.txt": "46"}),
     ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "atoll.reward", *arguments, "--coordinator", "127.0.0.1:1"],
-        pass_fds=(write_end,),
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    os.close(write_end)
-    with open(ready) as pipe:
-        line = pipe.readline()  # ends when the process does
-    return process, json.loads(line)["address"] if line else ""
+    async with grading(*[GraderConfig.model_validate(table) for table in tables]) as client:
+        verdicts = {verdict.id: verdict for verdict in await client.score(items)}
+    there, missing = (verdicts[item.id] for item in items)
+    assert isinstance(there, Graded)
+    assert isinstance(missing, Graded)
+    assert there.components == dict(zip(names, [1.0, 1.0, 2.0, 0.0], strict=True))
+    assert missing.components == dict(zip(names, [0.0, -1.0, 0.0, 1.0], strict=True))
+    assert missing.reasons == dict.fromkeys(names[:3], "no file: out/answer.txt")
+    with pytest.raises(ValueError, match="server:judge: servers get replies, not files: remove file"):
+        GraderConfig(name="server:judge", file="answer.txt")
+
+
+async def test_code_in_a_file_is_all_of_the_file() -> None:
+    """A fence in a docstring of it begins no block; also if `code` is chosen by the row's source."""
+    right = 'def add(a, b):\n    """\n```python\ndef add(a, b): return 3\n```\n    """\n    return a + b\n'
+    broken = "```python\ndef add(a, b): return a + b\n```\n"  # a response, but no file of Python
+    forged = "import os, sys\nprint('passed')\nos._exit(0)"
+    tests = json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]})
+    items = [
+        item(index, "done")._replace(environment={"s.py": text}, ground_truth=tests, data_source="taco")
+        for index, text in enumerate([right, broken, forged, " \n"])
+    ]
+    items.append(item(4, right)._replace(ground_truth=tests, data_source="taco"))
+    names = ["code", "data_source"]
+    async with grading(*[GraderConfig.model_validate({"name": name, "file": "s.py"}) for name in names]) as c:
+        verdicts = {verdict.id: verdict for verdict in await c.score(items)}
+    reasons = []
+    for graded in (verdicts[item.id] for item in items):
+        assert isinstance(graded, Graded)
+        reasons.append({reason.partition(": case")[0] for reason in graded.reasons.values()})
+        assert graded.value == (2.0 if graded.id.index == 0 else 0.0)
+    assert reasons == [{"passed"}, {"compile error"}, {"no answer"}, {"no code"}, {"no file: s.py"}]
 
 
 @pytest.mark.long
@@ -573,7 +662,7 @@ async def test_the_process_finishes_what_it_grades_and_takes_its_workers_with_it
     grader: GraderConfig, tmp_path: Path, began: Path, go: Path
 ) -> None:
     """Stops it like the launcher: the whole process group gets SIGTERM."""
-    process, address = start(tmp_path, grader.name)
+    process, address = start_reward_process(tmp_path, reward={"graders": [{"name": grader.name}]})
     client = RewardClient(address, Caller(token=TOKEN), timeout_s=20.0)
     call = asyncio.create_task(client.score([item(1, "46", began=began, go=go)]))
     try:
@@ -595,7 +684,7 @@ async def test_the_process_finishes_what_it_grades_and_takes_its_workers_with_it
 async def test_a_process_that_is_killed_takes_even_a_worker_that_hangs_with_it(
     grader: GraderConfig, tmp_path: Path, began: Path
 ) -> None:
-    process, address = start(tmp_path, grader.name)
+    process, address = start_reward_process(tmp_path, reward={"graders": [{"name": grader.name}]})
     client = RewardClient(address, Caller(token=TOKEN), timeout_s=20.0)
     call = asyncio.create_task(client.score([item(1, "hang", began=began)]))
     try:
@@ -612,7 +701,7 @@ async def test_a_process_that_is_killed_takes_even_a_worker_that_hangs_with_it(
 
 
 def test_the_process_says_which_grader_it_lacks(tmp_path: Path) -> None:
-    process, address = start(tmp_path, "exact")
+    process, address = start_reward_process(tmp_path, reward={"graders": [{"name": "exact"}]})
     _, log = process.communicate(timeout=20)
     assert (address, process.returncode) == ("", 1)
     cause = log.decode().strip().rpartition("reward.graders = ")[2]

@@ -132,6 +132,10 @@ def test_functions_that_do_not_fit(toy: Path, function: str, message: str) -> No
             'run.mode = "supervised" learns from the answers of its rows, without an agent: remove agent',
         ),
         (["run.mode=train_only", "data.train=[]", "data.replay=d"], "remove agents"),
+        (
+            ["data.train=[{path='t'}]", "agents=[]", "reward.graders=[{name='code', file='s.py'}]"],
+            'reward.graders: code: file = "s.py" is in an agent\'s workspace, and no dataset has an agent: ',
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(toy: Path, overrides: list[str], message: str) -> None:

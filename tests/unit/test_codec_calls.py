@@ -85,7 +85,7 @@ def content(value: Any) -> Any:
         (
             rewards.encode_reward_info,
             rewards.decode_reward_info,
-            RewardInfo(("math", "code"), 4096, "landlock, seccomp"),
+            RewardInfo(("math", "code"), 4096, "landlock, seccomp, namespaces", 16 << 20),
         ),
         (
             fleet.encode_run_status,
