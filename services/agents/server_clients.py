@@ -19,7 +19,7 @@ T = TypeVar("T")
 class ServerClients:
     """A server's `concurrency` limits the calls of this process; connections last as long as the process.
 
-    Clients belong to the agents' event loop, but gRPC keeps to the service's: its threads serve one loop well.
+    They belong to the agents' event loop. gRPC keeps to the service's, since it serves a second one badly.
     """
 
     def __init__(self) -> None:

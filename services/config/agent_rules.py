@@ -111,6 +111,26 @@ def _graders_have_samples(config: RunConfig) -> str | None:
     return None
 
 
+def _functions_have_a_sandbox(config: RunConfig) -> str | None:
+    for agent in config.agents:
+        if agent.tools and agent.tools.functions and config.reward.sandbox is None:
+            return (
+                f"[[agents]]: {agent.name} has tools.functions, which run in the sandbox: add a "
+                "[reward.sandbox] table (it may be empty)"
+            )
+    return None
+
+
+def _weights_are_of_graders(config: RunConfig) -> str | None:
+    for agent in config.agents:
+        if agent.reward_weight != 1.0 and agent.reward == "session":
+            return (
+                f"[[agents]]: {agent.name}: reward_weight = {agent.reward_weight:g} weighs a session's own "
+                'rewards against reward.graders: set reward = "both", or remove it'
+            )
+    return None
+
+
 def _files_are_of_sessions(config: RunConfig) -> str | None:
     named = [grader for grader in config.reward.graders if grader.file]
     if named and not config.has_agents:
@@ -131,5 +151,7 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _agents_are_not_greedy_baselines,
     _rewards_of_sessions_are_the_whole_score,
     _graders_have_samples,
+    _functions_have_a_sandbox,
+    _weights_are_of_graders,
     _files_are_of_sessions,
 )

@@ -35,14 +35,20 @@ def scripted_python(folder: Path) -> Path:
     return path
 
 
-def write_rows(path: Path, scripts: Sequence[Sequence[str]], question: str = "12+34=") -> None:
+def write_rows(
+    path: Path,
+    scripts: Sequence[Sequence[str]],
+    question: str = "12+34=",
+    truth: object = "46",
+    **extra: object,
+) -> None:
     """A row for each script: what the policy says, turn by turn."""
     rows = [
         {
             "data_source": "scripted",
             "prompt": [{"role": "user", "content": f"{question}\nSCRIPT: {json.dumps(script)}"}],
-            "reward_model": {"style": "rule", "ground_truth": "46"},
-            "extra_info": {"index": number},
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"index": number, **extra},
         }
         for number, script in enumerate(scripts)
     ]

@@ -1,6 +1,7 @@
 """Whole runs of each kind of agent, with real servers in processes of their own, of which each hangs once and
 dies once in mid-episode. What the policy says is scripted."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -60,9 +61,15 @@ def server(kind: str, name: str, url: str, protocol: str) -> dict[str, Any]:
     return {"kind": kind, "name": name, "url": url, "protocol": protocol, "timeout_s": 3.0}
 
 
-def train(folder: Path, agent: dict[str, Any], scripts: list[list[str]], **tables: Any) -> list[Trajectory]:
-    """One step on a row for each script; its samples."""
-    agent_runs.write_rows(folder / "rows.jsonl", scripts)
+def train(
+    folder: Path,
+    agent: dict[str, Any],
+    scripts: list[list[str]],
+    row: dict[str, Any] | None = None,
+    **tables: Any,
+) -> list[Trajectory]:
+    """One step on a row for each script; its samples. `row`: other fields of all rows."""
+    agent_runs.write_rows(folder / "rows.jsonl", scripts, **(row or {}))
     tree = agent_runs.config(folder, "qwen2.5", "openai_chat", **tables)
     tree["run"]["steps"] = 1
     tree["agents"] = [{"name": "tested", **agent}]
@@ -143,6 +150,44 @@ def test_an_agent_called_by_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [dict(sample.environment) for sample in samples[::2]] == [{"last": "46"}] * 3 + [{"last": "47"}]
     assert "agent failed" in reasons(tmp_path)
     assert "seconds" in reasons(tmp_path)
+
+
+SUMS = "def add(a, b):\n    return a - b\n"
+TEST = """import unittest, sums
+class Test(unittest.TestCase):
+    def test_add(self): self.assertEqual(sums.add(2, 3), 5)
+"""
+
+
+def called(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_functions_in_the_sandbox_edit_files_that_a_grader_reads(tmp_path: Path) -> None:
+    mended = called("write_file", path="sums.py", text=SUMS.replace("-", "+"))
+    broken = called("write_file", path="sums.py", text="def add(a, b): return 5\n")
+    functions = [f"{ROOT}/examples/coding.py:{name}" for name in ("read_file", "write_file", "run_tests")]
+    samples = train(
+        tmp_path,
+        {"tools": {"functions": functions}},
+        [
+            [called("run_tests"), called("read_file", path="sums.py"), mended, called("run_tests"), "Done."],
+            [broken, called("run_tests"), called("read_file", path="nothing"), "Done."],
+        ],
+        row={
+            "truth": ["assert add(2, 3) == 5", "assert add(2, 4) == 6"],
+            "files": {"sums.py": SUMS, "test_sums.py": TEST},
+        },
+        reward={"graders": [{"name": "code", "file": "sums.py"}], "sandbox": {}},
+    )
+    assert [sample.score for sample in samples] == [1, 1, 0, 0]
+    seen, cheated = replies(samples[0]), replies(samples[2])
+    assert "FAILED (failures=1)" in seen[0]
+    assert seen[1] == SUMS
+    assert seen[3].endswith("OK\n")
+    assert cheated[1].endswith("OK\n")
+    assert cheated[2].startswith("error: FileNotFoundError")
+    assert samples[0].environment["sums.py"] == SUMS.replace("-", "+")
 
 
 ENVIRONMENT = """
