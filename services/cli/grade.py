@@ -83,7 +83,7 @@ def _item(number: int, row: DatasetRow, response: str, file: str) -> ScoreItem:
     """Without a tokenizer, a response's length is counted in words. `file`: responses are its content."""
     return ScoreItem(
         id=SampleId(GroupId("grade", 0, number), 0),
-        prompt="\n".join(message["content"] for message in row.messages),
+        prompt="\n".join(message.content for message in row.messages),
         response=response,
         ground_truth=row.ground_truth,
         data_source=row.data_source,

@@ -126,6 +126,18 @@ def _the_mode_reads_it(config: RunConfig) -> str | None:
     return None
 
 
+def _roles_are_learned(config: RunConfig) -> str | None:
+    if config.run.mode == "supervised":
+        return None
+    for table, entries in (("data.train", config.data.train), ("validation.sets", config.validation.sets)):
+        if any(is_changed(entry, "learn") for entry in entries):
+            return (
+                f"[[{table}]]: learn chooses what is learned of rows with answers, and these are prompts: "
+                'remove it, or set run.mode = "supervised"'
+            )
+    return None
+
+
 def _models_are_asked(config: RunConfig) -> str | None:
     """Only models that the recipe uses may be configured; see RunConfig.roles."""
     advantage = config.algorithm.advantage.name
@@ -181,6 +193,7 @@ def _switches_are_on(config: RunConfig) -> str | None:
 
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _the_mode_reads_it,
+    _roles_are_learned,
     _models_are_asked,
     _switches_are_on,
 )

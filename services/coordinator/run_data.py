@@ -13,14 +13,14 @@ from atoll.config.schema import (
     TokenLimit,
     ValidationSetConfig,
 )
+from atoll.coordinator.data.conversations import SupervisedSequence
 from atoll.coordinator.data.dataset_rows import Dataset, read_rows, read_supervised_rows
 from atoll.coordinator.data.datasets import (
-    Pair,
     PromptSource,
     SupervisedSource,
     drop_overlong_prompts,
-    read_pairs,
     read_prompts,
+    read_sequences,
 )
 from atoll.coordinator.supervised import HeldOutSet
 from atoll.coordinator.validation import ValidationSet
@@ -86,7 +86,7 @@ def _check_dataset(
     if renderer is None:
         read = read_supervised_rows if with_answers else read_rows
         return read(_dataset(config, source, max_rows))
-    return (_pairs if with_answers else _prompts)(config, source, renderer, max_rows)
+    return (_sequences if with_answers else _prompts)(config, source, renderer, max_rows)
 
 
 def _warms_up(config: RunConfig) -> bool:
@@ -110,7 +110,7 @@ def _replay(folder: Path, steps: int) -> list[Path]:
 def _supervised_source(
     config: RunConfig, sources: Sequence[SourceConfig], renderer: Renderer, shuffle: bool = True
 ) -> SupervisedSource:
-    rows = [_pairs(config, source, renderer) for source in sources]
+    rows = [_sequences(config, source, renderer) for source in sources]
     return SupervisedSource(rows, [source.weight for source in sources], config.run.seed, shuffle)
 
 
@@ -120,18 +120,15 @@ def _warmup_source(config: RunConfig) -> SourceConfig:
 
 
 def _held_out(config: RunConfig, renderer: Renderer) -> list[HeldOutSet]:
-    return [
-        HeldOutSet(entry.name, _pairs(config, entry, renderer)[: entry.max_prompts])
-        for entry in config.validation.sets
-    ]
+    return [HeldOutSet(entry.name, _sequences(config, entry, renderer)) for entry in config.validation.sets]
 
 
-def _pairs(
+def _sequences(
     config: RunConfig, source: DatasetConfig, renderer: Renderer, max_rows: int | None = None
-) -> list[Pair]:
-    """The rows with their answers that the model can take as a whole."""
+) -> list[SupervisedSequence]:
+    """Of rows with answers, those that the model can take as a whole."""
     limit = TokenLimit("the model's max_position_embeddings", read_spec(config.model.path).max_positions)
-    return read_pairs(_dataset(config, source, max_rows), renderer, limit, config.data.overlong_prompts)
+    return read_sequences(_dataset(config, source, max_rows), renderer, limit, config.data.overlong_prompts)
 
 
 def _prompt_source(config: RunConfig, renderer: Renderer) -> PromptSource:
@@ -179,7 +176,7 @@ def _dataset(config: RunConfig, source: DatasetConfig, max_rows: int | None = No
     }
     limits = [max_rows, source.max_prompts if isinstance(source, ValidationSetConfig) else None]
     max_rows = min((limit for limit in limits if limit is not None), default=None)
-    return Dataset(source.path, source.parameters, source.agent, required, max_rows)
+    return Dataset(source.path, source.parameters, source.agent, required, max_rows, source.learn)
 
 
 def _longest_prompt(config: RunConfig) -> TokenLimit:

@@ -9,7 +9,8 @@ from atoll.coordinator.algorithm.algorithm import AlgorithmState, PreparedStep
 from atoll.coordinator.algorithm.experience import lay_out_supervised
 from atoll.coordinator.algorithm.filters import NO_COUNTS
 from atoll.coordinator.algorithm.models import ModelClient
-from atoll.coordinator.data.datasets import Cursor, Pair, SupervisedSource
+from atoll.coordinator.data.conversations import SupervisedSequence
+from atoll.coordinator.data.datasets import Cursor, SupervisedSource
 from atoll.runtime.telemetry import StepTimer
 from atoll.wire.types import SampleId, SupervisedBatch, Version
 
@@ -19,7 +20,7 @@ class HeldOutSet:
     """A held-out validation set."""
 
     name: str
-    rows: Sequence[Pair]
+    rows: Sequence[SupervisedSequence]
 
 
 class SupervisedSteps:
@@ -44,7 +45,7 @@ class SupervisedSteps:
         return self._rows.cursor
 
     async def prepare(self, step: int, version: Version, timer: StepTimer) -> PreparedStep:
-        """The next batch; its loss is the mean over all response tokens."""
+        """The next batch; its loss is the mean over all learned tokens."""
         batch = SupervisedBatch(*lay_out_supervised(self._rows.draw(self._rows_per_step)))
         cursor, num_tokens = self._rows.cursor, len(batch.segments.token_ids)
         metrics = {
@@ -58,7 +59,7 @@ class SupervisedSteps:
     async def on_published(self, version: Version) -> None: ...
 
     async def validate(self, step: int, version: Version) -> dict[str, float]:
-        """val/SET/nll: the mean negative log-likelihood of a response token, in nats."""
+        """val/SET/nll: the mean negative log-likelihood of a learned token, in nats."""
         metrics = {}
         for held_out in self._held_out:
             segments, weights_T = lay_out_supervised(held_out.rows)

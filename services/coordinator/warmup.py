@@ -35,7 +35,7 @@ class NoWarmUp:
 
 
 class SupervisedWarmUp:
-    """With the same step code as training, every response token with equal weight."""
+    """With the same step code as training, every learned token with equal weight."""
 
     def __init__(
         self,

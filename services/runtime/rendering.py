@@ -13,7 +13,7 @@ from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from atoll.runtime.errors import UserError
 from atoll.runtime.hub import missing_model
@@ -90,6 +90,9 @@ class Renderer:
         self.eos_id = ids[0]
         self.stop_ids = tuple(sorted(set(ids)))
         self._check_ids_fit(model_path)
+        added = self.tokenizer.get_added_tokens_decoder()
+        # what a template can write to end a message
+        self.stop_texts = {token.content: id for id, token in added.items() if id in self.stop_ids}
 
     def render(self, messages: Messages, tools: Tools = (), *, add_generation_prompt: bool = True) -> str:
         """The conversation's text; with `add_generation_prompt`, up to the assistant's next message.
@@ -106,17 +109,15 @@ class Renderer:
     def encode_prompts(self, texts: Sequence[str]) -> list[Int32]:
         """Token ids [T] of each rendered prompt. A chat template writes its own special tokens; plain
         text gets those that the tokenizer puts around a sequence, such as a BOS token."""
-        return self._encode(texts, add_special_tokens=self._template is None)
-
-    def encode_responses(self, texts: Sequence[str]) -> list[Int32]:
-        """Token ids [T] of each response, ended by the end-of-sequence token."""
-        return [
-            np.append(ids, np.int32(self.eos_id)) for ids in self._encode(texts, add_special_tokens=False)
-        ]
-
-    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[Int32]:
-        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._template is None)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_parts(self, texts: Sequence[str], *, are_first: bool) -> list[Encoding]:
+        """Tokens of parts of rendered text, with the characters that they stand for: of those that begin it,
+        or of later ones."""
+        return self.tokenizer.encode_batch(
+            list(texts), add_special_tokens=are_first and self._template is None
+        )
 
     def _check_ids_fit(self, model_path: Path) -> None:
         token, highest = max(self.tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))

@@ -95,7 +95,9 @@ def make_folder(path: Path, family: str, *, tiny: bool = False) -> Path:
     if shape.bos:
         settings["bos_token"] = shape.bos
     if shape.template:
-        settings["chat_template"] = (_folder("trl") / f"chat_templates/{shape.template}.jinja").read_text()
+        settings["chat_template"] = (
+            package_folder("trl") / f"chat_templates/{shape.template}.jinja"
+        ).read_text()
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     stops = [tokenizer.token_to_id(text) for text in shape.stops]
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
@@ -154,7 +156,7 @@ _RANKS = {
 }
 
 
-def _folder(package: str) -> Path:
+def package_folder(package: str) -> Path:
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"{package} is not installed: see tests/gateway/assets.txt")
@@ -163,7 +165,7 @@ def _folder(package: str) -> Path:
 
 def _read_ranks(place: tuple[str, str]) -> dict[bytes, int]:
     """Of each token, in ascending order."""
-    lines = (_folder(place[0]) / place[1]).read_bytes().split(b"\n")
+    lines = (package_folder(place[0]) / place[1]).read_bytes().split(b"\n")
     return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
 
 

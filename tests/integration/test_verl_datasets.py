@@ -58,7 +58,7 @@ def items(folder: Path, rows: Sequence[tuple[str, Any, str, float]]) -> list[Sco
     return [
         ScoreItem(
             id=SampleId(GroupId("verl", 0, index), 0),
-            prompt=row.messages[0]["content"],
+            prompt=row.messages[0].content,
             response=response,
             ground_truth=row.ground_truth,
             data_source=row.data_source,

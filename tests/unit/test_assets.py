@@ -15,9 +15,10 @@ from atoll.cli.tasks.gsm8k import build_gsm8k
 from atoll.config.load import load
 from atoll.config.schema import TokenLimit
 from atoll.coordinator.data.dataset_rows import Dataset, read_rows, read_supervised_rows
-from atoll.coordinator.data.datasets import read_pairs, read_prompts
+from atoll.coordinator.data.datasets import read_prompts, read_sequences
 from atoll.runtime.errors import UserError
 from atoll.runtime.rendering import Renderer
+from atoll.wire.types import Message
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 POSITIONS = TokenLimit("max_position_embeddings", 1024)
@@ -43,14 +44,14 @@ def test_arithmetic_rows_are_right_and_disjoint(arithmetic: Path) -> None:
         rows = read_rows(Dataset(arithmetic / f"{name}.parquet"))
         assert len(rows) == count
         for row in rows:
-            match = re.fullmatch(r"([1-9]\d)\+([1-9]\d)=", row.messages[0]["content"])
+            match = re.fullmatch(r"([1-9]\d)\+([1-9]\d)=", row.messages[0].content)
             assert match is not None
             assert int(match[1]) + int(match[2]) == int(row.ground_truth)
-        questions[name] = {row.messages[0]["content"] for row in rows}
+        questions[name] = {row.messages[0].content for row in rows}
         assert len(questions[name]) == count
     assert not questions["train"] & questions["validation"]
     warmup = read_supervised_rows(Dataset(arithmetic / "warmup.parquet"))
-    answers = {row.messages[0]["content"]: row.response for row in warmup}
+    answers = {row.messages[0].content: row.messages[1].content for row in warmup}
     assert answers.keys() == questions["train"]
     assert all(eval(question[:-1]) == int(answer) for question, answer in answers.items())
 
@@ -62,9 +63,9 @@ def test_arithmetic_prompts_are_plain_text(arithmetic: Path) -> None:
     a, b = prompt.text[:2], prompt.text[3:5]
     assert prompt.token_ids.tolist() == [3 + int(d) for d in a] + [13] + [3 + int(d) for d in b] + [17]
     assert (renderer.eos_id, renderer.stop_ids, renderer.vocab_size) == (1, (1,), 64)
-    pair = read_pairs(Dataset(arithmetic / "warmup.parquet"), renderer, POSITIONS, "refuse")[0]
-    assert len(pair[0]) == 6
-    assert pair[1][-1] == 1
+    ids, mask = read_sequences(Dataset(arithmetic / "warmup.parquet"), renderer, POSITIONS, "refuse")[0]
+    assert mask.tolist() == [False] * 6 + [True] * (len(ids) - 6)
+    assert ids[-1] == 1
 
 
 def parameters_of_qwen2(vocab: int, hidden: int, inner: int, layers: int, kv: int) -> int:
@@ -110,19 +111,20 @@ def test_gsm8k_rows(gsm8k: Path) -> None:
         for line, row in zip(lines, rows, strict=True):
             problem = json.loads(line)
             assert row.messages == [
-                {
-                    "role": "user",
-                    "content": problem["question"]
+                Message(
+                    "user",
+                    problem["question"]
                     + ' Let\'s think step by step and output the final answer after "####".',
-                }
+                )
             ]
             assert row.ground_truth == problem["answer"].rpartition("#### ")[2].replace(",", "")
             assert row.extra["answer"] == problem["answer"]
     columns = pq.read_schema(gsm8k / "train.parquet").names
     assert columns == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
     for row in read_supervised_rows(Dataset(gsm8k / "warmup.parquet")):
-        assert "<<" not in row.response
-        assert re.search(r"\n#### [-0-9.,]+$", row.response)
+        response = row.messages[-1].content
+        assert "<<" not in response
+        assert re.search(r"\n#### [-0-9.,]+$", response)
 
 
 def test_gsm8k_tokenizer_is_lossless_and_agrees_with_transformers(gsm8k: Path) -> None:
@@ -136,9 +138,9 @@ def test_gsm8k_tokenizer_is_lossless_and_agrees_with_transformers(gsm8k: Path) -
         assert prompt.token_ids.tolist() == expected
         assert reference.decode(prompt.token_ids) == prompt.text
         assert prompt.text.endswith("<|im_end|>\n<|im_start|>assistant\n")
-    (ids,) = renderer.encode_responses(["1234 é 漢"])
-    assert reference.convert_ids_to_tokens(ids[:4]) == ["1", "2", "3", "4"]
-    assert reference.decode(ids) == "1234 é 漢<|im_end|>"
+    (part,) = renderer.encode_parts(["1234 é 漢"], are_first=False)
+    assert reference.convert_ids_to_tokens(part.ids[:4]) == ["1", "2", "3", "4"]
+    assert reference.decode(part.ids) == "1234 é 漢"
     assert renderer.stop_ids == (reference.eos_token_id,)
 
 
@@ -161,7 +163,7 @@ def test_sums_of_other_lengths(tmp_path: Path, digits: int, sums: int) -> None:
         *read_rows(Dataset(tmp_path / "train.parquet")),
         *read_rows(Dataset(tmp_path / "validation.parquet")),
     ]
-    questions = {row.messages[0]["content"] for row in rows}
+    questions = {row.messages[0].content for row in rows}
     assert len(questions) == len(rows) == sums
     assert all(re.fullmatch(rf"[1-9]\d{{{digits - 1}}}\+[1-9]\d{{{digits - 1}}}=", q) for q in questions)
 
@@ -195,4 +197,4 @@ def test_the_examples_use_what_is_written(
     longest_sequence = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
     assert longest_sequence <= config.rollout.local.max_length
     assert config.warmup.source is not None
-    assert read_pairs(Dataset(config.warmup.source.path), renderer, POSITIONS, "refuse")
+    assert read_sequences(Dataset(config.warmup.source.path), renderer, POSITIONS, "refuse")

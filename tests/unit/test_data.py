@@ -26,14 +26,14 @@ from atoll.coordinator.data.datasets import (
     Mixture,
     PromptSource,
     SupervisedSource,
-    read_pairs,
     read_prompts,
+    read_sequences,
 )
 from atoll.coordinator.run_data import _dataset, read_data
 from atoll.runtime.dump import write_dump
 from atoll.runtime.errors import UserError
 from atoll.runtime.rendering import Renderer
-from atoll.wire.types import GroupId, Message, Prompt
+from atoll.wire.types import GroupId, Message, Prompt, ToolCall
 from tests.builders import V0, model_spec, run_config
 from tests.conftest import write_tokenizer
 
@@ -113,7 +113,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, [record("12+34=", "46"), record("é\u2028=", "0"), record("5+5=", "10")])
     rows = rows_of(path)
     assert [row.messages for row in rows] == [
-        [{"role": "user", "content": text}] for text in ("12+34=", "é\u2028=", "5+5=")
+        [Message("user", text)] for text in ("12+34=", "é\u2028=", "5+5=")
     ]
     assert [row.ground_truth for row in rows] == ["46", "0", "10"]
     assert {row.data_source for row in rows} == {"arithmetic"}
@@ -134,14 +134,15 @@ def test_warmup_rows_need_prompt_and_response_only(tmp_path: Path, renderer: Ren
     rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "response": str(i + 1)} for i in range(5)]
     path = write(tmp_path / name, rows)
     draws = SupervisedSource(
-        [read_pairs(Dataset(path), renderer, longest(64), "refuse")], [1.0], seed=0, shuffle=True
+        [read_sequences(Dataset(path), renderer, longest(64), "refuse")], [1.0], seed=0, shuffle=True
     ).draw(10)
-    pairs = Counter((tuple(prompt.tolist()), tuple(response.tolist())) for prompt, response in draws)
+    sequences = Counter((tuple(ids.tolist()), tuple(mask.tolist())) for ids, mask in draws)
     # ids of tests/conftest.py: digit d is 3 + d, + is 13, = is 17; <eos> 1 ends a response
-    assert pairs == {((3 + i, 13, 4, 17), (4 + i, 1)): 2 for i in range(5)}
+    assert sequences == {((3 + i, 13, 4, 17, 4 + i, 1), (False,) * 4 + (True,) * 2): 2 for i in range(5)}
 
 
 USER = {"role": "user", "content": "1+1="}
+ASKED = Message("user", "1+1=")
 ANSWERS = {"ground_truth": "the grader exact_match"}
 
 
@@ -162,7 +163,7 @@ ANSWERS = {"ground_truth": "the grader exact_match"}
 )
 def test_rows_for_graders(tmp_path: Path, name: str, row: dict[str, Any], truth: str) -> None:
     path = write(tmp_path / name, [row] * 2)
-    assert rows_of(path, required=ANSWERS) == [DatasetRow([USER], truth, "", {})] * 2
+    assert rows_of(path, required=ANSWERS) == [DatasetRow([ASKED], truth, "", {})] * 2
 
 
 def test_a_number_of_numpy_is_a_number(tmp_path: Path) -> None:
@@ -202,12 +203,74 @@ def test_rows_of_an_agent_that_brings_its_reward_need_no_truth() -> None:
     assert required == [{}, {"ground_truth": "the grader exact_match"}]
 
 
-def test_rows_for_an_agent_keep_verls_fields_of_agents(tmp_path: Path) -> None:
-    info = {"tools_kwargs": {"calc": {"digits": 2}}}
-    path = write_jsonl(
-        tmp_path / "rows.jsonl", [record("1+1=", "2", agent_name="tool_agent", extra_info=info)]
-    )
-    assert rows_of(path, agent="search")[0].extra == {"tools_kwargs": '{"calc": {"digits": 2}}'}
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_for_an_agent_keep_verls_fields_of_agents(tmp_path: Path, name: str) -> None:
+    info = {
+        "index": 7,
+        "need_tools_kwargs": True,
+        "tools_kwargs": {"calc": {"create_kwargs": {"ground_truth": "2"}}},
+        "interaction_kwargs": {"name": "gsm8k", "query": "1+1=", "ground_truth": "2"},
+    }
+    rows = [record("1+1=", "2", agent_name="tool_agent", extra_info=info)] * 2
+    assert rows_of(write(tmp_path / name, rows), agent="search")[1].extra == {
+        "index": "7",
+        "need_tools_kwargs": "true",
+        "tools_kwargs": '{"calc": {"create_kwargs": {"ground_truth": "2"}}}',
+        "interaction_kwargs": '{"name": "gsm8k", "query": "1+1=", "ground_truth": "2"}',
+        "agent_name": "tool_agent",
+    }
+
+
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("columns", "extra"),
+    [
+        ({"tools": ["add", "search"]}, {"tools": '["add", "search"]'}),
+        ({"tools": [SCHEMA]}, {"tools": json.dumps([SCHEMA])}),
+        ({"tools": json.dumps([SCHEMA])}, {"tools": json.dumps([SCHEMA])}),
+        ({"environment": {"seed": 3, "walls": [[0, 1]]}}, {"environment": '{"seed": 3, "walls": [[0, 1]]}'}),
+        ({"environment": '{"seed":3}'}, {"environment": '{"seed": 3}'}),
+        ({"tools": ["add"], "extra_info": {"tools": ["add"]}}, {"tools": '["add"]'}),
+        ({"extra_info": {"environment": {"seed": 3}}}, {"environment": '{"seed": 3}'}),
+        ({"tools": [], "environment": None}, {}),
+    ],
+)
+def test_what_only_an_agent_reads_reaches_it_as_json(
+    tmp_path: Path, name: str, columns: dict[str, Any], extra: dict[str, str]
+) -> None:
+    path = write(tmp_path / name, [{"prompt": "1+1=", **columns}] * 2)
+    assert [row.extra for row in rows_of(path, agent="search", required={})] == [extra] * 2
+
+
+def test_keys_that_parquet_fills_in_are_dropped(tmp_path: Path) -> None:
+    """A column has the keys of all its rows."""
+    rows = [{"prompt": "1", "environment": state} for state in ({"seed": 1}, {"walls": {"x": 1}})]
+    path = write(tmp_path / "rows.parquet", rows)
+    extras = [row.extra for row in rows_of(path, agent="search", required={})]
+    assert extras == [{"environment": '{"seed": 1}'}, {"environment": '{"walls": {"x": 1}}'}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"tools": ["a"], "extra_info": {"tools": ["b"]}},
+            "field tools: got another value than extra_info.tools; remove one of them",
+        ),
+        ({"tools": [3]}, r"field tools\[0\]: got int 3, expected {\"type\": \"function\", .* or a name"),
+        ({"environment": [1]}, r"field environment: got list \[1\], expected an object, or its JSON text"),
+        ({"environment": "{"}, "field environment: got str '{', expected an object, or its JSON text"),
+        ({"extra_info": {"tools_kwargs": 3}}, r"field extra_info\.tools_kwargs: got int 3, expected an obj"),
+        ({"agent_name": 3}, "field agent_name: got int 3, expected a string"),
+    ],
+)
+def test_a_bad_row_for_an_agent(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1+1=", **columns}])
+    with pytest.raises(UserError, match=rf"rows\.jsonl, row 0 .*{message}"):
+        rows_of(path, agent="search", required={})
 
 
 ASSISTANT = {"role": "assistant", "content": "2"}
@@ -226,29 +289,27 @@ ASSISTANT = {"role": "assistant", "content": "2"}
 )
 def test_rows_with_answers(tmp_path: Path, name: str, row: dict[str, Any]) -> None:
     path = write(tmp_path / name, [row] * 2)
-    assert answers_of(path) == [SupervisedRow([USER], "2", 0), SupervisedRow([USER], "2", 1)]
-
-
-def test_every_answer_of_a_conversation_is_learned(tmp_path: Path) -> None:
-    system, more = {"role": "system", "content": "add"}, {"role": "user", "content": "+1="}
-    last = {"role": "assistant", "content": "3"}
-    single = [USER, ASSISTANT]
-    rows = [{"messages": single}, {"messages": [system, USER, ASSISTANT, more, last]}]
-    assert answers_of(write_jsonl(tmp_path / "rows.jsonl", rows)) == [
-        SupervisedRow([USER], "2", 0),
-        SupervisedRow([system, USER], "2", 1),
-        SupervisedRow([system, USER, ASSISTANT, more], "3", 1),
-    ]
+    assert answers_of(path) == [SupervisedRow([ASKED, Message("assistant", "2")], [False, True], [])] * 2
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [USER]}, "field messages: got no assistant message after another one"),
+        ({"messages": [USER]}, "field messages: got no message to learn, expected one of assistant after"),
+        ({"messages": [ASSISTANT, USER]}, "field messages: got no message to learn"),
         ({"prompt": "1+1="}, r"field response: missing; the row has \['prompt'\], expected \{.*\{\"messages"),
-        ({"prompt": "1+1=", "completion": [USER]}, "field completion: got 1 messages, expected one of the"),
+        ({"prompt": "1+1=", "completion": [USER]}, "field completion: got no message to learn"),
         ({"prompt": "1+1=", "response": "2", "images": ["x.png"]}, "field images is not supported"),
-        ({"messages": [USER, ASSISTANT], "tools": [{"name": "x"}]}, "field tools is not supported"),
+        (
+            {"messages": [USER, ASSISTANT], "tools": [{"name": "x"}]},
+            r"field tools\[0\]: got dict {'name': 'x'}, expected {\"type\": \"function\", \"function\"",
+        ),
+        ({"messages": [USER, ASSISTANT], "tools": ["x"]}, r"field tools\[0\]: got str 'x', expected {\"type"),
+        ({"messages": [USER, ASSISTANT], "environment": {"seed": 1}}, "field environment is not supported"),
+        (
+            {"messages": [USER, ASSISTANT | {"weight": 0.5}]},
+            r"field messages\[1\]\.weight: got float 0.5, expected 0 or 1",
+        ),
     ],
 )
 def test_a_bad_row_with_answers(tmp_path: Path, row: dict[str, Any], message: str) -> None:
@@ -262,12 +323,20 @@ def test_an_overlong_answer_names_the_row_of_its_file(tmp_path: Path, renderer: 
     rows = [{"messages": [USER, ASSISTANT, USER, ASSISTANT]}, {"prompt": "1+1=", "response": "2" * 60}]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     limit = TokenLimit("the model's max_position_embeddings", 64)
-    match = r"row 1 .*prompt and response: got 65 tokens .* at most the model's max_.* = 64; shorten it"
+    match = r"row 1 .*prompt and answers: got 65 tokens .* at most the model's max_.* = 64; shorten it"
     with pytest.raises(UserError, match=match):
-        read_pairs(Dataset(path), renderer, limit, "refuse")
-    assert len(read_pairs(Dataset(path), renderer, limit, "filter")) == 2
+        read_sequences(Dataset(path), renderer, limit, "refuse")
+    # without a template, nothing shows the end of an answer: each is a sequence of its own
+    assert len(read_sequences(Dataset(path), renderer, limit, "filter")) == 2
 
 
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
+    ],
+}
 BAD = {
     "missing": (
         lambda r: r.pop("data_source"),
@@ -313,9 +382,31 @@ BAD = {
         lambda r: r["extra_info"].update(interaction_kwargs={"name": "gsm8k"}),
         r"field extra_info\.interaction_kwargs is not supported: .* set data.train.agent",
     ),
-    "tool calls": (
+    "environment": (
+        lambda r: r.update(environment={"seed": 1}),
+        "field environment is not supported: .* set data.train.agent",
+    ),
+    "reasoning": (
+        lambda r: r["prompt"].append({"role": "assistant", "content": "2", "reasoning_content": "1 + 1"}),
+        r"field prompt\[1\]\.reasoning_content is not supported: expected role and content",
+    ),
+    "no call": (
         lambda r: r["prompt"].append({"role": "assistant", "content": "", "tool_calls": [{}]}),
-        r"field prompt\[1\]\.tool_calls is not supported: expected role and content",
+        r"field prompt\[1\]\.tool_calls\[0\]: got dict {}, expected {\"type\": \"function\", \"function\"",
+    ),
+    "call without arguments": (
+        lambda r: r["prompt"].append(
+            CALLED | {"tool_calls": [{"function": {"name": "f", "arguments": "1"}}]}
+        ),
+        r"tool_calls\[0\]\.function\.arguments: got str '1', expected an object, or its JSON text",
+    ),
+    "call of a user": (
+        lambda r: r["prompt"].append(CALLED | {"role": "user"}),
+        r"field prompt\[1\]\.tool_calls: got role 'user', expected them of the assistant only",
+    ),
+    "empty without calls": (
+        lambda r: r["prompt"].append({"role": "assistant", "content": ""}),
+        r"field prompt\[1\]\.content: got an empty string",
     ),
 }
 
@@ -496,6 +587,52 @@ def test_rows_for_an_agent_have_messages_instead_of_tokens(tmp_path: Path, rende
     assert plain.token_ids.tolist() == [3, 13, 4, 17]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("arguments", "carried"),
+    [({"a": 1, "b": 1}, '{"a": 1, "b": 1}'), ('{"a":1, "b":1}', '{"a":1, "b":1}')],
+)
+def test_rows_may_begin_with_calls_of_tools(
+    tmp_path: Path, name: str, arguments: object, carried: str
+) -> None:
+    """For graders, the model's template writes them into the prompt's text."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 64}')
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls %}"
+        "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {"role": "assistant", "content": "so", "tool_calls": [call | {"id": "c2"}]},
+        {"role": "tool", "tool_call_id": "c2", "content": ""},
+    ]
+    path = write(tmp_path / name, [{"prompt": messages}] * 2)
+    expected = (
+        ASKED,
+        Message("assistant", "", (ToolCall("c1", "add", carried),)),
+        Message("tool", "2", tool_call_id="c1"),
+        Message("assistant", "so", (ToolCall("c2", "add", carried),)),
+        Message("tool", "", tool_call_id="c2"),
+    )
+    text = '[user]1+1=[assistant]add{"a": 1, "b": 1}[tool]2[assistant]soadd{"a": 1, "b": 1}[tool]'
+    for_agent, plain = (
+        read_prompts(Dataset(path, agent=agent), Renderer(tmp_path), "toy")[1] for agent in ("search", "")
+    )
+    assert (for_agent.messages, for_agent.text, for_agent.token_ids.size) == (expected, text, 0)
+    assert (plain.messages, plain.text) == ((), text)
+    assert plain.token_ids.size > 0
+
+
+def test_a_template_that_shows_no_calls(tmp_path: Path, renderer: Renderer) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": [USER, CALLED]}])
+    with pytest.raises(UserError, match=r"row 0 .*field prompt: the chat template does not show .* of add"):
+        read_prompts(Dataset(path), renderer, "toy")
+
+
 def test_a_cursor_tells_rows_of_an_agent_apart_and_older_ones_of_plain_rows_stay_valid(
     tmp_path: Path, renderer: Renderer
 ) -> None:
@@ -513,6 +650,8 @@ def test_a_cursor_tells_rows_of_an_agent_apart_and_older_ones_of_plain_rows_stay
     ids = b"".join(number.to_bytes(4, "little") for number in (4, 13, 4, 17))
     assert digests("", row) == expected(ids, b"2", b"arithmetic")
     assert digests("search", row) == expected(b"1+1=", b"2", b"arithmetic")
+    reset = row | {"environment": {"seed": 3}}
+    assert digests("search", reset) == expected(b"1+1=", b"2", b"arithmetic", b'{"seed": 3}')
 
 
 def test_each_epoch_draws_every_row_once_in_its_own_order(tmp_path: Path, renderer: Renderer) -> None:
@@ -663,7 +802,7 @@ def test_a_prompt_that_the_template_refuses(tmp_path: Path) -> None:
     rows = [record("1", "1"), record("2", "2", prompt=[{"role": "system", "content": "x"}])]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     with pytest.raises(
-        UserError, match=r"row 1 .*field prompt: the chat template refuses it: no system prompt"
+        UserError, match=r"row 1 .*field prompt: the chat template refuses the messages: no system prompt"
     ):
         read_prompts(Dataset(path), Renderer(tmp_path), "toy")
     with pytest.raises(UserError, match=r"row 0 .*field prompt: '' has no token"):

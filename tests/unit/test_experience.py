@@ -253,12 +253,12 @@ def test_split_keeps_groups_whole_and_tokens_and_samples_aligned() -> None:
     np.testing.assert_array_equal(first.segments.token_ids, layout.segments.token_ids[:8])
 
 
-def test_supervised_rows_weigh_responses_only() -> None:
-    rows = [
-        (np.array([1, 2], np.int32), np.array([3], np.int32)),
-        (np.array([4], np.int32), np.array([5, 6], np.int32)),
+def test_supervised_sequences_weigh_learned_tokens_only() -> None:
+    sequences = [
+        (np.array([1, 2, 3], np.int32), np.array([False, False, True])),
+        (np.array([4, 5, 6], np.int32), np.array([False, True, True])),
     ]
-    segments, weights = experience.lay_out_supervised(rows)
+    segments, weights = experience.lay_out_supervised(sequences)
     np.testing.assert_array_equal(segments.token_ids, [1, 2, 3, 4, 5, 6])
     np.testing.assert_array_equal(segments.offsets, [0, 3, 6])
     np.testing.assert_array_equal(segments.parents, [-1, -1])

@@ -128,8 +128,8 @@ def test_plain_text_without_a_template(tmp_path: Path) -> None:
     # characters are numbered from 3 in the order of tests/conftest.py: digits first, + is 13, = is 17
     (ids,) = renderer.encode_prompts(["12+34="])
     assert ids.tolist() == [4, 5, 13, 6, 7, 17]
-    (ids,) = renderer.encode_responses(["46"])
-    assert ids.tolist() == [7, 9, 1]
+    (encoding,) = renderer.encode_parts(["46"], are_first=False)
+    assert (encoding.ids, encoding.offsets) == ([7, 9], [(0, 1), (1, 2)])
 
 
 def test_plain_text_gets_the_tokenizers_own_special_tokens(tmp_path: Path) -> None:
@@ -143,7 +143,8 @@ def test_plain_text_gets_the_tokenizers_own_special_tokens(tmp_path: Path) -> No
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     renderer = Renderer(tmp_path)
     assert [ids.tolist() for ids in renderer.encode_prompts(["1234", "5"])] == [[2, 4, 5, 6, 7], [2, 8]]
-    assert [ids.tolist() for ids in renderer.encode_responses(["12"])] == [[4, 5, 1]]
+    parts = [renderer.encode_parts(["12"], are_first=is_first)[0].ids for is_first in (True, False)]
+    assert parts == [[2, 4, 5], [4, 5]]
 
 
 def test_stop_ids_come_from_all_three_files(tmp_path: Path) -> None:

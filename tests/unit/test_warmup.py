@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from atoll.config.schema import WarmupSection
+from atoll.coordinator.data.conversations import SupervisedSequence
 from atoll.coordinator.data.datasets import SupervisedSource
 from atoll.coordinator.loop import WARMUP_EXPORT
 from atoll.coordinator.warmup import SupervisedWarmUp
@@ -15,7 +16,7 @@ from atoll.runtime.telemetry import metrics_of
 from atoll.wire.types import Version
 from tests.fakes import FakeRun
 
-PAIR = (np.array([1, 2], np.int32), np.array([3], np.int32))
+SEQUENCE = SupervisedSequence(np.array([1, 2, 3], np.int32), np.array([False, False, True]))
 
 
 def warm_up(
@@ -28,7 +29,7 @@ def warm_up(
         return scores[version.number - 1]
 
     section = WarmupSection(steps=5, rows_per_step=2, check_every=2, target_reward=target)
-    rows = SupervisedSource([[PAIR]], [1.0], seed=0, shuffle=True)
+    rows = SupervisedSource([[SEQUENCE]], [1.0], seed=0, shuffle=True)
     run.warmup = SupervisedWarmUp(section, rows, run.trainers["actor"], run.control, score, export)
 
 

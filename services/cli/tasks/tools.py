@@ -35,16 +35,16 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-CALL = '<tool_call>{"name": "add", "arguments": {"a": %d, "b": %d}}</tool_call>'
+ADD = {"type": "function", "function": {"name": "add"}}
 LOW, HIGH = 10, 100  # two digits
 VALIDATION_SHARE = 16  # every 16th
 GUESS_SHARE = 2 / 3  # of the warm-up's sums: a guess instead of a call
 
 
 def build_tools(out: Path, seed: int) -> None:
-    """Writes out/model, train.parquet and validation.parquet (different sums), and warmup.parquet: first
-    replies, a call or a guess, and replies to a tool's result. They show the form; no guess is better than
-    chance, so that calls are what is to be learned from the reward."""
+    """Writes out/model, train.parquet and validation.parquet (different sums), and warmup.parquet: guesses,
+    and calls with the reply to their result. They show the form; no guess is better than chance, so that
+    calls are what is to be learned from the reward."""
     write_model(out / "model", SHAPE, _tokenizer(), SPECIAL, CHAT_TEMPLATE, seed)
     rng = np.random.default_rng(seed)
     span = HIGH - LOW
@@ -56,20 +56,21 @@ def build_tools(out: Path, seed: int) -> None:
             for i, (a, b) in enumerate(part)
         ]
         write_rows(out / f"{name}.parquet", rows)
-    write_rows(out / "warmup.parquet", [row for pair in pairs[split:] for row in _warmup_rows(*pair, rng)])
+    write_rows(out / "warmup.parquet", [_warmup_row(*pair, rng) for pair in pairs[split:]])
 
 
-def _warmup_rows(a: int, b: int, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Messages as the chat template renders them for the agent, a call as the text that it is written in."""
-    asked = [{"role": "tools", "content": "add\n"}, {"role": "user", "content": f"{a}+{b}="}]
+def _warmup_row(a: int, b: int, rng: np.random.Generator) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"{a}+{b}="}]
     if rng.random() < GUESS_SHARE:
-        return [{"prompt": asked, "response": str(rng.integers(2 * LOW, 2 * HIGH))}]
-    result = str(a + b)
-    called = [{"role": "assistant", "content": CALL % (a, b)}, {"role": "tool", "content": result}]
-    return [
-        {"prompt": asked, "response": CALL % (a, b)},
-        {"prompt": [*asked, *called], "response": result},
-    ]
+        messages += [{"role": "assistant", "content": str(rng.integers(2 * LOW, 2 * HIGH))}]
+    else:
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
+        messages += [
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": str(a + b)},
+            {"role": "assistant", "content": str(a + b)},
+        ]
+    return {"messages": messages, "tools": [ADD]}
 
 
 def _tokenizer() -> Tokenizer:

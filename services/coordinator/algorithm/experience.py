@@ -374,18 +374,18 @@ def _slice(bounds: Int64, i: int) -> slice:
     return slice(int(bounds[i]), int(bounds[i + 1]))
 
 
-def lay_out_supervised(rows: Sequence[tuple[Int32, Int32]]) -> tuple[Segments, Float32]:
-    """Rows of (prompt ids, response ids) as segments and loss weights [T]: the mean over response tokens.
+def lay_out_supervised(sequences: Sequence[tuple[Int32, Bool]]) -> tuple[Segments, Float32]:
+    """Sequences of (token ids [T], loss mask [T]) as segments and loss weights [T]: the mean over the learned
+    tokens of all.
 
-    Nothing shares a prompt here, so a row is one segment, which needs no mask of its ancestors.
+    Nothing shares a prompt here, so a sequence is one segment, which needs no mask of its ancestors.
     """
-    lengths_S = np.array([len(prompt) + len(response) for prompt, response in rows], np.int64)
+    ids, masks = zip(*sequences, strict=True)
     segments = Segments(
-        token_ids=np.concatenate([part for row in rows for part in row]).astype(np.int32, copy=False),
-        offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths_S)]),
-        parents=np.full(len(rows), -1, np.int32),
-        groups=np.arange(len(rows), dtype=np.int32),
+        token_ids=np.concatenate(ids),
+        offsets=np.cumsum([0, *map(len, ids)], dtype=np.int64),
+        parents=np.full(len(ids), -1, np.int32),
+        groups=np.arange(len(ids), dtype=np.int32),
     )
-    starts_T = np.repeat([len(prompt) for prompt, _ in rows], lengths_S)  # of each token's response
-    loss_mask_T = segments.positions >= starts_T
+    loss_mask_T = np.concatenate(masks)
     return segments, (loss_mask_T / loss_mask_T.sum()).astype(np.float32)

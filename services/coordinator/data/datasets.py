@@ -3,25 +3,30 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import jinja2
 import numpy as np
 
 from atoll.config.schema import TokenLimit
+from atoll.coordinator.data.conversations import SupervisedSequence, encode_rows, render_messages
 from atoll.coordinator.data.dataset_files import row_error
-from atoll.coordinator.data.dataset_rows import Dataset, read_rows, read_supervised_rows
+from atoll.coordinator.data.dataset_rows import (
+    AGENT_FIELDS,
+    Dataset,
+    DatasetRow,
+    read_rows,
+    read_supervised_rows,
+)
 from atoll.runtime.errors import UserError
-from atoll.runtime.rendering import Messages, Renderer
-from atoll.wire.types import GroupId, Int32, Int64, Message, Prompt
+from atoll.runtime.rendering import Renderer
+from atoll.wire.types import GroupId, Int32, Int64, Prompt
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Pair = tuple[Int32, Int32]  # prompt ids [T], response ids [T] with the end-of-sequence token
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +153,7 @@ class PromptSource:
             weights,
             seed,
             shuffle,
-            [
-                _digest((p.text if p.agent else p.token_ids, p.ground_truth, p.data_source) for p in prompts)
-                for prompts in self._sources
-            ],
+            [_digest(map(_identity, prompts)) for prompts in self._sources],
         )
 
     @property
@@ -177,15 +179,15 @@ class PromptSource:
 
 
 class SupervisedSource:
-    """Rows with their answers. Everything is rendered, tokenized and checked once, here."""
+    """Rows with answers to learn, one draw per sequence. Everything is checked before."""
 
     def __init__(
-        self, rows: Sequence[Sequence[Pair]], weights: Sequence[float], seed: int, shuffle: bool
+        self, rows: Sequence[Sequence[SupervisedSequence]], weights: Sequence[float], seed: int, shuffle: bool
     ) -> None:
         """`rows` and `weights`: of each source."""
         self._rows = rows
-        digests = [_digest(pairs) for pairs in rows]
-        self._mixture = Mixture([len(pairs) for pairs in rows], weights, seed, shuffle, digests)
+        digests = [_digest(map(_turns, sequences)) for sequences in rows]
+        self._mixture = Mixture([len(sequences) for sequences in rows], weights, seed, shuffle, digests)
 
     @property
     def cursor(self) -> Cursor:
@@ -195,8 +197,23 @@ class SupervisedSource:
         """The next draw is the one that followed when `cursor` was taken."""
         self._mixture.load(cursor)
 
-    def draw(self, n: int) -> list[Pair]:
+    def draw(self, n: int) -> list[SupervisedSequence]:
         return [self._rows[source][row] for source, _, row in self._mixture.draw(n)]
+
+
+def _turns(sequence: SupervisedSequence) -> list[Int32]:
+    """Token ids of what is given, then learned, given, learned, and so on."""
+    ids, mask = sequence
+    return np.split(ids, np.flatnonzero(mask[1:] != mask[:-1]) + 1)
+
+
+def _identity(prompt: Prompt) -> Iterator[Int32 | str]:
+    """What makes a row another one."""
+    yield prompt.text if prompt.agent else prompt.token_ids
+    yield prompt.ground_truth
+    yield prompt.data_source
+    if prompt.agent:
+        yield from (prompt.extra[name] for name in AGENT_FIELDS if name in prompt.extra)
 
 
 def _digest(rows: Iterable[Iterable[Int32 | str]]) -> str:
@@ -215,9 +232,8 @@ def read_prompts(dataset: Dataset, renderer: Renderer, run: str, first: int = 0)
     Raises UserError that names file, row and field.
     """
     rows, agent = read_rows(dataset), dataset.agent
-    numbers = range(len(rows))
-    texts = _render(dataset.path, numbers, [row.messages for row in rows], renderer)
-    ids = [np.empty(0, np.int32)] * len(rows) if agent else _encode(dataset.path, numbers, texts, renderer)
+    texts = [_render(dataset.path, number, row, renderer) for number, row in enumerate(rows)]
+    ids = [np.empty(0, np.int32)] * len(rows) if agent else _encode(dataset.path, texts, renderer)
     return [
         Prompt(
             id=GroupId(run, 0, first + number),
@@ -227,42 +243,37 @@ def read_prompts(dataset: Dataset, renderer: Renderer, run: str, first: int = 0)
             data_source=row.data_source,
             extra=row.extra,
             agent=agent,
-            messages=tuple(Message(m["role"], m["content"]) for m in row.messages) if agent else (),
+            messages=tuple(row.messages) if agent else (),
         )
         for number, (row, text, token_ids) in enumerate(zip(rows, texts, ids, strict=True))
     ]
 
 
-def read_pairs(
+def read_sequences(
     dataset: Dataset, renderer: Renderer, longest: TokenLimit, overlong: Literal["filter", "refuse"]
-) -> list[Pair]:
-    """All answers of a dataset with what comes before them; `longest`: both together. Raises UserError that
-    names file, row and field."""
-    path, rows = dataset.path, read_supervised_rows(dataset)
-    numbers = [row.number for row in rows]
-    texts = _render(path, numbers, [row.messages for row in rows], renderer)
-    prompts = _encode(path, numbers, texts, renderer)
-    responses = renderer.encode_responses([row.response for row in rows])
-    pairs = list(zip(prompts, responses, strict=True))
-    lengths = [len(prompt) + len(response) for prompt, response in pairs]
+) -> list[SupervisedSequence]:
+    """What is learned of the rows of a dataset; `longest`: of a sequence. Raises UserError that names file,
+    row and field."""
+    path, sequences, numbers = dataset.path, [], []
+    for number, of_row in enumerate(encode_rows(path, read_supervised_rows(dataset), renderer)):
+        sequences += of_row
+        numbers += [number] * len(of_row)
+    lengths = [len(sequence.token_ids) for sequence in sequences]
     return _drop_overlong(
-        path, pairs, lengths, longest, overlong, "prompt and response", "shorten it", numbers
+        path, sequences, lengths, longest, overlong, "prompt and answers", "shorten it", numbers
     )
 
 
-def _render(path: Path, numbers: Sequence[int], rows: Sequence[Messages], renderer: Renderer) -> list[str]:
-    texts = []
-    for number, messages in zip(numbers, rows, strict=True):
-        try:
-            texts.append(renderer.render(messages))
-        except jinja2.TemplateError as error:
-            raise row_error(path, number, f"field prompt: the chat template refuses it: {error}") from None
-    return texts
+def _render(path: Path, number: int, row: DatasetRow, renderer: Renderer) -> str:
+    try:
+        return render_messages(row.messages, renderer)
+    except ValueError as error:
+        raise row_error(path, number, f"field prompt: {error}") from None
 
 
-def _encode(path: Path, numbers: Sequence[int], texts: Sequence[str], renderer: Renderer) -> list[Int32]:
+def _encode(path: Path, texts: Sequence[str], renderer: Renderer) -> list[Int32]:
     ids = renderer.encode_prompts(texts)
-    for number, text, token_ids in zip(numbers, texts, ids, strict=True):
+    for number, (text, token_ids) in enumerate(zip(texts, ids, strict=True)):
         if len(token_ids) == 0:
             raise row_error(path, number, f"field prompt: {text!r} has no token in this tokenizer")
     return ids
