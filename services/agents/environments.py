@@ -40,8 +40,9 @@ async def server_episode(
     [access] = [access for access in session.servers if access.server.kind == "env"]
     server = await clients.environment(access)
     try:
+        form = await _form(server, settings)  # beforehand, since the episode may take the server's last slot
         async with server.episode() as episode:
-            yield ServerTextEpisode(episode, await _form(server, settings), settings.observation)
+            yield ServerTextEpisode(episode, form, settings.observation)
     except AtollError as error:
         raise EnvironmentFailedError(str(error)) from error
 

@@ -84,6 +84,7 @@ class OpenEnvEnv:
         parse_options(server, TypeAdapter(OptionsModel))
         self.server = server
         self._channel = Channel(server, token)
+        self._actions: dict[str, Json] | None = None  # once /schema was read
 
     async def probe(self) -> str:
         schema = await self._channel.get("/schema", _SCHEMA)
@@ -92,7 +93,9 @@ class OpenEnvEnv:
         return f"actions of {', '.join(schema.action.properties) or 'no field'}"
 
     async def action_schema(self) -> Mapping[str, Json]:
-        return (await self._channel.get("/schema", _SCHEMA)).action.model_dump()
+        if self._actions is None:
+            self._actions = (await self._channel.get("/schema", _SCHEMA)).action.model_dump()
+        return self._actions
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator["OpenEnvEpisode"]:

@@ -7,14 +7,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atoll.cli.launch.launcher import launch
+from atoll.cli.launch.launcher import Follow, launch
+from atoll.runtime.clients.coordinator import CoordinatorClient
 from atoll.runtime.dump import dumps, read_dump
-from atoll.wire.types import Trajectory
+from atoll.wire.types import ExternalServer, Trajectory
 from tests.builders import run_config
 from tests.gateway import agent_runs
 from tests.gateway.exactness import until_ended
@@ -24,6 +26,21 @@ THEIRS = ROOT / ".venv-servers/bin/python"
 TOKEN = "sesame-4711"
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 34}}\n</tool_call>'
 FAIL = '<tool_call>\n{"name": "fail_once", "arguments": {"how": "%s"}}\n</tool_call>'
+
+
+@dataclass(frozen=True)
+class Served:
+    process: subprocess.Popen[str]
+    url: str
+
+
+@contextmanager
+def one_server(script: str, folder: Path) -> Iterator[Served]:
+    command = [THEIRS, ROOT / "tests/servers" / f"{script}.py", "0", folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield Served(process, f"http://127.0.0.1:{int(process.stdout.readline())}")
+        process.kill()
 
 
 @contextmanager
@@ -66,20 +83,22 @@ def train(
     agent: dict[str, Any],
     scripts: list[list[str]],
     row: dict[str, Any] | None = None,
+    follow: Follow = until_ended,
+    steps: int = 1,
     **tables: Any,
 ) -> list[Trajectory]:
-    """One step on a row for each script; its samples. `row`: other fields of all rows."""
+    """`steps` on a row for each script; their samples. `row`: other fields of all rows."""
     agent_runs.write_rows(folder / "rows.jsonl", scripts, **(row or {}))
     tree = agent_runs.config(folder, "qwen2.5", "openai_chat", **tables)
-    tree["run"]["steps"] = 1
+    tree["run"]["steps"] = steps
     tree["agents"] = [{"name": "tested", **agent}]
     tree["coordinator"] |= {"prompts_per_step": len(scripts), "max_sample_attempts": 10}
     config = run_config(tree)
-    assert launch(config, until_ended, resume=False)
-    [dump] = dumps(config.folder / "dumps")
-    samples = [sample for group in read_dump(dump)[1] for sample in group.samples]
+    assert launch(config, follow, resume=False)
+    read = [read_dump(dump)[1] for dump in dumps(config.folder / "dumps")]
+    samples = [sample for groups in read for group in groups for sample in group.samples]
     samples.sort(key=lambda sample: sample.id)
-    assert len(samples) == 2 * len(scripts)
+    assert len(samples) == 2 * len(scripts) * steps
     return samples
 
 
@@ -136,6 +155,28 @@ def test_an_openenv_environment(tmp_path: Path) -> None:
         assert asked[0].endswith("\nbegin at ")
         assert asked[1:] == ["step 1", "step 2"]
     assert "environment failed" in reasons(tmp_path)
+
+
+@pytest.mark.long
+def test_servers_that_are_registered_while_the_run_goes_on(tmp_path: Path) -> None:
+    """The first one takes one episode at a time, and leaves after the first step."""
+    with one_server("openenv_steps", tmp_path) as first, one_server("openenv_steps", tmp_path) as second:
+
+        async def follow(client: CoordinatorClient) -> None:
+            status = await client.status()
+            while not status.error.startswith("waiting for external servers: env steps; register each"):
+                status = await client.status(status.revision)
+            await client.add_server(ExternalServer("env", "steps", first.url, "openenv", concurrency=1))
+            while status.step < 1:
+                status = await client.status(status.revision)
+            await client.add_server(ExternalServer("env", "steps", second.url, "openenv"))
+            assert await client.remove_server("env", "steps", first.url) == 1
+            first.process.kill()
+            await until_ended(client)
+
+        agent = {"environment": {"server": "steps"}}
+        samples = train(tmp_path, agent, [["a", "b", "c"]] * 4, follow=follow, steps=3)
+    assert [sample.score for sample in samples] == [1.0] * 24
 
 
 @pytest.mark.long

@@ -12,7 +12,8 @@ from atoll.config.schema import SessionEndsConfig
 from atoll.gateway.history.tree import Cause
 from atoll.wire.types import AgentTask, GroupId, SampleId, SessionId
 
-PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "agents.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -28,8 +29,9 @@ def first_cells(heading: str) -> set[str]:
 
 @pytest.fixture
 def solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's first function, as the file that it names."""
+    """The page's first function, as the file that it names, beside the examples."""
     (tmp_path / "mine.py").write_text(blocks("python")[0])
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
 
 
@@ -54,6 +56,6 @@ def test_it_has_every_end_cause_and_name() -> None:
     assert first_cells("### Branches") == {cause.value for cause in Cause} - {""}
     row = AgentTask(SessionId(SampleId(GroupId("run", 0, 0), 0), 0), "a", "m", "u", "k", "r", (), "", "", {})
     session = AgentSession(row)
-    named = first_cells("## Join an agent")
+    named = first_cells("### Your own function")
     offered = {name for name in {*vars(session), *dir(session)} if not name.startswith("_")} - {"aclose"}
     assert {name.removeprefix("await ").partition("(")[0] for name in named} == {"AgentSession", *offered}
