@@ -6,8 +6,8 @@ what the policy wrote, so whatever a call reports is data of its session, and pr
 
 The policy sees a function's name, docstring and positional parameters: one without an annotation is a string,
 one without a default is required. Keyword-only parameters are hidden: they are fields of the row's `extra`,
-as JSON unless they are strings. In the sandbox a function gets plain JSON values, and has Python's standard
-library alone.
+as JSON unless they are strings. (What the function executes can read them: they are no place for answers.) In
+the sandbox a function gets plain JSON values, and has Python's standard library alone.
 """
 
 import importlib.util

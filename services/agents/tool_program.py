@@ -43,15 +43,13 @@ def run_call(call: Mapping[str, Any], source: str, name: str) -> dict[str, Any]:
     """The report. `files` are null if they exceed a limit."""
     folder, printed, is_error = os.getcwd(), PrintedText(), False
     stream = io.TextIOWrapper(printed, "utf-8", "backslashreplace", write_through=True)
+    write_files(call["files"])  # if that fails, there is no report, and so no change
     try:
         with redirect_stdout(stream), redirect_stderr(stream):
-            write_files(call["files"])
             text = result_text(load(source, name)[call["function"]](**call["arguments"]))
     except BaseException as error:  # also SystemExit of what the function executes
         is_error, text = True, error_text(error)
-    text = "\n".join(
-        filter(None, (printed.getvalue().decode(errors="replace").rstrip("\n"), text[:MAX_TEXT]))
-    )
+    text = "\n".join(filter(None, (printed.text().rstrip("\n"), text[:MAX_TEXT])))
     try:
         files, num_left_out = read_files(folder)
     except ValueError as error:
@@ -136,3 +134,6 @@ class PrintedText(io.BytesIO):
 
     def close(self) -> None:
         pass  # with sys.stdout, which the function may close
+
+    def text(self) -> str:
+        return self.getvalue().decode(errors="replace")

@@ -3,8 +3,10 @@ persist between calls, and functions that do their worst."""
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -236,6 +238,13 @@ async def test_a_workspace_that_is_too_large_stays_as_it_was(own: SandboxTools, 
     assert result.text.endswith(": this call changes no file.") or "Error" in result.text
 
 
+async def test_files_that_cannot_be_written_stay_as_they_were(own: SandboxTools) -> None:
+    files = {"a": "", "a/b": "", "c": ""}
+    assert await evaluate(own, "result = 1", files) == CallResult(
+        f"exception: FileExistsError: [Errno 17] File exists: 'a'. {UNCHANGED}", True, files
+    )
+
+
 async def test_output_without_end_is_cut_and_a_loop_without_end_is_ended(
     own: SandboxTools, client: RewardClient, tmp_path: Path
 ) -> None:
@@ -281,6 +290,13 @@ async def test_hidden_arguments_reach_the_function(client: RewardClient, tmp_pat
     assert json.loads((await tools.call("join", {"a": "1"}, {}, extra)).text) == ["1", "x", "\0c", [1]]
     with pytest.raises(UserError, match="the row's extra fields do not fit: c: Field required"):
         await tools.call("join", {"a": "1"}, {})
+
+
+async def test_the_documentations_example(address: str) -> None:
+    page = (ROOT / "docs" / "rewards.md").read_text().partition("### Running programs for tools")[2]
+    scope: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], scope)
+    assert await scope["shout"](address, TOKEN) == b"HELLO\n"
 
 
 async def test_files_need_a_directory_and_calls_without_files_do_not(tmp_path: Path) -> None:
