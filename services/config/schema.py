@@ -36,7 +36,6 @@ Role = Literal["actor", "critic", "cost_critic", "reference", "reward_model", "c
 # "auto" is resolved when a run is launched (placement.py); a service never sees it
 Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["auto", "float32", "bfloat16"]
-LearnedRoles = Annotated[tuple[Literal["system", "user", "assistant", "tool"], ...], Field(min_length=1)]
 PlacementMode = Literal["auto", "standalone", "split", "colocated"]
 
 
@@ -139,7 +138,9 @@ class DatasetConfig(Section):
     model_config = ConfigDict(extra="allow")
     path: Path  # .parquet, .jsonl, .json, a Hugging Face dataset folder, or file.py:function
     agent: str = ""  # name of the [[agents]] entry that receives the rows; "": single-turn responses
-    learn: LearnedRoles = ("assistant",)  # of rows with answers: roles whose messages are learned
+    learn: tuple[Literal["assistant", "tool", "user", "system"], ...] = (
+        "assistant",  # of rows with answers: roles whose messages are learned
+    )
 
     @model_validator(mode="after")
     def _takes_parameters(self) -> "DatasetConfig":

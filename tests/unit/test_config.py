@@ -252,6 +252,15 @@ def test_every_example_can_be_used(path: Path, monkeypatch: pytest.MonkeyPatch) 
             'validation set sums: run.mode = "supervised" measures the loss of the given answers',
         ),
         (
+            ["data.train=[{path='t.parquet', learn=['assistant', 'tool']}]"],
+            "[[data.train]]: learn chooses what is learned of rows with answers, and these are prompts: "
+            'remove it, or set run.mode = "supervised"',
+        ),
+        (
+            ["run.mode=supervised", "data.train=[{path='t.parquet', learn=['bot']}]"],
+            "data.train.0.learn.0: Input should be 'assistant', 'tool', 'user' or 'system'",
+        ),
+        (
             [f"cost_model={SCORER}", "algorithm.constraint={cost='exact_match'}"],
             "[cost_model] is used only by an [algorithm.constraint] without cost",
         ),

@@ -130,7 +130,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "refusing template": (
         lambda m: (m / "chat_template.jinja").write_text("{{ raise_exception('no') }}"),
         "data.train",
-        "row 0 (the first is 0): field prompt: the chat template refuses it: no",
+        "row 0 (the first is 0): field prompt: the chat template refuses the messages: no",
     ),
 }
 

@@ -195,7 +195,8 @@ def _supervised_row(record: Fields, roles: Collection[str]) -> SupervisedRow:
         learned[0] = False  # nothing is before it
     if not any(learned):
         raise FieldError(
-            f"field {name}: got no message to learn, expected one of {' or '.join(roles)} after another one"
+            f"field {name}: got no message to learn: after the first, none has weight 1 or a role in learn = "
+            f"{list(roles)}"
         )
     return SupervisedRow([*context, *answers], [*[False] * len(context), *learned], read_schemas(record))
 
@@ -218,13 +219,15 @@ def _graded_row(record: Fields, dataset: Dataset) -> tuple[DatasetRow, str]:
 
 
 def _answer(record: Fields) -> str:
-    """Text, or one message of the assistant."""
+    """Text, or one message of the assistant with text alone."""
     name = _answer_name(record)
     if not isinstance(record.get(name), list):
         return text_field(record, name)
     messages = read_messages(record, name)
-    if [message.role for message in messages] != ["assistant"]:
-        raise FieldError(f"field {name}: got {len(messages)} messages, expected one of the assistant")
+    if [message.role for message in messages] != ["assistant"] or messages[0].tool_calls:
+        raise FieldError(
+            f"field {name}: got {len(messages)} messages, expected one of the assistant without tool_calls"
+        )
     return messages[0].content
 
 
