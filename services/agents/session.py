@@ -7,7 +7,8 @@ async def agent(session: AgentSession) -> float:
 
 import math
 import secrets
-from functools import cached_property
+import ssl
+from functools import cache, cached_property
 from typing import Any, Final
 
 import openai
@@ -51,7 +52,7 @@ class AgentSession:
             max_retries=MAX_RETRIES,
             timeout=openai.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             # no proxy of the environment, which would see the key
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False, verify=_tls_context()),
         )
 
     async def reward(self, value: float, turn: str | None = None) -> None:
@@ -73,6 +74,13 @@ class AgentSession:
     async def aclose(self) -> None:
         if "client" in vars(self):
             await self.client.close()
+
+
+@cache
+def _tls_context() -> ssl.SSLContext:
+    """Of all clients in the process: one takes 20 ms and 0.8 MiB. Connections are each session's own, since a
+    pool looks at all of its connections twice per request."""
+    return ssl.create_default_context()
 
 
 def _chat_message(message: Message) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Agent functions: how they end, and that none of them holds up the others' service."""
 
 import asyncio
+import gc
 import math
+import ssl
 import subprocess
 import sys
 import threading
@@ -276,6 +278,23 @@ def test_tool_calls_of_a_row_are_as_openais_api_has_them() -> None:
         },
         {"role": "tool", "content": "2", "tool_call_id": "c1"},
     ]
+
+
+def num_tls_contexts() -> int:
+    return sum(issubclass(type(each), ssl.SSLContext) for each in gc.get_objects())
+
+
+async def test_clients_of_all_sessions_share_a_tls_context_and_each_is_closed_alone() -> None:
+    first, *others = sessions = [AgentSession(task(index)) for index in range(20)]
+    assert not first.client.is_closed()  # it has built what is shared, unless another test did
+    before = num_tls_contexts()
+    clients = [session.client for session in others]
+    assert num_tls_contexts() == before
+    await first.aclose()
+    assert first.client.is_closed()
+    assert not any(client.is_closed() for client in clients)
+    for session in sessions:
+        await session.aclose()
 
 
 async def test_a_reward_goes_to_the_gateway_with_its_own_key_until_it_is_there() -> None:
