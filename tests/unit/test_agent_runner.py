@@ -280,16 +280,16 @@ def test_tool_calls_of_a_row_are_as_openais_api_has_them() -> None:
     ]
 
 
-def numtls_contexts() -> int:
+def num_tls_contexts() -> int:
     return sum(issubclass(type(each), ssl.SSLContext) for each in gc.get_objects())
 
 
-async def test_clients_of_all_sessions_share_atls_context_and_each_is_closed_alone() -> None:
+async def test_clients_of_all_sessions_share_a_tls_context_and_each_is_closed_alone() -> None:
     first, *others = sessions = [AgentSession(task(index)) for index in range(20)]
     assert not first.client.is_closed()  # it has built what is shared, unless another test did
-    before = numtls_contexts()
+    before = num_tls_contexts()
     clients = [session.client for session in others]
-    assert numtls_contexts() == before
+    assert num_tls_contexts() == before
     await first.aclose()
     assert first.client.is_closed()
     assert not any(client.is_closed() for client in clients)

@@ -93,7 +93,7 @@ class Stage:
         gateways = MagicMock(choose=AsyncMock(return_value=link))
         gateways.place.return_value.__aenter__.return_value = link
         hosts = AgentHosts()
-        await hosts.add(MagicMock(run=self._run, cancel=self._cancel), {"solver": 1})
+        hosts.add(MagicMock(run=self._run, cancel=self._cancel), {"solver": 1})
         agents = {"solver": self.agent}
         self.sessions = AgentSessions(
             agents, gateways, hosts, self.servers, self.turns, self._receive, self._lose, model="toy"

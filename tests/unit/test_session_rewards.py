@@ -28,7 +28,7 @@ async def play(reward: str, returned: float | None) -> Trajectory:
     gateways = MagicMock(choose=AsyncMock(return_value=link))
     gateways.place.return_value.__aenter__.return_value = link
     hosts, agent = AgentHosts(), AgentConfig.model_construct(name="solver", reward=reward)
-    await hosts.add(MagicMock(run=AsyncMock(return_value=AgentOutcome(reward=returned))), {"solver": 1})
+    hosts.add(MagicMock(run=AsyncMock(return_value=AgentOutcome(reward=returned))), {"solver": 1})
     received: asyncio.Queue[Trajectory] = asyncio.Queue()
 
     async def receive(samples: Sequence[Trajectory], payload: bytes) -> None:

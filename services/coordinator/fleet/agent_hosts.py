@@ -1,7 +1,7 @@
 """The agent processes of a run, and the choice of one for each session."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -14,18 +14,21 @@ class AgentHosts:
     def __init__(self) -> None:
         self._hosts: dict[AgentsClient, Mapping[str, int]] = {}  # its concurrency, by agent
         self._taken: Counter[tuple[AgentsClient, str]] = Counter()
-        self._changed = asyncio.Condition()
+        # By agent, the oldest first. A free place wakes one: thousands of sessions may wait.
+        self._waiting: defaultdict[str, deque[asyncio.Future[AgentsClient]]] = defaultdict(deque)
+        self._freed = asyncio.Event()
 
-    async def add(self, client: AgentsClient, concurrency: Mapping[str, int]) -> None:
-        async with self._changed:
-            self._hosts[client] = concurrency
-            self._changed.notify_all()
+    def add(self, client: AgentsClient, concurrency: Mapping[str, int]) -> None:
+        self._hosts[client] = concurrency
+        for agent in concurrency:
+            self._serve(agent)
 
     async def drain(self, client: AgentsClient) -> None:
         """It gets no new sessions; returns once all of its own have ended."""
         self.remove(client)
-        async with self._changed:
-            await self._changed.wait_for(lambda: not any(host is client for host, _ in self._taken))
+        while any(host is client for host, _ in self._taken):
+            self._freed.clear()
+            await self._freed.wait()
 
     def remove(self, client: AgentsClient) -> None:
         """Its calls fail once the client is closed."""
@@ -33,20 +36,31 @@ class AgentHosts:
 
     @asynccontextmanager
     async def place(self, agent: str) -> AsyncIterator[AgentsClient]:
-        """A place for one session, at the least busy process of the agent; waits until there is one."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._choose(agent))
-            client = self._choose(agent)
-            assert client is not None
-            self._taken[client, agent] += 1
+        """A place for one session, at the least busy process of the agent. Waits until there is one; places
+        go to sessions in the order in which they asked."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting[agent].append(waiter)
+        self._serve(agent)
         try:
-            yield client
+            yield await waiter
         finally:
-            async with self._changed:
-                self._taken[client, agent] -= 1
-                if not self._taken[client, agent]:
-                    del self._taken[client, agent]
-                self._changed.notify_all()
+            if not waiter.cancelled():
+                self._give_back(waiter.result(), agent)
+
+    def _serve(self, agent: str) -> None:
+        waiting = self._waiting[agent]
+        while waiting and (client := self._choose(agent)):
+            waiter = waiting.popleft()
+            if not waiter.cancelled():
+                self._taken[client, agent] += 1
+                waiter.set_result(client)
+
+    def _give_back(self, client: AgentsClient, agent: str) -> None:
+        self._taken[client, agent] -= 1
+        if not self._taken[client, agent]:
+            del self._taken[client, agent]
+        self._freed.set()
+        self._serve(agent)
 
     def _choose(self, agent: str) -> AgentsClient | None:
         """The process with the smallest share of its places taken; None if no place is free."""

@@ -263,7 +263,7 @@ class ServiceDirectory:
                     undo.push_async_callback(host.close)
                     concurrency = (await host.info()).concurrency
                     self._check_is_there(entry)
-                    await self._agent_hosts.add(host, concurrency)
+                    self._agent_hosts.add(host, concurrency)
                     self._clients[entry] = host
                 case "rollout":
                     replica = await self._replicas.connect(entry)
