@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import grpc.aio
 
+from atoll.agents.command import command_agent
 from atoll.agents.runner import AgentRunner, HostedAgent
 from atoll.config import functions
 from atoll.config.load import withhold_tokens
@@ -24,11 +25,14 @@ class AgentsService(agents_pb2_grpc.AgentsServicer):
 
     @classmethod
     async def build(cls, context: ServiceContext) -> Self:
-        """Raises ConfigError if a function cannot be loaded."""
+        """Raises ConfigError if a function cannot be loaded or a command cannot be run."""
         withhold_tokens()
         agents = {
             agent.name: HostedAgent(
-                functions.load_user_function(agent.function, is_async=True), agent.concurrency
+                command_agent(agent.command)
+                if agent.command
+                else functions.load_user_function(agent.function, is_async=True),
+                agent.concurrency,
             )
             for agent in context.config.agents
             if context.agent in ("", agent.name)

@@ -38,6 +38,7 @@ class AgentSession:
         self.api_key = task.agent_key
         self.model = task.model
         self.reward_key = task.reward_key  # for a judge or an environment, never for the agent
+        self.environment: dict[str, str] = {}  # texts for graders, such as files by path
 
     def __repr__(self) -> str:
         return f"AgentSession({self.id!r}, model={self.model!r}, base_url={self.base_url!r})"

@@ -205,6 +205,8 @@ def _own_functions(config: RunConfig) -> list[str]:
 
 def _agent(agent: AgentConfig) -> str:
     check_interpreter(f'[[agents]] "{agent.name}": python', agent.python)
+    if agent.command:
+        return agent.command.command[0]
     return _import(str(agent.python or sys.executable), "async", agent.function)
 
 
