@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from atoll.coordinator.fleet.replicas import Replicas
 from atoll.coordinator.rewards.rewards import Rewards
 from atoll.coordinator.rollouts.generation import Generation
 from atoll.coordinator.rollouts.groups import PendingGroup
+from atoll.coordinator.rollouts.session_servers import SessionServers
 from atoll.coordinator.summary import Outcome, complete_summary
 from atoll.runtime.clients.rollout import Arrival
 from atoll.runtime.model_spec import ModelSpec
@@ -147,7 +149,9 @@ Tree = Mapping[str, Any]
 
 
 def generation_without_agents(replicas: Replicas, rewards: Rewards, **settings: Any) -> Generation:
-    return Generation(replicas, rewards, {}, AgentHosts(), Gateways(), **settings)
+    return Generation(
+        replicas, rewards, {}, AgentHosts(), Gateways(), MagicMock(spec=SessionServers), **settings
+    )
 
 
 def run_config(*trees: Tree, **sections: Any) -> RunConfig:

@@ -1,5 +1,6 @@
 """The function that runs an agent's sessions, of any kind."""
 
+from atoll.agents.command import command_agent
 from atoll.agents.environment_loop import environment_loop
 from atoll.agents.http_agent import http_agent
 from atoll.agents.runner import AgentFunction
@@ -19,5 +20,7 @@ def agent_function(
         return environment_loop(agent.environment, clients)
     if agent.http:
         return http_agent(agent.http)
+    if agent.command:
+        return command_agent(agent.command)
     function: AgentFunction = functions.load_user_function(agent.function, is_async=True)
     return function

@@ -25,7 +25,7 @@ class AgentsService(agents_pb2_grpc.AgentsServicer):
 
     @classmethod
     async def build(cls, context: ServiceContext) -> Self:
-        """Raises ConfigError if a function cannot be loaded."""
+        """Raises ConfigError if a function cannot be loaded or a command cannot be run."""
         withhold_tokens()
         clients, sandbox = ServerClients(), context.config.reward.sandbox
         agents = {

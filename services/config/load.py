@@ -140,6 +140,18 @@ def bypass_proxies_on_loopback() -> None:
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = given
 
 
+PLAIN_VARIABLES: typing.Final = frozenset(
+    ("PATH", "LANG", "LANGUAGE", "TZ", "USER", "LOGNAME", "SHELL", "no_proxy", "NO_PROXY")
+)
+
+
+def plain_environment() -> dict[str, str]:
+    """Variables for programs that may get none of this process's secrets."""
+    return {
+        name: value for name, value in os.environ.items() if name in PLAIN_VARIABLES or name.startswith("LC_")
+    }
+
+
 def secret(reference: str) -> str:
     """The secret that "env:VARIABLE" refers to. Raises ConfigError if the variable is not set."""
     variable = reference.removeprefix("env:")

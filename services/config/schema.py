@@ -696,7 +696,7 @@ class CommandConfig(Section):
     workspace: Path | None = None  # folder that each session gets a copy of; default: an empty one
     files: tuple[NonEmpty, ...] = ()  # of the workspace, for graders, such as "*.py"
     env: dict[str, str] = {}  # more environment variables
-    memory_mb: PositiveInt = 4096  # address space per process
+    memory_mb: PositiveInt = 4096  # MiB per process, of data (RLIMIT_DATA: heap and private mappings)
     cpu_s: PositiveInt = 3600  # CPU seconds per process
     file_mb: PositiveInt = 256  # MiB per file that it writes
     output_kb: PositiveInt = 1024  # kept of its output, in the log
