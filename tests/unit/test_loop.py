@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from atoll.coordinator.control import RunState
+from atoll.coordinator.data.conversations import SupervisedSequence
 from atoll.coordinator.data.datasets import SupervisedSource
 from atoll.coordinator.journal.checkpoints import BestValidation
 from atoll.coordinator.rollouts.group_sources import ReplaySource
@@ -567,7 +568,7 @@ async def test_a_replay_trains_on_the_batches_of_a_dump(tmp_path: Path) -> None:
         assert ours.advantages.tolist() == theirs.advantages.tolist() != [0.0] * len(ours.advantages)
 
 
-PAIR = (np.array([1, 2], np.int32), np.array([3, 4, 5], np.int32))
+SEQUENCE = SupervisedSequence(np.arange(1, 6, dtype=np.int32), np.array([False, False, True, True, True]))
 
 
 async def test_supervised_steps_train_on_rows_and_a_lower_loss_is_better(tmp_path: Path) -> None:
@@ -576,8 +577,8 @@ async def test_supervised_steps_train_on_rows_and_a_lower_loss_is_better(tmp_pat
         "validation": {"sets": [{"name": "held", "path": "held.parquet"}], "best": "held/nll", "every": 1},
     }
     run = FakeRun(tmp_path, sections)
-    actor, rows = run.trainers["actor"], SupervisedSource([[PAIR]], [1.0], seed=0, shuffle=True)
-    run.steps = SupervisedSteps(rows, [HeldOutSet("held", [PAIR])], actor, rows_per_step=2)
+    actor, rows = run.trainers["actor"], SupervisedSource([[SEQUENCE]], [1.0], seed=0, shuffle=True)
+    run.steps = SupervisedSteps(rows, [HeldOutSet("held", [SEQUENCE])], actor, rows_per_step=2)
     losses = iter([1.0, 3.0, 2.0])
     actor.logprob = lambda: -next(losses)
     await run.run()
