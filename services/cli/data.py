@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder with GSM8K's train.jsonl and test.jsonl (default: %(default)s)",
     )
     tasks.add_parser("tools", help="sums with a tool that adds, for a model with one million parameters")
+    tasks.add_parser("coding", help="functions to mend, for an agent that edits files and runs tests")
     for name, task in tasks.choices.items():
         task.add_argument("--out", type=Path, default=Path("runs/data") / name, help="folder (%(default)s)")
         task.add_argument("--seed", type=int, default=0, help="seed of the weights and of the split")
@@ -36,6 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
         from atoll.cli.tasks.tools import build_tools
 
         build_tools(arguments.out, arguments.seed)
+    elif arguments.task == "coding":
+        from atoll.cli.tasks.coding import build_coding
+
+        build_coding(arguments.out, arguments.seed)
     else:
         from atoll.cli.tasks.gsm8k import build_gsm8k
 

@@ -10,7 +10,9 @@ import torch
 
 from atoll.cli.data import SAMPLE
 from atoll.cli.main import main
+from atoll.agents.sandbox_calls import parse_files
 from atoll.cli.tasks.arithmetic import build_arithmetic
+from atoll.cli.tasks.coding import build_coding
 from atoll.cli.tasks.gsm8k import build_gsm8k
 from atoll.config.load import load
 from atoll.config.schema import TokenLimit
@@ -198,3 +200,23 @@ def test_the_examples_use_what_is_written(
     assert longest_sequence <= config.rollout.local.max_length
     assert config.warmup.source is not None
     assert read_sequences(Dataset(config.warmup.source.path), renderer, POSITIONS, "refuse")
+
+
+def test_functions_to_mend_are_broken_and_their_tests_are_right(tmp_path: Path) -> None:
+    build_coding(tmp_path, seed=1)
+    names: dict[str, set[str]] = {}
+    for part, count in (("train", 144), ("validation", 18)):
+        rows = read_rows(Dataset(tmp_path / f"{part}.parquet", agent="coder"))
+        assert len(rows) == count
+        names[part] = {row.messages[0].content.split()[1] for row in rows}
+        for row in rows:
+            source = parse_files(row.extra["files"])["mine.py"]
+            asserts = json.loads(row.ground_truth)
+            operator = asserts[0].split()[-2]
+            mended = re.sub(r"a . b", f"a {operator} b", source)
+            scope: dict[str, object] = {}
+            exec("\n".join([mended, *asserts]), scope)
+            with pytest.raises(AssertionError):
+                exec("\n".join([source, *asserts]), scope)
+            assert f"(7, 3), {eval(f'7 {operator} 3')})" in parse_files(row.extra["files"])["test_mine.py"]
+    assert not names["train"] & names["validation"]
