@@ -82,6 +82,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
         if exc is not None and self._on_reset is not None:
             self._on_reset()
+        self._on_reset = None  # it holds its session, and this connection is part of a reference cycle
 
     def _begin_headers(self) -> None:
         if self._headers_due is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -13,19 +14,34 @@ from atoll.gateway.http_server import BoundedConnection, HttpServer, Receive, Sc
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 
 
+class Reset:
+    """The callback of a connection."""
+
+    def __init__(self, outcomes: asyncio.Queue[str]) -> None:
+        self._outcomes = outcomes
+
+    def __call__(self) -> None:
+        self._outcomes.put_nowait("reset")
+
+
 class Answering:
     """An app whose answers have `size` bytes; what became of each is put into `outcomes`."""
 
     def __init__(self, size: int) -> None:
         self._body = b"x" * size
         self.outcomes: asyncio.Queue[str] = asyncio.Queue()
+        self.connections: list[BoundedConnection] = []
+        self.resets: list[weakref.ref[Reset]] = []  # callbacks that were given to connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-length", b"%d" % len(self._body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": self._body})
         connection: BoundedConnection = scope["connection"]
-        delivered = await connection.has_delivered(lambda: self.outcomes.put_nowait("reset"))
+        reset = Reset(self.outcomes)
+        self.connections.append(connection)
+        self.resets.append(weakref.ref(reset))
+        delivered = await connection.has_delivered(reset)
         self.outcomes.put_nowait("delivered" if delivered else "undelivered")
 
 
@@ -78,3 +94,23 @@ def test_a_client_that_leaves_within_an_answer_did_not_get_it(size: int, num_rea
             assert await app.outcomes.get() == ("reset" if size < 1 << 20 else "undelivered")
 
     on_both_loops(leave)
+
+
+def test_a_closed_connection_does_not_hold_the_session_of_its_last_answer() -> None:
+    """A connection is part of a reference cycle, which is collected much later."""
+
+    async def close() -> None:
+        app = Answering(100)
+        async with serving(app) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(REQUEST)
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(100)
+            assert await app.outcomes.get() == "delivered"
+            assert [reset() is not None for reset in app.resets] == [True]
+            writer.close()
+            await writer.wait_closed()
+        assert [reset() for reset in app.resets] == [None]
+        assert len(app.connections) == 1
+
+    on_both_loops(close)
