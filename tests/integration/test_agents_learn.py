@@ -1,4 +1,4 @@
-"""Steps of the examples with agents; that the reward of agents.toml rises is in tests/gateway/learning_run.py."""
+"""Steps of the examples with agents; that a reward rises is in tests/gateway/learning_run.py."""
 
 import shutil
 from pathlib import Path
