@@ -5,7 +5,7 @@ import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.agents.sandbox_calls import FunctionTool, SandboxTools, parse_files
@@ -95,6 +95,8 @@ class ToolSources:
     functions: tuple[FunctionTool, ...]
     sandbox: SandboxConfig  # its limits
     settings: ToolLoopConfig
+    checked: set[str] = field(default_factory=set)  # addresses of sandboxes in which the functions load
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @asynccontextmanager
     async def open(self, session: AgentSession) -> AsyncIterator[Toolbox]:
@@ -125,6 +127,10 @@ class ToolSources:
             return
         client = await self.clients.sandbox(access)
         tools = SandboxTools(client, self.functions, self.sandbox, self.settings.timeout_s)
+        async with self.checking:
+            if access.server.url not in self.checked:
+                await self.clients.at_home(tools.check)
+                self.checked.add(access.server.url)
         yield Workspace(session, tools, self.clients)
 
 
