@@ -40,8 +40,9 @@ async def server_episode(
     [access] = [access for access in session.servers if access.server.kind == "env"]
     server = clients.environment(access)
     try:
+        form = await _form(server, settings)  # before the episode, which keeps one of the server's slots
         async with server.episode() as episode:
-            yield ServerTextEpisode(episode, await _form(server, settings), settings.observation)
+            yield ServerTextEpisode(episode, form, settings.observation)
     except AtollError as error:
         raise EnvironmentFailedError(str(error)) from error
 
