@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder with GSM8K's train.jsonl and test.jsonl (default: %(default)s)",
     )
     tasks.add_parser("tools", help="sums with a tool that adds, for a model with one million parameters")
+    tasks.add_parser("guess", help="games of an environment server, for a model with one million parameters")
     for name, task in tasks.choices.items():
         task.add_argument("--out", type=Path, default=Path("runs/data") / name, help="folder (%(default)s)")
         task.add_argument("--seed", type=int, default=0, help="seed of the weights and of the split")
@@ -36,6 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
         from atoll.cli.tasks.tools import build_tools
 
         build_tools(arguments.out, arguments.seed)
+    elif arguments.task == "guess":
+        from atoll.cli.tasks.guess import build_guess
+
+        build_guess(arguments.out, arguments.seed)
     else:
         from atoll.cli.tasks.gsm8k import build_gsm8k
 

@@ -1,4 +1,4 @@
-"""The task of the agents example: sums as in `arithmetic.py`, for a model that can call a tool or guess."""
+"""The task of the examples with a tool: sums as in `arithmetic.py`, for a model that can call a tool or guess."""
 
 import json
 from dataclasses import replace
@@ -38,13 +38,14 @@ CHAT_TEMPLATE = (
 CALL = '<tool_call>{"name": "add", "arguments": {"a": %d, "b": %d}}</tool_call>'
 LOW, HIGH = 10, 100  # two digits
 VALIDATION_SHARE = 16  # every 16th
-GUESS_SHARE = 2 / 3  # of the warm-up's sums: a guess instead of a call
+GUESS_SHARE = 3 / 4  # of the warm-up's sums with a tool: a guess instead of a call
+NO_TOOL_SHARE = 1 / 4  # of the warm-up's sums: also a guess without a tool
 
 
 def build_tools(out: Path, seed: int) -> None:
     """Writes out/model, train.parquet and validation.parquet (different sums), and warmup.parquet: first
-    replies, a call or a guess, and replies to a tool's result. They show the form; no guess is better than
-    chance, so that calls are what is to be learned from the reward."""
+    replies, a call or a guess, replies to a tool's result, and guesses without a tool. They show the form; no
+    guess is better than chance, so that calls are what is to be learned from the reward."""
     write_model(out / "model", SHAPE, _tokenizer(), SPECIAL, CHAT_TEMPLATE, seed)
     rng = np.random.default_rng(seed)
     span = HIGH - LOW
@@ -61,12 +62,16 @@ def build_tools(out: Path, seed: int) -> None:
 
 def _warmup_rows(a: int, b: int, rng: np.random.Generator) -> list[dict[str, Any]]:
     """Messages as the chat template renders them for the agent, a call as the text that it is written in."""
-    asked = [{"role": "tools", "content": "add\n"}, {"role": "user", "content": f"{a}+{b}="}]
+    question = {"role": "user", "content": f"{a}+{b}="}
+    asked = [{"role": "tools", "content": "add\n"}, question]
+    guess = str(rng.integers(2 * LOW, 2 * HIGH))
+    rows = [{"prompt": [question], "response": guess}] if rng.random() < NO_TOOL_SHARE else []
     if rng.random() < GUESS_SHARE:
-        return [{"prompt": asked, "response": str(rng.integers(2 * LOW, 2 * HIGH))}]
+        return [*rows, {"prompt": asked, "response": guess}]
     result = str(a + b)
     called = [{"role": "assistant", "content": CALL % (a, b)}, {"role": "tool", "content": result}]
     return [
+        *rows,
         {"prompt": asked, "response": CALL % (a, b)},
         {"prompt": [*asked, *called], "response": result},
     ]
