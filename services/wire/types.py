@@ -839,7 +839,7 @@ class ExternalServer:
         return f"{self.kind} server {self.name} at {self.url}"
 
 
-SANDBOX: Final = "sandbox"  # name of a run's own reward services as tool servers
+SANDBOX: Final = "(sandbox)"  # name of a run's own reward services as tool servers; no other can have it
 
 
 @dataclass(frozen=True, slots=True)

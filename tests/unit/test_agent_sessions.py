@@ -59,6 +59,7 @@ class Stage:
         self.begun, self.ended = asyncio.Event(), asyncio.Event()
         self.turns: Any = MagicMock(has_turn=MagicMock(return_value=True), end=lambda _: self.ended.set())
         self.servers = MagicMock(check=AsyncMock())
+        self.checked: list[tuple[Sequence[ServerAccess], int]] = []
         self.servers.lend.return_value.__aenter__.return_value = (ENVIRONMENT,)
         self.group = pending(0, 1)
         self.group.prompt = replace(self.group.prompt, agent="solver")
@@ -157,6 +158,23 @@ async def test_on_end_says_what_becomes_of_a_failure(outcome: AgentOutcome, end:
         stage = Stage(on_end=SessionEndsConfig.model_validate({name: what}))
         assert weights(await stage.play(outcome)) == expected
         assert stage.ends == [end]
+
+
+async def test_a_sessions_servers_are_checked_before_its_next_attempt_if_they_failed() -> None:
+    for outcome, checked in ((AgentOutcome("x"), []), (AgentOutcome("y", environment_failed=True), [1])):
+        stage = Stage()
+        stage.servers.check.side_effect = lambda servers, stage=stage: stage.checked.append(
+            (servers, stage.results.qsize())
+        )
+        await stage.play(outcome)
+        assert stage.tasks[0].servers == (ENVIRONMENT,)
+        assert stage.checked == [((ENVIRONMENT,), 0) for _ in checked]
+
+
+async def test_what_an_agent_leaves_is_for_graders() -> None:
+    sample = await Stage().play(AgentOutcome(environment={"mine.py": "x = 1"}))
+    assert isinstance(sample, Trajectory)
+    assert sample.environment == {"mine.py": "x = 1"}
 
 
 async def test_a_session_without_a_turn_is_no_sample() -> None:

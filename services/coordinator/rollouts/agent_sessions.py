@@ -117,11 +117,11 @@ class AgentSessions:
                 session.task = tasks.create_task(self._play(session))
 
     async def _play(self, session: _Playing) -> None:
-        """One session from its opening to its sample, or to its loss. Waits for its servers, for a free place
-        among the agent's sessions, for its agent, its limit of time, or a cut."""
+        """One session from its opening to its sample, or to its loss. Waits for a free place among the
+        agent's sessions, for its servers, for its agent, its limit of time, or a cut."""
         agent = self._agents[session.group.prompt.agent]
         try:
-            async with self._servers.lend(agent) as servers, self._hosts.place(agent.name) as host:
+            async with self._hosts.place(agent.name) as host, self._servers.lend(agent) as servers:
                 sample, reason = await self._attempt(session, agent, host, servers)
         except ServiceUnavailableError as error:
             sample, reason = None, str(error)
