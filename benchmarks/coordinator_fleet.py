@@ -228,41 +228,15 @@ def unary(handler: Handler, parse: Callable[[bytes], Any] | None = None) -> Meth
     return grpc.unary_unary_rpc_method_handler(handler, request_deserializer=parse)
 
 
-class Fleet:
-    """Serves all of a run's services and holds their leases."""
+class StandIns:
+    """Serves stand-ins, and holds their leases at the coordinator."""
 
-    def __init__(
-        self, coordinator: str, token: str, *, rate: float, slots: int, num_tokens: int, vocab_size: int
-    ) -> None:
-        """`rate`: samples that all replicas together finish per second."""
-        self.slots = slots
-        self.num_tokens = num_tokens
-        self.vocab_size = vocab_size
-        self.num_finished = 0
-        self.linger_s = 0.0
+    def __init__(self, coordinator: str, token: str) -> None:
         self._client = CoordinatorClient(coordinator, Caller(token=token))
-        self._rate = rate
-        self._replicas: list[Replica] = []
         self._servers: list[grpc.aio.Server] = []
 
-    async def run(self, num_replicas: int, num_rewards: int, tokenizer_digest: str) -> None:
-        """Until it is cancelled."""
-        self._replicas = [Replica(self, f"rollout-{i}") for i in range(num_replicas)]
-        self.linger_s = linger_for(num_replicas)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                start = tasks.create_task
-                start(self._serve("Trainer", "actor", "actor-0", trainer_handlers(tokenizer_digest)))
-                for i in range(num_rewards):
-                    start(self._serve("Reward", "reward", f"reward-{i}", reward_handlers()))
-                for replica in self._replicas:
-                    start(self._serve("Rollout", "rollout", replica.name, replica.handlers()))
-                start(self._finish())
-        finally:
-            await asyncio.gather(*(server.stop(None) for server in self._servers))
-            await self._client.close()
-
-    async def _serve(self, service: str, role: str, name: str, handlers: dict[str, Method]) -> None:
+    async def listen(self, service: str, handlers: dict[str, Method]) -> str:
+        """Returns its address."""
         server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -275,7 +249,11 @@ class Fleet:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         self._servers.append(server)
-        entry = ServiceEntry(role, name, INCARNATION, f"127.0.0.1:{port}")
+        return f"127.0.0.1:{port}"
+
+    async def serve(self, service: str, role: str, name: str, handlers: dict[str, Method]) -> None:
+        """Until it is cancelled."""
+        entry = ServiceEntry(role, name, INCARNATION, await self.listen(service, handlers))
         lease_s, _ = await self._client.register(entry)
         while True:
             await asyncio.sleep(lease_s / 3)
@@ -284,6 +262,44 @@ class Fleet:
                     raise AtollError(
                         f"{name} lost its lease: this machine cannot drive the load; lower --rate"
                     )
+
+    async def close(self) -> None:
+        await asyncio.gather(*(server.stop(None) for server in self._servers))
+        await self._client.close()
+
+
+class Fleet:
+    """All services of a run that has no agents."""
+
+    def __init__(
+        self, coordinator: str, token: str, *, rate: float, slots: int, num_tokens: int, vocab_size: int
+    ) -> None:
+        """`rate`: samples that all replicas together finish per second."""
+        self.slots = slots
+        self.num_tokens = num_tokens
+        self.vocab_size = vocab_size
+        self.num_finished = 0
+        self.linger_s = 0.0
+        self._stand_ins = StandIns(coordinator, token)
+        self._rate = rate
+        self._replicas: list[Replica] = []
+
+    async def run(self, num_replicas: int, num_rewards: int, tokenizer_digest: str) -> None:
+        """Until it is cancelled."""
+        self._replicas = [Replica(self, f"rollout-{i}") for i in range(num_replicas)]
+        self.linger_s = linger_for(num_replicas)
+        serve = self._stand_ins.serve
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                start = tasks.create_task
+                start(serve("Trainer", "actor", "actor-0", trainer_handlers(tokenizer_digest)))
+                for i in range(num_rewards):
+                    start(serve("Reward", "reward", f"reward-{i}", reward_handlers()))
+                for replica in self._replicas:
+                    start(serve("Rollout", "rollout", replica.name, replica.handlers()))
+                start(self._finish())
+        finally:
+            await self._stand_ins.close()
 
     async def _finish(self) -> None:
         """Consumes what replicas hold, at the rate; what could not finish, as none held any, is forgone."""

@@ -1,0 +1,35 @@
+"""What benchmarks/agent_load.py compares with: an asyncio loop that asks the mock engine itself, and keeps no
+tokens. `python -m benchmarks.agent_load_plain ADDRESS SESSIONS` runs until it is killed.
+"""
+
+import asyncio
+import sys
+from itertools import count
+
+import numpy as np
+
+from atoll.runtime.clients.base import Caller
+from atoll.runtime.clients.rollout import RolloutClient
+from atoll.wire.types import GroupId, SampleId, Sampling, TurnId, TurnRequest
+from benchmarks.agent_load_player import STEP_S
+
+CONTEXT = np.ones(256, np.int32)
+
+
+async def play(client: RolloutClient, number: int) -> None:
+    sample = SampleId(GroupId("plain", 0, number), 0)
+    for turn in count():
+        id = TurnId(sample, 0, turn)
+        request = TurnRequest((id,), CONTEXT, Sampling(max_new_tokens=256), session=str(sample))
+        async for _ in client.generate("actor", [request]):
+            pass
+        await asyncio.sleep(STEP_S)
+
+
+async def main(address: str, sessions: int) -> None:
+    client = RolloutClient(address, Caller())
+    await asyncio.gather(*(play(client, number) for number in range(sessions)))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2])))
