@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import json
 import secrets
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,9 +31,6 @@ from benchmarks.agent_load_engine import Engine
 from benchmarks.coordinator_fleet import StandIns, trainer_handlers
 from tests.gateway.model_folders import make_folder
 
-PLAYER: Final = Path(__file__).with_name("agent_load_player.py")
-AGENT: Final[Mapping[str, Any]] = {"function": f"{PLAYER}:play"}  # what plays the sessions
-SERVERS: Final[Sequence[Mapping[str, Any]]] = ()  # that it uses
 PROMPT: Final = "You are in a maze of twisty little passages, all alike. " * 16
 REPLICAS: Final = 8
 GROUP_SIZE: Final = 8
@@ -77,8 +76,8 @@ def run(sessions: int, turns: int, turn_s: Sequence[float], tokens: int, rounds:
 
 
 def measure(load: Load) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        config = prepared_run(load, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, environment_port() as port:
+        config = prepared_run(load, Path(folder), port)
         engine = Engine(config.model.path, load.turn_s, load.tokens)
         plain = asyncio.run(drive_plainly(load, engine))
         with run_embedded_server(config.folder / "store") as store:
@@ -86,14 +85,26 @@ def measure(load: Load) -> dict[str, Any]:
         return report(load, readings) | account(load, config) | {"plain_turns_per_s": plain}
 
 
-def prepared_run(load: Load, folder: Path) -> RunConfig:
-    """Writes a model's folder without weights, and rows."""
+@contextmanager
+def environment_port() -> Iterator[int]:
+    """Of the environment's server, a process of its own."""
+    command = (sys.executable, "-m", "benchmarks.agent_load_environment")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def prepared_run(load: Load, folder: Path, port: int) -> RunConfig:
+    """Writes a model's folder without weights, and rows. `port`: of the environment."""
     make_folder(folder / "model", "qwen2.5")
     row = {
         "data_source": "maze",
         "prompt": [{"role": "user", "content": PROMPT}],
         "reward_model": {"style": "rule", "ground_truth": ""},
-        "extra_info": {"turns": str(load.turns)},
+        "environment": {"turns": load.turns},
     }
     (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * load.steps * load.prompts_per_step)
     tree = {
@@ -114,13 +125,20 @@ def prepared_run(load: Load, folder: Path) -> RunConfig:
         "agents": [
             {
                 "name": "player",
-                "reward": "session",
+                "environment": {"server": "maze"},
                 "processes": load.agent_processes,
                 "concurrency": load.sessions // load.agent_processes,
-                **AGENT,
             }
         ],
-        "servers": SERVERS,
+        "servers": [
+            {
+                "kind": "env",
+                "name": "maze",
+                "url": f"http://127.0.0.1:{port}",
+                "protocol": "openenv",
+                "concurrency": load.sessions,
+            }
+        ],
         "gateway": {"instances": load.gateways},
         "checkpoint": {"every": 4},
         "weights": {"canary_every": 0},
@@ -196,7 +214,9 @@ def read(engine: Engine) -> Reading:
     cpu_s: dict[str, float] = {}
     rss: dict[str, int] = {}
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        modules = (word for word in process.cmdline() if word.startswith("atoll."))
+        modules = (
+            word for word in process.cmdline() if word.startswith(("atoll.", "benchmarks.agent_load_"))
+        )
         name = next(modules, "engine" if process.pid == psutil.Process().pid else "store")
         times = process.cpu_times()
         cpu_s[name] = cpu_s.get(name, 0.0) + times.user + times.system

@@ -11,7 +11,7 @@ import numpy as np
 from atoll.runtime.clients.base import Caller
 from atoll.runtime.clients.rollout import RolloutClient
 from atoll.wire.types import GroupId, SampleId, Sampling, TurnId, TurnRequest
-from benchmarks.agent_load_player import STEP_S
+from benchmarks.agent_load_environment import STEP_S
 
 CONTEXT = np.ones(256, np.int32)
 

@@ -12,8 +12,8 @@ import json
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -42,6 +42,7 @@ from atoll.wire.types import (
     Prompt,
     SampleId,
     Sampling,
+    ServerAccess,
     SessionEnd,
     SessionId,
     SessionSpec,
@@ -61,7 +62,7 @@ SLOTS: Final = 16  # of a replica
 SAMPLES: Final = 8  # of a group
 SIGMA: Final = 1.0  # of the logarithms of lengths
 AGENT: Final = "player"
-FUNCTION: Final = f"{Path(__file__).with_name('agent_load_player.py')}:play"  # which the stand-in replaces
+FUNCTION: Final = "examples/agents.py:calculator"  # which the stand-in replaces
 NEVER_S: Final = 1e9
 SAMPLING: Final = Sampling(max_new_tokens=1 << 14)
 PROMPT: Final = Prompt(GroupId("run", 0, 0), np.zeros(1, np.int32), "", "", "")
@@ -229,6 +230,14 @@ class MockGateway:
                 self._waiting[turn_id(each)].set_result(each)
 
 
+class NoServers:
+    """Agents here use none."""
+
+    @asynccontextmanager
+    async def lend(self, agent: AgentConfig) -> AsyncIterator[tuple[ServerAccess, ...]]:
+        yield ()
+
+
 class NoJournal:
     """Accepts everything and keeps nothing."""
 
@@ -286,6 +295,7 @@ async def coordinated(case: Case) -> float:
         {AGENT: agent},
         hosts,
         gateways,
+        NoServers(),  # type: ignore[arg-type]
         model="actor",
         max_attempts=1,
         sample_timeout_s=NEVER_S,

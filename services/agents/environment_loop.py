@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 
+from atoll.agents.chat import complete
 from atoll.agents.environments import TextEpisode, class_episode, server_episode
 from atoll.agents.runner import AgentFunction
 from atoll.agents.server_clients import ServerClients
@@ -34,22 +35,21 @@ def _loop(open_episode: OpenEpisode) -> AgentFunction:
         async with open_episode(session) as episode:
             seen = await episode.reset(reset_state(session.extra))
             messages = with_observation(session.messages, seen.text)
-            is_rewarded = False
+            rewards: list[float] = []
             while not seen.done:
                 try:
-                    reply = await session.client.chat.completions.create(
-                        model=session.model, messages=messages
-                    )
+                    reply = await complete(session, messages)
                 except openai.PermissionDeniedError:
                     break
                 text = reply.choices[0].message.content or ""
                 seen = await episode.step(text)
-                if seen.reward:
-                    await session.reward(seen.reward, turn=reply.id, component=COMPONENT)
-                is_rewarded |= seen.reward is not None
+                if seen.reward is not None:
+                    rewards.append(seen.reward)
+                    if seen.reward != 0:
+                        await session.reward(seen.reward, turn=reply.id, component=COMPONENT)
                 messages += [{"role": "assistant", "content": text}, {"role": "user", "content": seen.text}]
-            if is_rewarded or not seen.done:
-                await session.reward(0.0, component=COMPONENT)  # no step may have been worth anything
+            if not any(rewards) and (rewards or not seen.done):
+                await session.reward(0.0, component=COMPONENT)
 
     return play
 

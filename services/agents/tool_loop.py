@@ -5,6 +5,7 @@ from typing import Any
 
 import openai
 
+from atoll.agents.chat import complete
 from atoll.agents.runner import AgentFunction
 from atoll.agents.sandbox_calls import FunctionTool
 from atoll.agents.server_clients import ServerClients
@@ -21,12 +22,10 @@ def tool_loop(settings: ToolLoopConfig, sandbox: SandboxConfig, clients: ServerC
         """Calls of one reply run side by side. Ends quietly if a rule ends the session."""
         async with sources.open(session) as toolbox:
             messages: list[Any] = [*session.messages]
-            tools: Any = toolbox.schemas() or openai.omit
+            tools = toolbox.schemas()
             while True:
                 try:
-                    reply = await session.client.chat.completions.create(
-                        model=session.model, messages=messages, tools=tools
-                    )
+                    reply = await complete(session, messages, tools)
                 except openai.PermissionDeniedError:
                     return
                 message = reply.choices[0].message

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from atoll.runtime.store import run_embedded_server
-from benchmarks.agent_load import Load, Reading, account, drive, prepared_run, report
+from benchmarks.agent_load import Load, Reading, account, drive, environment_port, prepared_run, report
 
 LOAD = Load(sessions=16, rounds=3, turns=2, turn_s=0.01, tokens=8)
 
 
 def test_every_session_of_the_benchmark_arrives_with_all_of_its_turns(tmp_path: Path) -> None:
-    config = prepared_run(LOAD, tmp_path)
-    with run_embedded_server(config.folder / "store") as store:
-        readings = asyncio.run(drive(LOAD, config, store))
+    with environment_port() as port:
+        config = prepared_run(LOAD, tmp_path, port)
+        with run_embedded_server(config.folder / "store") as store:
+            readings = asyncio.run(drive(LOAD, config, store))
     assert {"engine", "store", "atoll.coordinator", "atoll.gateway", "atoll.agents"} <= readings[
         -1
     ].rss.keys()

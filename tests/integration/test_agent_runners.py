@@ -149,7 +149,6 @@ def test_an_openenv_environment(tmp_path: Path) -> None:
             (sample.turns[0].node, 0.25),
             (sample.turns[1].node, 0.25),
             (sample.turns[2].node, 0.5),
-            (-1, 0.0),
         ]
         asked = [message.content for message in sample.messages if message.role == "user"]
         assert asked[0].endswith("\nbegin at ")
