@@ -1,5 +1,5 @@
-"""The environment of benchmarks/agent_load.py, as OpenEnv has them. A step takes STEP_S; the last one is worth
-1. `python -m benchmarks.agent_load_environment` prints its port.
+"""The environment of benchmarks/agent_load.py, as OpenEnv has them. A step takes STEP_S; the last one of an
+episode is worth 1. `python -m benchmarks.agent_load_environment` prints its port.
 """
 
 import asyncio
