@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tasks.add_parser("tools", help="sums with a tool that adds, for a model with one million parameters")
     tasks.add_parser("coding", help="functions to mend, for an agent that edits files and runs tests")
+    tasks.add_parser("guess", help="games of an environment server, for a model with one million parameters")
     for name, task in tasks.choices.items():
         task.add_argument("--out", type=Path, default=Path("runs/data") / name, help="folder (%(default)s)")
         task.add_argument("--seed", type=int, default=0, help="seed of the weights and of the split")
@@ -41,6 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
         from atoll.cli.tasks.coding import build_coding
 
         build_coding(arguments.out, arguments.seed)
+    elif arguments.task == "guess":
+        from atoll.cli.tasks.guess import build_guess
+
+        build_guess(arguments.out, arguments.seed)
     else:
         from atoll.cli.tasks.gsm8k import build_gsm8k
 

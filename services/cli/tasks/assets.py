@@ -97,7 +97,7 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special: Special
 
 
 def prompt_row(
-    content: str, ground_truth: str, data_source: str, extra: Mapping[str, str | int]
+    content: str, ground_truth: str, data_source: str, extra: Mapping[str, object]
 ) -> dict[str, Any]:
     """A row in verl's schema."""
     return {

@@ -1,4 +1,4 @@
-"""The task of the agents example: sums as in `arithmetic.py`, for a model that can call a tool or guess."""
+"""The task of two examples: sums as in `arithmetic.py`, for a model that can call a tool or guess."""
 
 import json
 from dataclasses import replace
@@ -38,13 +38,14 @@ CHAT_TEMPLATE = (
 ADD = {"type": "function", "function": {"name": "add"}}
 LOW, HIGH = 10, 100  # two digits
 VALIDATION_SHARE = 16  # every 16th
-GUESS_SHARE = 2 / 3  # of the warm-up's sums: a guess instead of a call
+GUESS_SHARE = 3 / 4  # of the warm-up's sums with a tool: a guess instead of a call
+NO_TOOL_SHARE = 1 / 4  # of the warm-up's sums: there is no tool
 
 
 def build_tools(out: Path, seed: int) -> None:
-    """Writes out/model, train.parquet and validation.parquet (different sums), and warmup.parquet: guesses,
-    and calls with the reply to their result. They show the form; no guess is better than chance, so that
-    calls are what is to be learned from the reward."""
+    """Writes out/model, train.parquet and validation.parquet (different sums), and warmup.parquet: guesses
+    with and without a tool, and calls with the reply to their result. They show the form; no guess is better
+    than chance, so that calls are what is to be learned from the reward."""
     write_model(out / "model", SHAPE, _tokenizer(), SPECIAL, CHAT_TEMPLATE, seed)
     rng = np.random.default_rng(seed)
     span = HIGH - LOW
@@ -61,16 +62,17 @@ def build_tools(out: Path, seed: int) -> None:
 
 def _warmup_row(a: int, b: int, rng: np.random.Generator) -> dict[str, Any]:
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"{a}+{b}="}]
-    if rng.random() < GUESS_SHARE:
-        messages += [{"role": "assistant", "content": str(rng.integers(2 * LOW, 2 * HIGH))}]
-    else:
+    has_tool = rng.random() >= NO_TOOL_SHARE
+    if has_tool and rng.random() >= GUESS_SHARE:
         call = {"type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
         messages += [
             {"role": "assistant", "tool_calls": [call]},
             {"role": "tool", "content": str(a + b)},
             {"role": "assistant", "content": str(a + b)},
         ]
-    return {"messages": messages, "tools": [ADD]}
+    else:
+        messages += [{"role": "assistant", "content": str(rng.integers(2 * LOW, 2 * HIGH))}]
+    return {"messages": messages, "tools": [ADD] if has_tool else None}
 
 
 def _tokenizer() -> Tokenizer:
