@@ -75,7 +75,7 @@ TASKS = {
         "guess",
         "guess",
         8902,
-        "val/ranges/avg@4",
+        "val/ranges/avg@2",
         optimum=chance(SIZE, GUESSES),
         max_warm=1.0,
         ablation={

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import zip_longest
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -14,6 +15,7 @@ from atoll.cli.main import main
 from atoll.cli.tasks.arithmetic import build_arithmetic
 from atoll.cli.tasks.coding import build_coding
 from atoll.cli.tasks.gsm8k import build_gsm8k
+from atoll.cli.tasks.guess import build_guess
 from atoll.config.load import load
 from atoll.config.schema import TokenLimit
 from atoll.coordinator.data.dataset_rows import Dataset, read_rows, read_supervised_rows
@@ -220,3 +222,27 @@ def test_functions_to_mend_are_broken_and_their_tests_are_right(tmp_path: Path) 
                 exec("\n".join([source, *asserts]), scope)
             assert f"(7, 3), {eval(f'7 {operator} 3')})" in parse_files(row.extra["files"])["test_mine.py"]
     assert not names["train"] & names["validation"]
+
+
+def test_games_are_of_other_ranges_and_shown_by_a_player_who_obeys(tmp_path: Path) -> None:
+    build_guess(tmp_path, seed=1)
+    games: dict[str, set[tuple[int, int, int]]] = {}
+    for part, count in (("train", 210), ("validation", 42)):  # of 30 and 6 ranges of 7 numbers
+        rows = read_rows(Dataset(tmp_path / f"{part}.parquet", agent="player"))
+        assert len(rows) == count
+        states = [json.loads(row.extra["environment"]) for row in rows]
+        assert all(state["guesses"] == 3 for state in states)
+        games[part] = {(state["low"], state["high"], state["secret"]) for state in states}
+        assert len(games[part]) == count
+        assert all(low <= secret <= high == low + 6 for low, high, secret in games[part])
+    ranges = {part: {f"guess\n{low}-{high}" for low, high, _ in found} for part, found in games.items()}
+    assert not ranges["train"] & ranges["validation"]
+    shown = read_supervised_rows(Dataset(tmp_path / "warmup.parquet"))
+    assert {row.messages[0].content for row in shown} == ranges["train"]
+    for row in shown:
+        low, high = map(int, row.messages[0].content.removeprefix("guess\n").split("-"))
+        for reply, told in zip_longest(row.messages[1::2], row.messages[2::2]):
+            guess = int(reply.content)
+            assert low <= guess <= high
+            if told is not None:
+                low, high = (guess + 1, high) if told.content == "higher" else (low, guess - 1)

@@ -34,24 +34,24 @@ CHAT_TEMPLATE = (
 )
 SIZE = 7  # numbers of a range
 GUESSES = 3  # enough for a binary search
-LOWEST = [low for low in range(10, 100) if low % 10 + SIZE <= 10]  # such as 42, for 42 to 48
-NUM_HELD_OUT = 6  # ranges
+LOWEST = range(101, 1000, 10)  # of a range, such as 371 to 377
+NUM_HELD_OUT = 10  # ranges
 PROMPT = "guess"
 WARMUP_GAMES = 16384
 
 
 def build_guess(out: Path, seed: int) -> None:
     """Writes out/model, train.parquet and validation.parquet (all games of different ranges), and
-    warmup.parquet: guesses at random in what the answers leave of the training ranges. They show the rules;
-    where to guess is to be learned from the reward."""
+    warmup.parquet: games of a player who guesses at random among the numbers that are left. They show the
+    rules; where to guess is to be learned from the reward."""
     write_model(out / "model", SHAPE, _tokenizer(), SPECIAL, CHAT_TEMPLATE, seed)
     rng = np.random.default_rng(seed)
     ranges = [range(low, low + SIZE) for low in rng.permutation(LOWEST).tolist()]
     for name, part in (("validation", ranges[:NUM_HELD_OUT]), ("train", ranges[NUM_HELD_OUT:])):
         games = [(numbers, secret) for numbers in part for secret in numbers]
         write_rows(out / f"{name}.parquet", [_row(*game, name, i) for i, game in enumerate(games)])
-    warmup = [_warmup_row(ranges[i], rng) for i in rng.integers(NUM_HELD_OUT, len(ranges), WARMUP_GAMES)]
-    write_rows(out / "warmup.parquet", warmup)
+    picked = rng.integers(NUM_HELD_OUT, len(ranges), WARMUP_GAMES)
+    write_rows(out / "warmup.parquet", [_warmup_row(ranges[i], rng) for i in picked])
 
 
 def _row(numbers: range, secret: int, split: str, index: int) -> dict[str, Any]:
@@ -61,19 +61,17 @@ def _row(numbers: range, secret: int, split: str, index: int) -> dict[str, Any]:
 
 
 def _warmup_row(numbers: range, rng: np.random.Generator) -> dict[str, Any]:
-    """A random turn of a random game."""
-    secret = int(rng.choice(numbers))
-    prompt = [{"role": "user", "content": f"{PROMPT}\n{numbers[0]}-{numbers[-1]}"}]
-    low, high = numbers[0], numbers[-1]
-    guess = int(rng.integers(low, high, endpoint=True))
-    for _ in range(rng.integers(GUESSES)):
+    secret, low, high = rng.choice(numbers), numbers[0], numbers[-1]
+    told = f"{PROMPT}\n{low}-{high}"
+    messages = []
+    for _ in range(GUESSES):
+        guess = rng.integers(low, high, endpoint=True)
+        messages += [{"role": "user", "content": told}, {"role": "assistant", "content": str(guess)}]
         if guess == secret:
             break
-        answer = "higher" if guess < secret else "lower"
+        told = "higher" if guess < secret else "lower"
         low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
-        prompt += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": answer}]
-        guess = int(rng.integers(low, high, endpoint=True))
-    return {"prompt": prompt, "response": str(guess)}
+    return {"messages": messages}
 
 
 def _tokenizer() -> Tokenizer:
