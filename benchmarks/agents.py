@@ -4,7 +4,7 @@
     python -m benchmarks.agents --only guess --seeds 1
 
 For each seed, a run of the example and, for as long and after the same warm-up, one without the tool or with
-one turn per game. All scores are those of sampled answers to held-out tasks. Prints JSON, draws
+one turn per game. All scores are those of greedy answers to held-out tasks. Prints JSON, draws
 docs/agents_learning.svg, and fails if a score misses its bar. Runs lie in runs/agents.
 """
 
@@ -68,14 +68,14 @@ TASKS = {
             "servers": "[]",
             "data.train": '[{path = "runs/data/tools/train.parquet"}]',
             "validation.sets": '[{name = "sums", path = "runs/data/tools/validation.parquet", '
-            "max_prompts = 128, sampling = {temperature = 1.0}}]",
+            "max_prompts = 128}]",
         },
     ),
     "guess": Task(
         "guess",
         "guess",
         8902,
-        "val/ranges/avg@2",
+        "val/ranges/avg@1",
         optimum=chance(SIZE, GUESSES),
         max_warm=1.0,
         ablation={

@@ -61,11 +61,11 @@ def _row(numbers: range, secret: int, split: str, index: int) -> dict[str, Any]:
 
 
 def _warmup_row(numbers: range, rng: np.random.Generator) -> dict[str, Any]:
-    secret, low, high = rng.choice(numbers), numbers[0], numbers[-1]
+    secret, low, high = int(rng.choice(numbers)), numbers[0], numbers[-1]
     told = f"{PROMPT}\n{low}-{high}"
     messages = []
     for _ in range(GUESSES):
-        guess = rng.integers(low, high, endpoint=True)
+        guess = int(rng.integers(low, high, endpoint=True))
         messages += [{"role": "user", "content": told}, {"role": "assistant", "content": str(guess)}]
         if guess == secret:
             break
