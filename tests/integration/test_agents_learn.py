@@ -1,12 +1,20 @@
-"""Steps of the examples with agents; that a reward rises is in tests/gateway/learning_run.py."""
+"""Steps of the examples with agents, and one whose reward rises; benchmarks/agents.py has whole runs."""
 
 import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.command import ROOT, atoll, results
 from tests.gateway.learning_run import train
+
+MIN_RISE = 0.1  # of the mean reward, last three steps less first three; 0.5 was seen
 
 
 def test_an_agent_with_a_tool_trains(tmp_path: Path) -> None:
@@ -31,3 +39,39 @@ def test_a_coding_agent_trains(tmp_path: Path) -> None:
     for row in steps:
         assert row["rollout_corr/logprob_diff_max"] < 1e-3
         assert row["critic/score/mean"] == pytest.approx(row["reward/code/mean"])
+
+
+@pytest.mark.long
+def test_the_reward_of_an_agent_with_an_mcp_server_rises(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    atoll(tmp_path, "data", "tools")
+    with serving("calculator") as port:
+        url = f"http://127.0.0.1:{port}/mcp"
+        server = f'[{{kind="tool", name="calculator", url="{url}", protocol="mcp", concurrency=64}}]'
+        cut = (f"servers={server}", "run.steps=12", "validation.sets=[]")
+        atoll(
+            tmp_path, "run", "examples/calculator.toml", *(word for each in cut for word in ("--set", each))
+        )
+    _, (_, *steps) = results(tmp_path / "runs" / "calculator")
+    scores = [row["critic/score/mean"] for row in steps]
+    assert sum(scores[-3:]) / 3 - sum(scores[:3]) / 3 > MIN_RISE
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def serving(example: str) -> Iterator[int]:
+    """The example's server, and its port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    command = [sys.executable, ROOT / "examples" / example / "server.py", str(port)]
+    with subprocess.Popen(command) as process:
+        try:
+            while process.poll() is None and not is_listening(port):
+                time.sleep(0.05)  # another project's server says nothing when it is ready
+            yield port
+        finally:
+            process.kill()

@@ -82,7 +82,15 @@ def test_every_guard_has_a_row() -> None:
 
 
 def test_every_recipe_has_a_row() -> None:
-    others = {"agents.toml", "arithmetic.toml", "arithmetic_sglang.toml", "gsm8k.toml"}
+    others = {
+        "agents.toml",
+        "calculator.toml",
+        "coding.toml",
+        "guess.toml",
+        "arithmetic.toml",
+        "arithmetic_sglang.toml",
+        "gsm8k.toml",
+    }
     others |= {"gpu_1.toml", "gpu_8.toml", "gpu_2_hosts.toml"}
     recipes = {path.name for path in (ROOT / "examples").glob("*.toml")} - others
     assert set(re.findall(r"^\| `(\w+\.toml)` \|", PAGE, re.MULTILINE)) == recipes
