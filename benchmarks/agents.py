@@ -125,6 +125,8 @@ def main() -> None:
 def server(task: Task) -> Iterator[None]:
     """The example's own, until the context exits."""
     program = ROOT / "examples" / task.example / "server.py"
+    if is_listening(task.port):
+        raise RuntimeError(f"port {task.port} is taken, and {program} needs it: end that server first")
     process = subprocess.Popen([sys.executable, program, str(task.port)])
     try:
         deadline = time.monotonic() + SERVER_S

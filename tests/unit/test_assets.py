@@ -227,7 +227,7 @@ def test_functions_to_mend_are_broken_and_their_tests_are_right(tmp_path: Path) 
 def test_games_are_of_other_ranges_and_shown_by_a_player_who_obeys(tmp_path: Path) -> None:
     build_guess(tmp_path, seed=1)
     games: dict[str, set[tuple[int, int, int]]] = {}
-    for part, count in (("train", 210), ("validation", 42)):  # of 30 and 6 ranges of 7 numbers
+    for part, count in (("train", 560), ("validation", 70)):  # of 80 and 10 ranges of 7 numbers
         rows = read_rows(Dataset(tmp_path / f"{part}.parquet", agent="player"))
         assert len(rows) == count
         states = [json.loads(row.extra["environment"]) for row in rows]
