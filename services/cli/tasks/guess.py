@@ -47,11 +47,11 @@ def build_guess(out: Path, seed: int) -> None:
     write_model(out / "model", SHAPE, _tokenizer(), SPECIAL, CHAT_TEMPLATE, seed)
     rng = np.random.default_rng(seed)
     games = [(range(low, low + SIZE), low + i) for low in LOWEST for i in range(SIZE)]
-    games = [games[i] for i in rng.permutation(len(games))]
+    games = [games[int(i)] for i in rng.permutation(len(games))]
     for name, part in (("validation", games[:NUM_HELD_OUT]), ("train", games[NUM_HELD_OUT:])):
         write_rows(out / f"{name}.parquet", [_row(*game, name, i) for i, game in enumerate(part)])
     picked = rng.integers(NUM_HELD_OUT, len(games), WARMUP_GAMES)
-    write_rows(out / "warmup.parquet", [_warmup_row(*games[i], rng) for i in picked])
+    write_rows(out / "warmup.parquet", [_warmup_row(*games[int(i)], rng) for i in picked])
 
 
 def _row(numbers: range, secret: int, split: str, index: int) -> dict[str, Any]:
