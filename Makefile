@@ -8,7 +8,7 @@ TWO_AT_A_TIME = $(MAKE) --no-print-directory --jobs 2 --keep-going
 SAYING_WHOSE = 2>&1 | sed --unbuffered 's/^/$@: /'
 
 .PHONY: quickstart test test-units test-integration test-runs test-long test-learning test-long-runs test-services \
-	test-first-hour test-sglang test-gateway test-survival test-containers test-gpu lint proto docs
+	test-first-hour test-sglang test-gateway test-agent-clis test-survival test-containers test-gpu lint proto docs
 
 quickstart: .venv/installed
 	$(BIN)/atoll quickstart
@@ -57,6 +57,12 @@ test-gateway: .venv/installed .venv-gateway/installed .venv-sglang/installed
 		tests/gateway/learning_run.py $(SAYING_WHOSE)
 	GATEWAY_KILLS=100 $(BIN)/pytest -s tests/integration/test_gateway_kills.py $(SAYING_WHOSE)
 	$(BIN)/pytest -q tests/gateway/test_history.py --edits 100000 $(SAYING_WHOSE)
+
+# Claude Code, Codex, qwen-code and opencode, which npm installs: 1.2 GB, with Node 20. SKIP_CLIS="codex opencode"
+# leaves out those that cannot be had.
+test-agent-clis: .venv/installed
+	tests/agent_clis/install.sh .venv-agent-clis
+	$(BIN)/pytest -s tests/agent_clis/runs.py $(SAYING_WHOSE)
 
 # Services that join, leave, get SIGTERM and stand still, at the moments of ten seeds; the long tests have one seed.
 test-survival: .venv/installed

@@ -39,12 +39,12 @@ def main(folder: str, stdin: str, memory: str, cpu_s: str, file_size: str, *comm
         _limit(resource.RLIMIT_CPU, int(cpu_s))
         _limit(resource.RLIMIT_FSIZE, int(file_size))
         _execute(stdin, command)
-    exit_code, is_orphan = _wait(program, wakeups)
+    exit_code = _wait(program, wakeups)
     _end(program, wakeups)
-    if is_orphan:
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
+    try:
         os.write(_AGENTS, str(exit_code).encode())
+    except BrokenPipeError:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
@@ -71,16 +71,17 @@ def _limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (soft, hard))
 
 
-def _wait(program: int, wakeups: int) -> tuple[int, bool]:
-    """Until the program ends, or is to be ended: its exit code, and whether the agents' process has died."""
+def _wait(program: int, wakeups: int) -> int:
+    """The program's exit code; that of SIGTERM if it is to be ended."""
     while True:
         ready, _, _ = select.select([_AGENTS, wakeups], [], [])
         if _AGENTS in ready:
-            return -signal.SIGTERM, not os.read(_AGENTS, 1)
+            os.read(_AGENTS, 1)
+            return -signal.SIGTERM
         os.read(wakeups, 4096)
         ended, _ = _reap()
         if program in ended:
-            return os.waitstatus_to_exitcode(ended[program]), False
+            return os.waitstatus_to_exitcode(ended[program])
 
 
 def _end(program: int, wakeups: int) -> None:

@@ -8,7 +8,7 @@ mkdir -p "$folder"
 install() {
     case " ${SKIP_CLIS:-} " in *" $1 "*) echo "skipped: $1"; return ;; esac
     test "$(cat "$folder/$1/package" 2>/dev/null)" = "$2" && return
-    npm install --silent --no-audit --no-fund --prefix "$folder/$1" "$2" ||
+    npm install --loglevel error --no-audit --no-fund --prefix "$folder/$1" "$2" ||
         { echo "$2 cannot be installed: see above, or leave it out with SKIP_CLIS=\"$1\"" >&2; exit 1; }
     echo "$2" > "$folder/$1/package"
 }

@@ -16,9 +16,9 @@ from tests.gateway.model_folders import make_folder
 ROOT = Path(__file__).parents[2]
 
 
-def write_model(folder: Path, family: str, **shape: int) -> Path:
+def write_model(folder: Path, family: str, *, tiny_tokenizer: bool = True, **shape: int) -> Path:
     """A tiny model of the family's chat format, with random weights; `shape` as config.json has it."""
-    make_folder(folder, family, tiny=True)
+    make_folder(folder, family, tiny=tiny_tokenizer)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **shape)).save_pretrained(folder)
     return folder

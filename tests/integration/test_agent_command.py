@@ -292,7 +292,7 @@ async def test_a_session_that_is_cancelled_as_it_begins_leaves_nothing(tmp_path:
 async def test_nothing_is_left_of_an_agents_process_that_is_killed(temporary: Path, fifo: Path) -> None:
     program = f"""
 import asyncio, tempfile
-from tests.unit.test_agent_command import CommandConfig, LEFTOVERS, command_agent, session
+from tests.integration.test_agent_command import CommandConfig, LEFTOVERS, command_agent, session
 tempfile.tempdir = {str(temporary)!r}
 script = LEFTOVERS + "echo $(cat pids) $PPID > {fifo}; sleep 1000"
 asyncio.run(command_agent(CommandConfig(command=("sh", "-c", script)))(session()))
