@@ -45,7 +45,7 @@ class Load:
     turn_s: float
     tokens: int  # of a turn
     gateways: int = 1
-    agent_processes: int = 1
+    agent_processes: int = 2
 
     @property
     def prompts_per_step(self) -> int:
