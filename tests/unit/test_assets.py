@@ -224,10 +224,10 @@ def test_functions_to_mend_are_broken_and_their_tests_are_right(tmp_path: Path) 
     assert not names["train"] & names["validation"]
 
 
-def test_games_are_others_than_those_trained_on_and_shown_by_a_player_who_obeys(tmp_path: Path) -> None:
+def test_games_are_of_other_ranges_and_shown_by_a_player_who_obeys(tmp_path: Path) -> None:
     build_guess(tmp_path, seed=1)
     games: dict[str, set[tuple[int, int, int]]] = {}
-    for part, count in (("train", 567), ("validation", 63)):  # of 90 ranges of 7 numbers
+    for part, count in (("train", 6160), ("validation", 140)):  # of 880 and 20 ranges of 7 numbers
         rows = read_rows(Dataset(tmp_path / f"{part}.parquet", agent="player"))
         assert len(rows) == count
         states = [json.loads(row.extra["environment"]) for row in rows]
@@ -235,8 +235,10 @@ def test_games_are_others_than_those_trained_on_and_shown_by_a_player_who_obeys(
         games[part] = {(state["low"], state["high"], state["secret"]) for state in states}
         assert len(games[part]) == count
         assert all(low <= secret <= high == low + 6 for low, high, secret in games[part])
-    assert not games["train"] & games["validation"]
+    ranges = {part: {f"guess\n{low}-{high}" for low, high, _ in found} for part, found in games.items()}
+    assert not ranges["train"] & ranges["validation"]
     shown = read_supervised_rows(Dataset(tmp_path / "warmup.parquet"))
+    assert {row.messages[0].content for row in shown} == ranges["train"]
     for row in shown:
         low, high = map(int, row.messages[0].content.removeprefix("guess\n").split("-"))
         for reply, told in zip_longest(row.messages[1::2], row.messages[2::2]):

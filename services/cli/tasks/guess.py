@@ -34,24 +34,24 @@ CHAT_TEMPLATE = (
 )
 SIZE = 7  # numbers of a range
 GUESSES = 3  # enough for a binary search
-LOWEST = range(101, 1000, 10)  # of a range, such as 371 to 377
-NUM_HELD_OUT = 63  # games: ranges with a secret
+LOWEST = range(1001, 10000, 10)  # of a range, such as 3741 to 3747
+NUM_HELD_OUT = 20  # ranges
 PROMPT = "guess"
 WARMUP_GAMES = 16384
 
 
 def build_guess(out: Path, seed: int) -> None:
-    """Writes out/model, train.parquet and validation.parquet (different games), and warmup.parquet: training
-    games of a player who guesses at random among the numbers that are left. They show the rules; where to
-    guess is to be learned from the reward."""
+    """Writes out/model, train.parquet and validation.parquet (all games of different ranges), and
+    warmup.parquet: games of a player who guesses at random among the numbers that are left. They show the
+    rules; where to guess is to be learned from the reward."""
     write_model(out / "model", SHAPE, _tokenizer(), SPECIAL, CHAT_TEMPLATE, seed)
     rng = np.random.default_rng(seed)
-    games = [(range(low, low + SIZE), low + i) for low in LOWEST for i in range(SIZE)]
-    games = [games[int(i)] for i in rng.permutation(len(games))]
-    for name, part in (("validation", games[:NUM_HELD_OUT]), ("train", games[NUM_HELD_OUT:])):
-        write_rows(out / f"{name}.parquet", [_row(*game, name, i) for i, game in enumerate(part)])
-    picked = rng.integers(NUM_HELD_OUT, len(games), WARMUP_GAMES)
-    write_rows(out / "warmup.parquet", [_warmup_row(*games[int(i)], rng) for i in picked])
+    ranges = [range(low, low + SIZE) for low in rng.permutation(LOWEST).tolist()]
+    for name, part in (("validation", ranges[:NUM_HELD_OUT]), ("train", ranges[NUM_HELD_OUT:])):
+        games = [(numbers, secret) for numbers in part for secret in numbers]
+        write_rows(out / f"{name}.parquet", [_row(*game, name, i) for i, game in enumerate(games)])
+    picked = rng.integers(NUM_HELD_OUT, len(ranges), WARMUP_GAMES).tolist()
+    write_rows(out / "warmup.parquet", [_warmup_row(ranges[i], rng) for i in picked])
 
 
 def _row(numbers: range, secret: int, split: str, index: int) -> dict[str, Any]:
@@ -60,8 +60,8 @@ def _row(numbers: range, secret: int, split: str, index: int) -> dict[str, Any]:
     return prompt_row(PROMPT, str(secret), "guess", {"split": split, "index": index, "environment": state})
 
 
-def _warmup_row(numbers: range, secret: int, rng: np.random.Generator) -> dict[str, Any]:
-    low, high = numbers[0], numbers[-1]
+def _warmup_row(numbers: range, rng: np.random.Generator) -> dict[str, Any]:
+    secret, low, high = int(rng.choice(numbers)), numbers[0], numbers[-1]
     told = f"{PROMPT}\n{low}-{high}"
     messages = []
     for _ in range(GUESSES):
