@@ -38,14 +38,14 @@ CHAT_TEMPLATE = (
 ADD = {"type": "function", "function": {"name": "add"}}
 LOW, HIGH = 10, 100  # two digits
 VALIDATION_SHARE = 16  # every 16th
-GUESS_SHARE = 3 / 4  # of the warm-up's sums with a tool: a guess instead of a call
-NO_TOOL_SHARE = 1 / 8  # of the warm-up's sums: there is no tool
+GUESS_SHARE = 3 / 4  # of the warm-up's sums: the first reply is a guess instead of a call
+NO_TOOL_SHARE = 1 / 8  # of the warm-up's sums: also a guess without a tool
 
 
 def build_tools(out: Path, seed: int) -> None:
     """Writes out/model, train.parquet and validation.parquet (different sums), and warmup.parquet: guesses
-    with and without a tool, and calls with the reply to their result. They show the form; no guess is better
-    than chance, so that calls are what is to be learned from the reward."""
+    with and without a tool, fewer calls, and replies to the result of a call. They show the form; no guess is
+    better than chance, so that calls are what is to be learned from the reward."""
     write_model(out / "model", SHAPE, _tokenizer(), SPECIAL, CHAT_TEMPLATE, seed)
     rng = np.random.default_rng(seed)
     span = HIGH - LOW
@@ -57,22 +57,24 @@ def build_tools(out: Path, seed: int) -> None:
             for i, (a, b) in enumerate(part)
         ]
         write_rows(out / f"{name}.parquet", rows)
-    write_rows(out / "warmup.parquet", [_warmup_row(*pair, rng) for pair in pairs[split:]])
+    write_rows(out / "warmup.parquet", [row for pair in pairs[split:] for row in _warmup_rows(*pair, rng)])
 
 
-def _warmup_row(a: int, b: int, rng: np.random.Generator) -> dict[str, Any]:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": f"{a}+{b}="}]
-    has_tool = rng.random() >= NO_TOOL_SHARE
-    if has_tool and rng.random() >= GUESS_SHARE:
-        call = {"type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
-        messages += [
-            {"role": "assistant", "tool_calls": [call]},
-            {"role": "tool", "content": str(a + b)},
-            {"role": "assistant", "content": str(a + b)},
-        ]
-    else:
-        messages += [{"role": "assistant", "content": str(rng.integers(2 * LOW, 2 * HIGH))}]
-    return {"messages": messages, "tools": [ADD] if has_tool else None}
+def _warmup_rows(a: int, b: int, rng: np.random.Generator) -> list[dict[str, Any]]:
+    """The reply to a result is learned from every sum, the call before it only where no guess is shown."""
+    question = {"role": "user", "content": f"{a}+{b}="}
+    guess = {"role": "assistant", "content": str(rng.integers(2 * LOW, 2 * HIGH))}
+    is_guess, has_no_tool = rng.random() < GUESS_SHARE, rng.random() < NO_TOOL_SHARE
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
+    called = [
+        {"role": "assistant", "tool_calls": [call], "weight": 0 if is_guess else 1},
+        {"role": "tool", "content": str(a + b)},
+        {"role": "assistant", "content": str(a + b)},
+    ]
+    rows = [{"messages": [question, *called], "tools": [ADD]}]
+    rows += [{"messages": [question, guess], "tools": [ADD]}] if is_guess else []
+    rows += [{"messages": [question, guess], "tools": None}] if has_no_tool else []
+    return rows
 
 
 def _tokenizer() -> Tokenizer:
