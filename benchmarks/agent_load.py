@@ -180,15 +180,22 @@ async def drive_plainly(load: Load, engine: Engine) -> float:
     address = await stand_ins.listen("Rollout", engine.handlers("rollout-0", load.sessions))
     command = (sys.executable, "-m", "benchmarks.agent_load_plain", address, str(load.sessions))
     process = await asyncio.create_subprocess_exec(*command)
+    ended = asyncio.create_task(process.wait())
+    times = []
     try:
-        await engine.wait_for(load.sessions)
-        begun, drawn = time.perf_counter(), engine.num_drawn
-        await engine.wait_for(load.sessions * load.turns)
-        return (engine.num_drawn - drawn) / (time.perf_counter() - begun)
+        for rounds in (1, load.turns):
+            drawn = asyncio.create_task(engine.wait_for(rounds * load.sessions))
+            await asyncio.wait([drawn, ended], return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise RuntimeError("the plain loop has failed: see above")
+            times.append((time.perf_counter(), engine.num_drawn))
     finally:
-        process.kill()
-        await process.wait()
+        if not ended.done():
+            process.kill()
+        await ended
         await stand_ins.close()
+    (begun, first), (end, last) = times
+    return (last - first) / (end - begun)
 
 
 def read(engine: Engine) -> Reading:
