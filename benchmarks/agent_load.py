@@ -282,7 +282,7 @@ if __name__ == "__main__":
     parser.add_argument("--turns", type=int, default=8, help="of a session")
     parser.add_argument("--turn-s", type=float, nargs="+", default=[4.0, 0.05], help="that the engine takes")
     parser.add_argument("--tokens", type=int, default=64, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=5, help="of sessions")
+    parser.add_argument("--rounds", type=int, default=4, help="of sessions")
     arguments = parser.parse_args()
     result = run(arguments.sessions, arguments.turns, arguments.turn_s, arguments.tokens, arguments.rounds)
     print(json.dumps(result, indent=None if arguments.json else 2))
