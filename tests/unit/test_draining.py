@@ -106,11 +106,11 @@ async def test_a_reward_service_gives_its_verdicts_and_another_gets_the_next() -
 
 async def test_an_agent_process_plays_its_sessions_to_their_end() -> None:
     hosts, leaving, staying = AgentHosts(), object(), object()
-    await hosts.add(leaving, {"a": 9})  # type: ignore[arg-type]
+    hosts.add(leaving, {"a": 9})  # type: ignore[arg-type]
     async with hosts.place("a"):
         drained = soon(hosts.drain(leaving))  # type: ignore[arg-type]
         assert not await turns_over(drained)
-        await hosts.add(staying, {"a": 1})  # type: ignore[arg-type]
+        hosts.add(staying, {"a": 1})  # type: ignore[arg-type]
         async with hosts.place("a") as chosen:
             assert chosen is staying
         assert not await turns_over(drained)
