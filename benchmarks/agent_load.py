@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -221,13 +221,14 @@ def read(engine: Engine) -> Reading:
     cpu_s: dict[str, float] = {}
     rss: dict[str, int] = {}
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        modules = (
-            word for word in process.cmdline() if word.startswith(("atoll.", "benchmarks.agent_load_"))
-        )
-        name = next(modules, "engine" if process.pid == psutil.Process().pid else "store")
-        times = process.cpu_times()
-        cpu_s[name] = cpu_s.get(name, 0.0) + times.user + times.system
-        rss[name] = rss.get(name, 0) + process.memory_info().rss
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            modules = (
+                word for word in process.cmdline() if word.startswith(("atoll.", "benchmarks.agent_load_"))
+            )
+            name = next(modules, "engine" if process.pid == psutil.Process().pid else "store")
+            times = process.cpu_times()
+            cpu_s[name] = cpu_s.get(name, 0.0) + times.user + times.system
+            rss[name] = rss.get(name, 0) + process.memory_info().rss
     return Reading(time.perf_counter(), engine.num_drawn, cpu_s, rss)
 
 
