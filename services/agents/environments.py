@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,22 +95,19 @@ class ServerTextEpisode:
     async def step(self, reply: str) -> Seen:
         """A reply that is no valid action changes nothing: the policy is told so."""
         action = self._form.action(reply)
-        try:
-            if action is not None:
+        if action is not None:
+            with suppress(UserError):  # the environment finds it invalid: the policy is told below
                 return self._seen(await self._episode.step(action))
-        except UserError:  # the environment finds it invalid
-            pass
         return Seen(f"invalid action: expected {self._form.expected}")
 
     def _seen(self, observation: Observation) -> Seen:
         content = observation.content
         texts = [value for value in content.values() if isinstance(value, str)]
         if self._field:
-            shown = content.get(self._field, "")
-            text = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+            shown: object = content.get(self._field, "")
         else:
-            text = texts[0] if len(texts) == 1 else json.dumps(content, ensure_ascii=False)
-        return Seen(text, observation.reward, observation.done)
+            shown = texts[0] if len(texts) == 1 else content
+        return Seen(_as_text(shown), observation.reward, observation.done)
 
 
 @asynccontextmanager
@@ -153,8 +150,6 @@ def _failed(environment: type[Any], error: Exception) -> EnvironmentFailedError:
 
 
 def _as_text(observation: object) -> str:
-    return (
-        observation
-        if isinstance(observation, str)
-        else json.dumps(observation, ensure_ascii=False, default=str)
-    )
+    if isinstance(observation, str):
+        return observation
+    return json.dumps(observation, ensure_ascii=False, default=str)

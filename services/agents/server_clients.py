@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar, cast
 from zlib import crc32
 
-from atoll.external.base import EnvServer, ExternalClient, Json, Tool, ToolResult, ToolServer
+from atoll.external.base import EnvServer, ExternalClient, Json, Tool, ToolResult, ToolServer, ToolSession
 from atoll.external.grpc import GrpcTool
 from atoll.external.protocols import connect
 from atoll.runtime.clients.base import Caller
@@ -26,19 +26,25 @@ class ServerClients:
         """Call it in the service's loop."""
         self._home = asyncio.get_running_loop()
         self._clients: dict[str, ExternalClient] = {}  # by server and token, of which none changes
-        self._sandboxes: dict[str, RewardClient] = {}  # by address
 
-    async def tools(self, access: ServerAccess) -> ToolServer:
+    @asynccontextmanager
+    async def tool_session(self, access: ServerAccess) -> AsyncIterator[ToolSession]:
         if access.server.protocol == "grpc":
-            return _GrpcTools(cast(GrpcTool, await self.at_home(self._client, access)), self)
-        return cast(ToolServer, await self._client(access))
+            yield _ToolsAtHome(cast(GrpcTool, await self.at_home(self._client, access)), self)
+            return
+        async with cast(ToolServer, await self._client(access)).session() as session:
+            yield session
 
     async def environment(self, access: ServerAccess) -> EnvServer:
         return cast(EnvServer, await self._client(access))
 
     async def sandbox(self, access: ServerAccess) -> RewardClient:
-        """Of one of the run's reward services; its calls are to be made `at_home`."""
-        return await self.at_home(self._sandbox, access)
+        """A new client of one of the run's reward services; its calls are to be made `at_home`."""
+
+        async def connect_to_service() -> RewardClient:
+            return RewardClient(access.server.url, Caller(token=access.token))
+
+        return await self.at_home(connect_to_service)
 
     async def at_home(self, call: Callable[..., Awaitable[T]], *arguments: object) -> T:
         """The call in the service's loop."""
@@ -54,24 +60,13 @@ class ServerClients:
             self._clients[key] = connect(access.server, access.token)
         return self._clients[key]
 
-    async def _sandbox(self, access: ServerAccess) -> RewardClient:
-        address = access.server.url
-        if address not in self._sandboxes:
-            self._sandboxes[address] = RewardClient(address, Caller(token=access.token))
-        return self._sandboxes[address]
 
-
-class _GrpcTools:
-    """A tool server whose calls are made at home."""
+class _ToolsAtHome:
+    """A tool session whose calls are made at home."""
 
     def __init__(self, client: GrpcTool, clients: ServerClients) -> None:
-        self.server = client.server
         self._client = client
         self._clients = clients
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator["_GrpcTools"]:
-        yield self
 
     async def tools(self) -> tuple[Tool, ...]:
         return await self._client.tools()
@@ -79,13 +74,7 @@ class _GrpcTools:
     async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult:
         return await self._clients.at_home(self._client.call, name, arguments)
 
-    async def probe(self) -> str:
-        return await self._clients.at_home(self._client.probe)
-
-    async def close(self) -> None:
-        await self._clients.at_home(self._client.close)
-
 
 def choose(servers: Sequence[T], session: str) -> T:
-    """One of several alike, the same in each call for a session."""
+    """Chooses one of several equivalent servers, always the same one for a session."""
     return servers[crc32(session.encode()) % len(servers)]

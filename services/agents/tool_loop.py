@@ -16,7 +16,7 @@ from atoll.config.schema import SandboxConfig, ToolLoopConfig
 
 def tool_loop(settings: ToolLoopConfig, sandbox: SandboxConfig, clients: ServerClients) -> AgentFunction:
     """Raises ConfigError if a function cannot be loaded."""
-    sources = ToolSources(clients, tuple(map(FunctionTool, settings.functions)), sandbox, settings)
+    sources = ToolSources(clients, [FunctionTool(name) for name in settings.functions], sandbox, settings)
 
     async def play(session: AgentSession) -> None:
         """Calls of one reply run side by side. Ends quietly if a rule ends the session."""

@@ -5,7 +5,7 @@ import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from atoll.agents.sandbox_calls import FunctionTool, SandboxTools, parse_files
@@ -87,16 +87,22 @@ class Workspace:
             return ToolResult(result.text, result.is_error)
 
 
-@dataclass(frozen=True, slots=True)
 class ToolSources:
     """Where the tools of an agent's sessions come from."""
 
-    clients: ServerClients
-    functions: tuple[FunctionTool, ...]
-    sandbox: SandboxConfig  # its limits
-    settings: ToolLoopConfig
-    checked: set[str] = field(default_factory=set)  # addresses of sandboxes in which the functions load
-    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    def __init__(
+        self,
+        clients: ServerClients,
+        functions: Sequence[FunctionTool],
+        limits: SandboxConfig,
+        settings: ToolLoopConfig,
+    ) -> None:
+        self._clients = clients
+        self._functions = functions
+        self._limits = limits
+        self._settings = settings
+        self._sandboxes: dict[str, SandboxTools] = {}  # by address: those in which the functions load
+        self._opening = asyncio.Lock()  # of one of them
 
     @asynccontextmanager
     async def open(self, session: AgentSession) -> AsyncIterator[Toolbox]:
@@ -115,23 +121,28 @@ class ToolSources:
                         if tool.name in offers:
                             raise ValueError(f"{name}: another server offers a tool {tool.name}, too")
                         offers[tool.name] = _Offer(tool, there)
-                yield Toolbox(_wanted(session, offers), self.settings.max_result_chars)
+                yield Toolbox(_wanted(session, offers), self._settings.max_result_chars)
         except AtollError as error:
             raise EnvironmentFailedError(str(error)) from error
 
     @asynccontextmanager
     async def _open_source(self, session: AgentSession, access: ServerAccess) -> AsyncIterator[ToolSession]:
         if access.server.name != SANDBOX:
-            async with (await self.clients.tools(access)).session() as there:
+            async with self._clients.tool_session(access) as there:
                 yield there
             return
-        client = await self.clients.sandbox(access)
-        tools = SandboxTools(client, self.functions, self.sandbox, self.settings.timeout_s)
-        async with self.checking:
-            if access.server.url not in self.checked:
-                await self.clients.at_home(tools.check)
-                self.checked.add(access.server.url)
-        yield Workspace(session, tools, self.clients)
+        yield Workspace(session, await self._sandbox(access), self._clients)
+
+    async def _sandbox(self, access: ServerAccess) -> SandboxTools:
+        """Raises UserError if a function does not load there."""
+        address = access.server.url
+        async with self._opening:
+            if address not in self._sandboxes:
+                client = await self._clients.sandbox(access)
+                tools = SandboxTools(client, self._functions, self._limits, self._settings.timeout_s)
+                await self._clients.at_home(tools.check)
+                self._sandboxes[address] = tools
+        return self._sandboxes[address]
 
 
 def _wanted(session: AgentSession, offers: Mapping[str, _Offer]) -> Mapping[str, _Offer]:

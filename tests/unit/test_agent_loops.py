@@ -23,10 +23,6 @@ class Echo:
     def __init__(self, *names: str) -> None:
         self.names = names
 
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator["Echo"]:
-        yield self
-
     async def tools(self) -> tuple[Tool, ...]:
         return tuple(Tool(name, f"Does {name}.", {"type": "object"}) for name in self.names)
 
@@ -38,8 +34,9 @@ class Clients:
     def __init__(self, **servers: Echo) -> None:
         self.servers = servers
 
-    async def tools(self, access: ServerAccess) -> Echo:
-        return self.servers[access.server.name]
+    @asynccontextmanager
+    async def tool_session(self, access: ServerAccess) -> AsyncIterator[Echo]:
+        yield self.servers[access.server.name]
 
 
 class Session:
@@ -53,7 +50,7 @@ class Session:
 @asynccontextmanager
 async def toolbox(session: Session, max_result_chars: int = 100, **servers: Echo) -> AsyncIterator[Toolbox]:
     settings = ToolLoopConfig(servers=tuple(servers), max_result_chars=max_result_chars)
-    sources = ToolSources(Clients(**servers), (), SandboxConfig(), settings)  # type: ignore[arg-type]
+    sources = ToolSources(Clients(**servers), [], SandboxConfig(), settings)  # type: ignore[arg-type]
     async with sources.open(session) as opened:  # type: ignore[arg-type]
         yield opened
 
