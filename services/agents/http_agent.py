@@ -8,7 +8,7 @@ import asyncio
 import logging
 from typing import Annotated, Final
 
-import httpx
+import httpx2
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from atoll.agents.runner import AgentFunction
@@ -36,9 +36,10 @@ def http_agent(settings: HttpAgentConfig) -> AgentFunction:
     async def play(session: AgentSession) -> float | None:
         """Waits as long as the session may take. One that is busy or not there is asked again, for about two
         minutes."""
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        tls = tls_context()
-        async with httpx.AsyncClient(timeout=timeout, trust_env=False, verify=tls, headers=headers) as client:
+        timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        async with httpx2.AsyncClient(
+            timeout=timeout, trust_env=False, verify=tls_context(), headers=headers
+        ) as client:
             response = await _post(client, settings.url, _task(session))
         if response.status_code != 200:
             raise RuntimeError(
@@ -59,11 +60,11 @@ def http_agent(settings: HttpAgentConfig) -> AgentFunction:
     return play
 
 
-async def _post(client: httpx.AsyncClient, url: str, task: dict[str, object]) -> httpx.Response:
+async def _post(client: httpx2.AsyncClient, url: str, task: dict[str, object]) -> httpx2.Response:
     for pause_s in PAUSES_S:
         try:
             response = await client.post(url, json=task)
-        except httpx.ConnectError:  # it has not heard of the session
+        except httpx2.ConnectError:  # it has not heard of the session
             log.warning("no agent answers at %s: trying again in %g s", url, pause_s)
         else:
             if response.status_code not in BUSY:
