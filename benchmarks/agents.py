@@ -174,7 +174,7 @@ def check(task: Task, seed: int, agent: Run, ablated: Run) -> list[str]:
 
 
 def train(task: Task, name: str, settings: Mapping[str, str], stop_after_s: float | None = None) -> Run:
-    """Anew, in RUNS/name; stopped after `stop_after_s` seconds, the last validation included in neither."""
+    """Runs from scratch in RUNS/name; stops it after `stop_after_s` seconds."""
     folder = ROOT / RUNS / name
     shutil.rmtree(folder, ignore_errors=True)
     settings = {"run.dir": str(RUNS), "run.name": name, "checkpoint.at_end": "false", **settings}

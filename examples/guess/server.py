@@ -36,7 +36,7 @@ class Game:
         return cls(low, high, state.get("secret", random.randint(low, high)), state.get("guesses", 3))
 
     def guess(self, text: str) -> tuple[str, float, bool]:
-        """What the player is told, the reward, and whether the game is over."""
+        """Returns the reply to the player, the reward, and whether the game is over."""
         self.guesses -= 1
         if text == str(self.secret):
             return "correct", 1.0, True

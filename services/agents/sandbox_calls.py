@@ -58,7 +58,7 @@ class CallResult:
 
 
 class FunctionTool:
-    """A function `file.py:function`, and what the policy is told of it."""
+    """A function `file.py:function`, and its description for the policy."""
 
     def __init__(self, name: str) -> None:
         """Imports the file. Raises ConfigError if that fails, or if a parameter has no JSON schema."""

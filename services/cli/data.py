@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder with GSM8K's train.jsonl and test.jsonl (default: %(default)s)",
     )
     tasks.add_parser("tools", help="sums with a tool that adds, for a model with one million parameters")
-    tasks.add_parser("coding", help="functions to mend, for an agent that edits files and runs tests")
+    tasks.add_parser("coding", help="broken functions, for an agent that edits files and runs tests")
     tasks.add_parser("guess", help="games of an environment server, for a model with one million parameters")
     for name, task in tasks.choices.items():
         task.add_argument("--out", type=Path, default=Path("runs/data") / name, help="folder (%(default)s)")

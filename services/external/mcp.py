@@ -147,7 +147,7 @@ async def _session(channel: Channel) -> AsyncIterator[Client]:
         channel.address(""), http_client=channel.http, max_sse_event_size=MAX_ANSWER_BYTES
     )
     farewell = asyncio.timeout(None)
-    failure: Exception | None = None  # of what the session is used for
+    failure: Exception | None = None  # raised by the caller's body
     try:
         async with farewell, AsyncExitStack() as stack:
             async with channel.deadline():
@@ -161,7 +161,7 @@ async def _session(channel: Channel) -> AsyncIterator[Client]:
                 farewell.reschedule(asyncio.get_running_loop().time() + CLOSE_TIMEOUT_S)
     except Exception as error:
         if farewell.expired() and failure is None:
-            return  # all that it was used for was answered
+            return  # every call was answered
         raise (failure or _translate(channel, error)) from None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.agents import is_listening
 from tests.command import ROOT, atoll, results
 from tests.gateway.learning_run import train
 
@@ -55,11 +56,6 @@ def test_the_reward_of_an_agent_with_an_mcp_server_rises(tmp_path: Path) -> None
     _, (_, *steps) = results(tmp_path / "runs" / "calculator")
     scores = [row["critic/score/mean"] for row in steps]
     assert sum(scores[-3:]) / 3 - sum(scores[:3]) / 3 > MIN_RISE
-
-
-def is_listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The task of the coding example: mend a function in a file, with tools that edit files and run tests."""
+"""The task of the coding example: fix a function in a file, with tools that edit files and run tests."""
 
 import json
 from dataclasses import replace
