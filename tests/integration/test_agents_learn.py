@@ -15,7 +15,7 @@ from benchmarks.agents import is_listening
 from tests.command import ROOT, atoll, results
 from tests.gateway.learning_run import train
 
-MIN_RISE = 0.1  # of the mean reward, last three steps less first three; 0.5 was seen
+MIN_RISE = 0.1  # of the mean reward, last three steps less first three; 0.36 was seen
 
 
 def test_an_agent_with_a_tool_trains(tmp_path: Path) -> None:
@@ -49,10 +49,9 @@ def test_the_reward_of_an_agent_with_an_mcp_server_rises(tmp_path: Path) -> None
     with serving("calculator") as port:
         url = f"http://127.0.0.1:{port}/mcp"
         server = f'[{{kind="tool", name="calculator", url="{url}", protocol="mcp", concurrency=64}}]'
-        cut = (f"servers={server}", "run.steps=12", "validation.sets=[]", "validation.every=0")
-        atoll(
-            tmp_path, "run", "examples/calculator.toml", *(word for each in cut for word in ("--set", each))
-        )
+        cut = ("run.steps=12", "warmup.steps=200", "validation.sets=[]", "validation.every=0")
+        settings = (f"servers={server}", *cut)
+        atoll(tmp_path, "run", "examples/calculator.toml", *(w for each in settings for w in ("--set", each)))
     _, (_, *steps) = results(tmp_path / "runs" / "calculator")
     scores = [row["critic/score/mean"] for row in steps]
     assert sum(scores[-3:]) / 3 - sum(scores[:3]) / 3 > MIN_RISE
