@@ -118,7 +118,7 @@ class Story:
             async def start(script: str, *arguments: str) -> tuple[Process, int]:
                 return await stack.enter_async_context(serving(script, self.folder, *arguments))
 
-            waiting = await until(client, lambda status: "waiting for a server" in status.error)
+            waiting = await until(client, lambda status: "waiting for external servers" in status.error)
             assert waiting.state == "starting"
             _, first = await start("openenv_sum")
             dying, near = await start("mcp_distance")
@@ -271,7 +271,10 @@ def test_the_log_says_what_happened_once_and_holds_no_secret(told: Story) -> Non
     assert "reward server near at" in lines[0]
     assert "reward server length at" in lines[1]
     assert "'lots'" in lines[1]
-    assert "the run is waiting for a server" in log
+    assert (
+        "the run is waiting for external servers: "
+        "reward first, reward near, reward length, reward parity; register each: atoll register reward first "
+    ) in log
     for path in told.config.folder.rglob("*"):
         if path.is_file():
             assert TOKEN.encode() not in path.read_bytes(), path
