@@ -127,7 +127,7 @@ def server(task: Task) -> Iterator[None]:
     program = ROOT / "examples" / task.example / "server.py"
     if is_listening(task.port):
         raise RuntimeError(f"port {task.port} is taken, and {program} needs it: end that server first")
-    process = subprocess.Popen([sys.executable, program, str(task.port)])
+    process = subprocess.Popen([sys.executable, program, str(task.port)], stdout=sys.stderr)
     try:
         deadline = time.monotonic() + SERVER_S
         while not is_listening(task.port):
@@ -147,7 +147,7 @@ def is_listening(port: int) -> bool:
 
 def measure(task: Task, seed: int) -> Result:
     shutil.rmtree(ROOT / "runs" / "data" / task.data, ignore_errors=True)
-    subprocess.run([atoll(), "data", task.data, "--seed", str(seed)], cwd=ROOT, check=True)
+    subprocess.run([atoll(), "data", task.data, "--seed", str(seed)], cwd=ROOT, check=True, stdout=sys.stderr)
     agent = train(task, f"{task.example}-{seed}", {"run.seed": str(seed)})
     ablated = train(
         task,
@@ -180,11 +180,13 @@ def train(task: Task, name: str, settings: Mapping[str, str], stop_after_s: floa
     settings = {"run.dir": str(RUNS), "run.name": name, "checkpoint.at_end": "false", **settings}
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     began = time.monotonic()
-    process = subprocess.Popen([atoll(), "run", f"examples/{task.example}.toml", *overrides], cwd=ROOT)
+    process = subprocess.Popen(
+        [atoll(), "run", f"examples/{task.example}.toml", *overrides], cwd=ROOT, stdout=sys.stderr
+    )
     try:
         exit_code = process.wait(stop_after_s)
     except subprocess.TimeoutExpired:
-        subprocess.run([atoll(), "stop", folder], cwd=ROOT, check=True)
+        subprocess.run([atoll(), "stop", folder], cwd=ROOT, check=True, stdout=sys.stderr)
         process.wait()
         exit_code = 0  # whatever it says of steps that are in no checkpoint
     if exit_code != 0:
