@@ -196,8 +196,10 @@ async def drive_plainly(load: Load, engine: Engine) -> float:
     """Turns per second of the plain loop. Sessions ask in waves, so that whole waves are measured."""
     stand_ins = StandIns("127.0.0.1:1", "")  # nobody registers there
     address = await stand_ins.listen("Rollout", engine.handlers("rollout-0", load.sessions))
-    command = (sys.executable, "-m", "benchmarks.agent_load_plain", address, str(load.sessions))
-    process = await asyncio.create_subprocess_exec(*command)
+    numbers = map(str, (load.sessions, load.turns + 1))  # the last turn is not measured
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.agent_load_plain", address, *numbers
+    )
     ended = asyncio.create_task(process.wait())
     times = []
     try:
@@ -207,10 +209,11 @@ async def drive_plainly(load: Load, engine: Engine) -> float:
             if ended.done():
                 raise RuntimeError("the plain loop has failed: see above")
             times.append((time.perf_counter(), engine.num_drawn))
+        await ended  # by itself: with calls left open, gRPC may never end its thread
     finally:
         if not ended.done():
             process.kill()
-        await ended
+            await ended
         await stand_ins.close()
     (begun, first), (end, last) = times
     return (last - first) / (end - begun)
