@@ -1,5 +1,6 @@
 """Whole runs of each kind of agent, with real servers in processes of their own, of which each hangs once and
-dies once in mid-episode. What the policy says is scripted."""
+dies once in mid-episode, in different steps: a process that dies ends a call that hangs. What the policy says
+is scripted."""
 
 import json
 import subprocess
@@ -87,25 +88,26 @@ def train(
     steps: int = 1,
     **tables: Any,
 ) -> list[Trajectory]:
-    """`steps` on a row for each script; their samples. `row`: other fields of all rows."""
+    """`steps`, each on as many of the scripts, in order; their samples. `row`: other fields of all rows."""
     agent_runs.write_rows(folder / "rows.jsonl", scripts, **(row or {}))
     tree = agent_runs.config(folder, "qwen2.5", "openai_chat", **tables)
     tree["run"]["steps"] = steps
     tree["agents"] = [{"name": "tested", **agent}]
-    tree["coordinator"] |= {"prompts_per_step": len(scripts), "max_sample_attempts": 10}
+    tree["data"]["shuffle"] = False
+    tree["coordinator"] |= {"prompts_per_step": len(scripts) // steps, "max_sample_attempts": 10}
     config = run_config(tree)
     assert launch(config, follow, resume=False)
     read = [read_dump(dump)[1] for dump in dumps(config.folder / "dumps")]
     samples = [sample for groups in read for group in groups for sample in group.samples]
     samples.sort(key=lambda sample: sample.id)
-    assert len(samples) == 2 * len(scripts) * steps
+    assert len(samples) == 2 * len(scripts)
     return samples
 
 
-def reasons(folder: Path) -> str:
-    """What the coordinator's log says of attempts that were lost."""
+def lost(folder: Path, row: int) -> str:
+    """What the coordinator's log says of a row's attempts that were lost."""
     lines = (folder / "runs/agents/logs/coordinator.log").read_text().splitlines()
-    return "\n".join(line for line in lines if ", attempt " in line)
+    return "\n".join(line for line in lines if f"sample agents/0/{row}/" in line and ", attempt " in line)
 
 
 def replies(sample: Trajectory) -> list[str]:
@@ -120,6 +122,7 @@ def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
             tmp_path,
             {"tools": {"servers": ["sums"]}},
             scripts,
+            steps=2,
             servers=[server("tool", "sums", f"http://127.0.0.1:{port}/mcp", "mcp")],
         )
     assert [sample.score for sample in samples] == [1, 1, 1, 1, 1, 1, 0, 0]
@@ -129,9 +132,10 @@ def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
         ["46", "well again"],
         ["46", "46"],
     ]
-    lost = reasons(tmp_path)
-    assert "environment failed: EnvironmentFailedError: tool server sums" in lost
-    assert "no answer within 3 s" in lost
+    cause = f"environment failed: EnvironmentFailedError: tool server sums at http://127.0.0.1:{port}/mcp: "
+    assert f"{cause}no answer within 3 s" in lost(tmp_path, 1)
+    assert f"{cause}got " in lost(tmp_path, 2)
+    assert "the connection failed" in lost(tmp_path, 2)
 
 
 @pytest.mark.long
@@ -142,6 +146,7 @@ def test_an_openenv_environment(tmp_path: Path) -> None:
             tmp_path,
             {"environment": {"server": "steps"}},
             scripts,
+            steps=2,
             servers=[server("env", "steps", f"http://127.0.0.1:{port}", "openenv")],
         )
     for sample in samples:
@@ -153,7 +158,9 @@ def test_an_openenv_environment(tmp_path: Path) -> None:
         asked = [message.content for message in sample.messages if message.role == "user"]
         assert asked[0].endswith("\nbegin at ")
         assert asked[1:] == ["step 1", "step 2"]
-    assert "environment failed" in reasons(tmp_path)
+    cause = f"environment failed: EnvironmentFailedError: env server steps at http://127.0.0.1:{port}: "
+    assert f"{cause}no answer within 3 s" in lost(tmp_path, 1)
+    assert f"{cause}step: the connection ended" in lost(tmp_path, 2)
 
 
 @pytest.mark.long
@@ -174,7 +181,7 @@ def test_servers_that_are_registered_while_the_run_goes_on(tmp_path: Path) -> No
             await until_ended(client)
 
         agent = {"environment": {"server": "steps"}}
-        samples = train(tmp_path, agent, [["a", "b", "c"]] * 4, follow=follow, steps=3)
+        samples = train(tmp_path, agent, [["a", "b", "c"]] * 12, follow=follow, steps=3)
     assert [sample.score for sample in samples] == [1.0] * 24
 
 
@@ -185,11 +192,11 @@ def test_an_agent_called_by_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with kept_alive("http_agent", tmp_path, sys.executable) as port:
         agent = {"http": {"url": f"http://127.0.0.1:{port}/solve", "auth": "env:AGENT_TOKEN"}}
         ends = {"max_seconds": 20.0, "on_end": {"seconds": "replace"}, "reward": "session"}
-        samples = train(tmp_path, agent | ends, scripts)
+        samples = train(tmp_path, agent | ends, scripts, steps=2)
     assert [sample.score for sample in samples] == [1, 1, 1, 1, 1, 1, 0, 0]
     assert [dict(sample.environment) for sample in samples[::2]] == [{"last": "46"}] * 3 + [{"last": "47"}]
-    assert "agent failed" in reasons(tmp_path)
-    assert "seconds" in reasons(tmp_path)
+    assert ", attempt 0: seconds" in lost(tmp_path, 1)
+    assert ", attempt 0: agent failed: " in lost(tmp_path, 2)
 
 
 SUMS = "def add(a, b):\n    return a - b\n"
@@ -264,6 +271,6 @@ def test_a_class_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     asked = [[m.content.partition("\n")[2] for m in sample.messages[:1]] for sample in samples]
     assert asked[0] == asked[1]
     assert asked[0] != asked[2]
-    assert "environment failed: EnvironmentFailedError: Countdown: OSError: the world ended" in reasons(
-        tmp_path
+    assert "environment failed: EnvironmentFailedError: Countdown: OSError: the world ended" in lost(
+        tmp_path, 1
     )
