@@ -1,7 +1,9 @@
 """A connection that breaks, on a virtual clock, and over loopback."""
 
 import asyncio
+import select
 import socket
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +126,29 @@ def test_a_connection_that_is_closed_at_once_is_not_opened_without_pause(
 ) -> None:
     when, _, tried = lost_after(monkeypatch, 0.0, 0.0, 0.0, ConnectionRefusedError())
     assert (when, len(tried)) == (3.0, 4)
+
+
+async def test_a_process_that_ends_as_soon_as_it_is_connected_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The connection is reset before its other end's name is read."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    open_connection = asyncio.open_connection
+
+    async def open_and_be_reset(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        connection = socket.create_connection((host, port))
+        accepted, _ = listener.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by RST
+        accepted.close()
+        listener.close()
+        assert select.select([connection], [], [], 60)[0]  # the reset has come
+        monkeypatch.setattr(lifeline.asyncio, "open_connection", open_connection)
+        return await open_connection(sock=connection)
+
+    monkeypatch.setattr(lifeline.asyncio, "open_connection", open_and_be_reset)
+    port = listener.getsockname()[1]
+    why = await Lifeline(f"127.0.0.1:{port}").wait_for_loss(lambda: False)
+    assert why == "it refuses connections: its process has ended"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])

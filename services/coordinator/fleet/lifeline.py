@@ -47,7 +47,10 @@ class Lifeline:
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(*self._peer)
         try:
-            self._peer = writer.get_extra_info("peername")[:2]  # a lost container's name would fail slowly
+            peer = writer.get_extra_info("peername")
+            if peer is None:
+                return  # its process ended as soon as the connection was there
+            self._peer = peer[:2]  # a lost container's name would fail slowly
             if self._peer == writer.get_extra_info("sockname")[:2]:
                 raise ConnectionRefusedError  # a port that nobody holds may be connected to itself
             connection = writer.get_extra_info("socket")
