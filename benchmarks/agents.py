@@ -113,7 +113,7 @@ def main() -> None:
     names = [arguments.only] if arguments.only else list(TASKS)
     results = []
     for task in (TASKS[name] for name in names):
-        with server(task):
+        with server(task.example, task.port):
             results += [measure(task, seed) for seed in range(arguments.seeds)]
     PICTURE.write_text(svg({f"{name}: held-out score by seconds": curves(results, name) for name in names}))
     print(json.dumps([asdict(result) for result in results], indent=2))
@@ -122,17 +122,17 @@ def main() -> None:
 
 
 @contextmanager
-def server(task: Task) -> Iterator[None]:
+def server(example: str, port: int) -> Iterator[None]:
     """The example's own, until the context exits."""
-    program = ROOT / "examples" / task.example / "server.py"
-    if is_listening(task.port):
-        raise RuntimeError(f"port {task.port} is taken, and {program} needs it: end that server first")
-    process = subprocess.Popen([sys.executable, program, str(task.port)], stdout=sys.stderr)
+    program = ROOT / "examples" / example / "server.py"
+    if is_listening(port):
+        raise RuntimeError(f"port {port} is taken, and {program} needs it: end that server first")
+    process = subprocess.Popen([sys.executable, program, str(port)], stdout=sys.stderr)
     try:
         deadline = time.monotonic() + SERVER_S
-        while not is_listening(task.port):
+        while not is_listening(port):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{program}: no server at port {task.port}: see its output above")
+                raise RuntimeError(f"{program}: no server at port {port}: see its output above")
             time.sleep(0.1)
         yield
     finally:

@@ -2,16 +2,11 @@
 
 import shutil
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from benchmarks.agents import is_listening
+from benchmarks.agents import server
 from tests.command import ROOT, atoll, results
 from tests.gateway.learning_run import train
 
@@ -46,27 +41,14 @@ def test_a_coding_agent_trains(tmp_path: Path) -> None:
 def test_the_reward_of_an_agent_with_an_mcp_server_rises(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     atoll(tmp_path, "data", "tools")
-    with serving("calculator") as port:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    with server("calculator", port):
         url = f"http://127.0.0.1:{port}/mcp"
-        server = f'[{{kind="tool", name="calculator", url="{url}", protocol="mcp", concurrency=64}}]'
+        servers = f'[{{kind="tool", name="calculator", url="{url}", protocol="mcp", concurrency=64}}]'
         cut = ("run.steps=12", "warmup.steps=200", "validation.sets=[]", "validation.every=0")
-        settings = (f"servers={server}", *cut)
+        settings = (f"servers={servers}", *cut)
         atoll(tmp_path, "run", "examples/calculator.toml", *(w for each in settings for w in ("--set", each)))
     _, (_, *steps) = results(tmp_path / "runs" / "calculator")
     scores = [row["critic/score/mean"] for row in steps]
     assert sum(scores[-3:]) / 3 - sum(scores[:3]) / 3 > MIN_RISE
-
-
-@contextmanager
-def serving(example: str) -> Iterator[int]:
-    """The example's server, and its port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    command = [sys.executable, ROOT / "examples" / example / "server.py", str(port)]
-    with subprocess.Popen(command) as process:
-        try:
-            while process.poll() is None and not is_listening(port):
-                time.sleep(0.05)  # another project's server says nothing when it is ready
-            yield port
-        finally:
-            process.kill()
